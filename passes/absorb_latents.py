@@ -24,7 +24,7 @@ from mllm_compile.passes.match.nodes import (
     linear_operands,
 )
 
-# What moves numbers and computes none.
+# Ops that move numbers and compute none.
 _MOVES = (
     *("view", "expand", "contiguous", "permute", "new_empty", torch.reshape, torch.flatten, torch.unsqueeze),
     *(torch.transpose, torch.split, torch.chunk, torch.cat, operator.getitem, torch.ops.aten.slice_scatter.default),
@@ -54,7 +54,7 @@ class AbsorbLatents(GraphPass):
     Requires: attention of all layers is so, without windows, caps, sinks and biases; else no layer is changed, as one
         backend serves them all. How keys and values come from the linear is not matched by its spelling: what is
         between moves numbers alone, and is run on their places (_origins).
-    Preserves: every value but for the order of sums, and rounding of the queries.
+    Preserves: every value, except the order of sums and rounding of the queries.
     """
 
     name: ClassVar[str] = "absorb_latents"

@@ -16,8 +16,8 @@ from mllm_compile.runtime.ops.segments.kernel import is_taken
 class AttendSegments(GraphPass):
     """Gives a tower's attention to kernels that multiply heads of 72 or 80 as they are.
 
-    Why: torch's flash attention is of an older GPU, and reaches a third of the tensor cores' rate with heads of towers;
-        kernels that are made for Hopper take heads of 64 and 128 alone, and padded heads cost products (figures in
+    Why: torch's flash attention is for older GPUs, and reaches a third of the tensor cores' rate with towers' heads.
+        Kernels for Hopper take heads of 64 and 128 alone, and padded heads cost products (figures in
         docs/lab/images.md).
 
     Before::

@@ -66,7 +66,7 @@ class PassTarget:
         counts_experts: runtime.expert_stats.
         num_ranks: runtime.tensor_parallel_size.
         num_expert_ranks: runtime.expert_parallel_size.
-        dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
+        dtype: the model's; kv_cache_dtype: the KV cache's; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
         split_decode: our decode kernels serve.

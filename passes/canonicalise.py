@@ -17,10 +17,10 @@ from mllm_compile.passes.match.spelling import spell
 class Canonicalise(GraphPass):
     """Normalises names, sizes, writes, spellings and dead ends.
 
-    Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be
-        a function of tensors alone, and equal layers should read alike. What writes into a tensor changes it for all
-        who have it, which no pass would see (match/in_place.py); and an operation that is spelled in three ways would
-        be three in every pass (match/spelling.py).
+    Why: Dynamo's graphs have sizes as inputs, range checks on them, and names made of module paths. A piece must be a
+        function of tensors alone, and equal layers should read alike. An op that writes into a tensor changes it for
+        all its users, which no pass would see (match/in_place.py). And an operation with three spellings would be three
+        in every pass (match/spelling.py).
 
     Before::
 

@@ -41,8 +41,8 @@ class ChooseExperts(GraphPass):
     likewise without the division, with a softmax of the chosen scores, or for topk alone.
 
     Requires: deduplicated pieces on CUDA. Of up to 1,024 scores, up to 32 are chosen.
-    Preserves: the choice, except for experts of equal scores, of which the first is taken (torch promises no order);
-        the weights but for the order of a sum in float32.
+    Preserves: the choice, except among experts of equal scores, where it is the first (torch promises no order); the
+        weights, except the order of a sum in float32.
     """
 
     name: ClassVar[str] = "choose_experts"

@@ -30,7 +30,7 @@ class ExpandLatents(GraphPass):
         out = mllm.attention(q, k, k, None, 0.07, 0.0, -1, "", None, 0, rank, weight)   # [T, H, n + r] → [T, H, v]
 
     Requires: what absorb_latents writes, in every layer. The weight is a layer's now, and no piece reads it.
-    Preserves: every value but for the order of sums, and rounding.
+    Preserves: every value, except the order of sums and rounding.
     """
 
     name: ClassVar[str] = "expand_latents"

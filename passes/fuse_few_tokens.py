@@ -34,8 +34,8 @@ class FuseFewTokens(GraphPass):
     """Makes pieces for few tokens: a linear takes its gate or its residual, and the norm between two linears goes.
 
     Why: with a few tokens a step is still reads of weights and launches. cuBLAS splits the inputs of small weights
-        among blocks, which takes a second kernel, and none of its kernels starts before the one ahead has ended
-        (figures in docs/lab/performance.md).
+        among blocks, which takes a second kernel. None of its kernels starts before the previous one has ended (figures
+        in docs/lab/performance.md).
 
     Before::
 

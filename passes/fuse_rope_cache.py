@@ -32,8 +32,8 @@ from mllm_compile.runtime.ops import op
 class FuseRopeCache(GraphPass):
     """Puts one kernel between the projections and attention, which then finds its keys and values in the cache.
 
-    Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
-        an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5 (other
+    Why: a decode step has few tokens, so each of these kernels costs its launch. Norm and rotation of q and of k, and
+        an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token. One kernel takes 1.5 (other
         shapes: runtime/ops/attention/rope_cache.py).
 
     Before::
@@ -49,9 +49,9 @@ class FuseRopeCache(GraphPass):
     with True as a last operand where the norms are times 1 + their weight. Of a head as many columns are rotated as cos
     and sin have; where q and k are heads as a projection gives them, both are None.
 
-    Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, or of e4m3 on a Hopper GPU
-        (gm.meta[CACHE_DTYPE]), and the rotation of heads, or of their first columns, by halves, as Transformers writes
-        it, or none. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
+    Requires: lowered attention on CUDA in bfloat16 or float16; a cache of the same type, or of e4m3 on a Hopper GPU
+        (gm.meta[CACHE_DTYPE]); and no rotation, or rotation by halves of heads or their first columns, as Transformers
+        writes it. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
     Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 

@@ -17,8 +17,8 @@ _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the colum
 class FuseSiluMul(GraphPass):
     """Computes the activation between a feed-forward's two linears by a kernel as fast as the memory.
 
-    Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 for those of 8B, where the bytes take 34
-        and 134 (figures in runtime/ops/silu_mul.py).
+    Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 with 8B; the bytes take 34 and 134 (figures
+        in runtime/ops/silu_mul.py).
 
     Before::
 

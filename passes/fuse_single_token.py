@@ -19,7 +19,7 @@ class FuseSingleToken(GraphPass):
     """Makes pieces for one token: a linear takes its norm, its gate or its residual with it.
 
     Why: at one token a decode step is launches and reads of weights. cuBLAS' matrix-vector kernels run at a third of
-        the memory's speed for small weights, and norm, activation and residual cost a launch each (figures in
+        the memory's speed for small weights. Norm, activation and residual cost a launch each (figures in
         runtime/ops/single_token.py).
 
     Before::

@@ -82,12 +82,12 @@ def _take_gates(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is(value: Any, *targets: Callable[..., Any] | str) -> bool:
-    """is_call, of what has been looked for in vain too."""
+    """is_call; failed look-ups are remembered too."""
     return is_call(value, *targets)
 
 
 def _first_row(value: Any) -> Any:
-    """The batch of one that `value` is the only row of; None where it is none."""
+    """The batch of one whose only row is `value`, or None."""
     return value.args[0] if _is(value, operator.getitem) and value.args[1] == 0 else None
 
 
@@ -100,7 +100,7 @@ def _of_negative_exponential(value: Any) -> fx.Node | None:
 
 
 def _of_softplus(value: Any) -> tuple[Any, Any]:
-    """x [1, T, H] and the weight b of softplus(x + b) in float32; nothing, twice, where it is none."""
+    """x [1, T, H] and the weight b of softplus(x + b) in float32, or (None, None)."""
     if not _is(value, *_SOFTPLUS) or len(value.args) != 1 or value.kwargs:
         return None, None
     total = value.args[0]

@@ -183,7 +183,7 @@ def _is_by_token(node: fx.Node) -> bool:
         return False
     if any(_token_dim(value) is None for value in _each(node.meta["val"])):
         return False
-    # Sizes become those of the rows: in a view as they should, anywhere else they are numbers that stand for T.
+    # Sizes become the rows': rightly so in a view, but elsewhere they are numbers that mean T.
     if any(rule is not _keeps_order or not number.node.expr.is_symbol for number in _numbers_of(node)):
         return False
     return rule(node, _each(inputs[0])[0], inputs)
@@ -215,13 +215,13 @@ def _moves_dims(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 
 
 def _is_product_of_rows(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    """True for a batch of products x · weight in which tokens are the rows of x."""
+    """True for a batch of products x · weight where tokens are the rows of x."""
     source: Any = node.args[0]
     return len(inputs) == 1 and source.meta["val"] is first and _token_dim(first) == 1
 
 
 def _keeps_order(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    """A view in which the tokens are as many rows, in the same order."""
+    """A view that keeps tokens as rows, in the same order."""
     return len({math.prod(value.shape[: _token_dim(value)]) for value in (first, node.meta["val"])}) == 1
 
 

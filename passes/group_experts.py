@@ -28,8 +28,8 @@ from mllm_compile.runtime.ops.experts.shapes import (
 class GroupExperts(GraphPass):
     """Multiplies the rows of each expert together, by kernels that read no expert's weight but those chosen.
 
-    Why: the op of the trace waits for the router's choice on the host, so it can be in no CUDA graph; torch 2.11's
-        AOTInductor has no grouped product; and with few tokens a step is the reading of the chosen experts' weights
+    Why: the trace's op waits for the router's choice on the host, so it cannot be in a CUDA graph. torch 2.11's
+        AOTInductor has no grouped product. With few tokens a step's time is the reading of the chosen experts' weights
         (figures in docs/lab/performance.md).
 
     Before::
@@ -45,8 +45,8 @@ class GroupExperts(GraphPass):
         y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, B)
 
     Any other activation stays between two products. Quantised weights get `quantised_grouped_linear`. A piece with
-    experts gets variants for 1, 64 and 256 tokens where it has none, as the size of a block depends on the step's; and
-    the input `slots`, by which padding is told.
+    experts gets variants for 1, 64 and 256 tokens where it has none, as a block's size depends on the step's; and the
+    input `slots`, which tells padding apart.
 
     Requires: pieces on CUDA with all their variants.
     Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
@@ -73,8 +73,7 @@ def _expert_linears(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _add_variants(gm: fx.GraphModule, name: str) -> None:
-    """Copies the variant that a step of so many tokens has now, where it has none of that size, and linears of
-    experts."""
+    """Copies the variant that a step of so many tokens has now, if it has linears of experts and none of that size."""
     variants = gm.meta.setdefault(VARIANTS, {}).setdefault(name, {})
     for size in VARIANT_TOKENS:
         source: Any = gm.get_submodule(min((one for one in variants.items() if one[0] >= size), default=(0, name))[1])

@@ -28,8 +28,8 @@ class MultiplyOuterProducts(GraphPass):
         angles = inv_freq[None, :, None].float() * positions[:, None, :].float()
 
     Requires: a canonical graph.
-    Preserves: every value bitwise but for the sign of zeros, where products are of the precision that their operands
-        have; where TensorFloat-32 is allowed, they gain the digits that it drops.
+    Preserves: every value bitwise except the sign of zeros, if products have their operands' precision. With
+        TensorFloat-32 they gain the digits that it drops.
     """
 
     name: ClassVar[str] = "multiply_outer_products"

@@ -1,4 +1,4 @@
-"""Replaces a convolution over patches, each of which its kernel covers whole, by a linear."""
+"""Replaces a convolution whose kernel covers a whole patch by a linear."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MultiplyPatches(GraphPass):
         out = linear(torch.flatten(patches, 1), torch.flatten(weight, 1), bias)[..., None, None, None]
 
     Requires: a canonical graph.
-    Preserves: every value but for the order of sums.
+    Preserves: every value, except the order of sums.
     """
 
     name: ClassVar[str] = "multiply_patches"
@@ -56,7 +56,7 @@ def _covers_patches(node: fx.Node) -> bool:
     patches, weight, _, _, padding, _, groups = _arguments(node)
     if padding not in (0, "valid") and (isinstance(padding, str) or any(padding)):
         return False
-    # Their channels too: those of an image without a batch are its first dimension.
+    # Their channels too: an image without a batch has channels first.
     sizes = patches.meta["val"].shape[1:], weight.meta["val"].shape[1:]
     return groups == 1 and all(isinstance(size, int) for size in sizes[0]) and sizes[0] == sizes[1]
 

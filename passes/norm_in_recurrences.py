@@ -25,8 +25,8 @@ class NormInRecurrences(GraphPass):
     """Lets a gated delta rule norm each head's output and multiply it by the gate z, and Mamba-2's scan multiply first
     and norm each group of heads.
 
-    Why: the recurrence's op norms by a kernel that knows which tokens are requests', that has z before the outputs, and
-        that lets the linear behind it in as soon as it has these (runtime/ops/states/gated_norm.py; figures in
+    Why: the recurrence's op norms by a kernel that knows the requests' tokens. The kernel has z before the outputs, and
+        lets the next linear start as soon as it has them (runtime/ops/states/gated_norm.py; figures in
         docs/lab/states.md).
 
     Before::
@@ -42,8 +42,8 @@ class NormInRecurrences(GraphPass):
         y = gated_delta(q, k, v, g, beta, A_log, dt_bias, z, norm_weight, True, eps, "silu")
         y = view(ssd(x, dt, A_log, B, C, D, dt_bias, z, norm_weight, …, eps, groups))
 
-    Requires: a canonical graph; a rule's norm over a head's width whose weight has that width, a scan's over a token's
-        numbers or over equal parts of them, with a weight for all; nobody else reads the outputs.
+    Requires: a canonical graph. A rule's norm is over a head's width and its weight has that width; a scan's is over a
+        token's numbers or equal parts of them, with a weight for all. Nothing else reads the outputs.
     Preserves: every value in float32; in 16 bits the outputs are rounded once, behind the gate.
     """
 
@@ -192,7 +192,7 @@ def _alone_reads(node: fx.Node, scan: fx.Node) -> bool:
 
 
 def _behind_views(value: Any) -> Any:
-    """The value that `value` is a view of; itself where it is none."""
+    """The value that `value` is a view of, or itself."""
     while _is_view(value):
         value = value.args[0]
     return value

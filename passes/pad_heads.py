@@ -14,11 +14,11 @@ from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS
 
 
 class PadHeads(GraphPass):
-    """Makes heads of other widths those of the next width that kernels have, and drops what they add to the output.
+    """Pads heads to the next width that kernels have, and drops the added columns of the output.
 
     Why: the GPU's kernels have heads of 64, 128 and 256, and values as wide as keys. A zero adds nothing to a product
         of a query and a key, and a value's zeros give outputs that nobody reads. The KV cache holds the zeros too:
-        heads of 80 take 1.6 times their bytes, those of 96 1.33 times.
+        heads of 80 take 1.6 times their bytes, heads of 96 1.33 times.
 
     Before::
 
@@ -31,7 +31,7 @@ class PadHeads(GraphPass):
 
     Requires: FlashInfer's attention; torch's takes any width. Heads wider than the widest of the kernels stay, and so
         does attention over latents, which has kernels of its own.
-    Preserves: every value but for the order of sums.
+    Preserves: every value, except the order of sums.
     """
 
     name: ClassVar[str] = "pad_heads"

@@ -39,7 +39,7 @@ class PadLinears(GraphPass):
         y = linear(constant_pad_nd(x, [0, 4]), constant_pad_nd(weight, [0, 4]), bias)
 
     Requires: a canonical graph; values of 16 bits on a GPU.
-    Preserves: every value but for the order of sums.
+    Preserves: every value, except the order of sums.
     """
 
     name: ClassVar[str] = "pad_linears"

@@ -1,7 +1,7 @@
 """The passes, in the order in which they run: PASSES is the list.
 
-To add a pass: a file with a class of the same name, its import and its line in PASSES, a test. What it brings about and
-what must hold from then on goes into verify.py.
+To add a pass: a file with a class of the same name, its import and its line in PASSES, a test. Its results and
+invariants that hold from then on go into verify.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     MultiplyPatches,  # of images: a convolution that covers each patch is a linear
     ScaleKeysAndValues,  # of a KV cache in fp8: the checkpoint's scales go into the weights around attention
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
-    SpreadExperts,  # over ranks, each of which has its own tokens
+    SpreadExperts,  # over ranks with tokens of their own
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     ExpandLatents,  # long prompts attend over keys and values that attention makes of them
     QuantiseLinears,  # weights in eight or four bits stay so in memory

@@ -43,10 +43,10 @@ class QuantiseActivations(GraphPass):
     the inputs' part with what makes x; behind `mllm.silu_mul` they are of one kernel with it, `mllm.silu_mul_in_fp8`.
 
     Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
-        Variants for up to 64 tokens stay, as their kernels multiply in bfloat16. One changes: where a piece has many
-        weights, and all its products have kernels of our own, a variant of `stream_linears` for up to 64 tokens
-        becomes one for up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the
-        two a step takes.
+        Variants for up to 64 tokens stay, as their kernels multiply in bfloat16. One changes: if a piece has many
+        weights, and all its products have kernels of our own, its variant of `stream_linears` for up to 64 tokens
+        becomes one for up to 32. With runtime.deterministic the pass is left out: numbers may not depend on the variant
+        that a step takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/lab/quantised.md has
         what that costs).
     """
@@ -69,8 +69,8 @@ class QuantiseActivations(GraphPass):
 
 
 def _longer_variants(gm: fx.GraphModule, names: list[str]) -> list[str]:
-    """The variants of these pieces for more tokens than kernels read such weights as they are for: those of experts,
-    which hold the linears around them too."""
+    """These pieces' variants for more tokens than kernels that read such weights take: variants of experts, which hold
+    the linears around them too."""
     variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
     return [variant for name in names for most, variant in variants.get(name, {}).items() if most > MAX_TOKENS_OF_ROWS]
 

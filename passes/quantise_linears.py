@@ -46,14 +46,14 @@ class QuantiseLinears(GraphPass):
 
         y = mllm.quantised_linear(x, weight, weight_scales, None, bias, "fp8", 128)
 
-    and `mllm.quantised_expert_linear` in that of experts'. `weight` is a new input of the same name, which has the
-    values, with rows of outputs whichever way round the model has the weight; scales and zero points get inputs beside
-    it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
+    and `mllm.quantised_expert_linear` in the place of experts' linears. `weight` is a new input of the same name. It
+    has the values, with rows of outputs even if the model's weight is transposed. Scales and zero points get inputs
+    beside it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[WEIGHT_SCHEMES] says which weights, and their schemes. A weight that anything
         else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that
-        ranks cut within what shares a scale. Where the checkpoint is not what quantised them, so do the head's, a
-        router's, and those of few rows.
+        ranks cut within what shares a scale. If the checkpoint did not quantise them, so do the head, routers, and
+        linears of few rows.
     Preserves: the product with the dequantised weight.
     """
 

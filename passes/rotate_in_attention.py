@@ -23,8 +23,8 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 class RotateInAttention(GraphPass):
     """Lets decodes do without a kernel between the projections and attention.
 
-    Why: with one token a request that kernel is only launching and waiting. An attention kernel that norms and rotates
-        a query when it reads it, and writes the new key and value of requests whose last keys it reads, takes the same
+    Why: with one token a request that kernel is only launching and waiting. An attention kernel can norm and rotate a
+        query when it reads it, and write the new key and value of requests whose last keys it reads. It takes the same
         time, and its keys arrive while the projections still run (figures in docs/lab/performance.md).
 
     Before::

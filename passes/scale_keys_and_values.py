@@ -31,10 +31,10 @@ _OF_NUMBERS = (operator.mul, operator.truediv)
 
 
 class ScaleKeysAndValues(GraphPass):
-    """Says by which scales of the checkpoint weights are multiplied, so that keys and values are within what fp8 holds.
+    """Multiplies weights by the checkpoint's scales, so that keys and values fit into fp8.
 
-    Why: a scale belongs to all keys of a layer, or to all its values. Divided out of the weights that make them, and
-        multiplied into those of the queries and behind attention, it costs no step anything, and no kernel knows it.
+    Why: a scale belongs to all keys of a layer, or to all its values. Divided out of keys' and values' weights, and
+        multiplied into the queries' and behind attention, it costs a step nothing, and no kernel knows it.
 
     Before::
 
@@ -96,7 +96,7 @@ def _take_factors(gm: fx.GraphModule, weights: list[fx.Node]) -> bool:
 
 
 def _weights_of(value: Any, attention: fx.Node) -> tuple[fx.Node, ...]:
-    """Finds the weights on which a factor is one on `value`, which attention alone reads; possibly ()."""
+    """Finds the weights whose factor becomes `value`'s factor; attention alone reads `value`. Possibly ()."""
     inside: set[fx.Node] = set()
     found = _search(value, inside)
     is_read_elsewhere = any(user not in inside and user is not attention for node in inside for user in node.users)
@@ -121,7 +121,8 @@ def _search(node: Any, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _search_product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """Finds those of the one operand that carries the factor; the other must not, as a norm's takes it away again."""
+    """Finds the weights of the one operand that carries the factor; the other must not, as a norm's takes it away
+    again."""
     for one, other in (node.args, node.args[::-1]):
         if is_weight(one) and len(one.meta["val"].shape) == 1:
             return (one,)

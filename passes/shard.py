@@ -24,7 +24,7 @@ _CARRIED_VIEWS = frozenset(
 class Shard(GraphPass):
     """Gives each rank its part of the weights, and puts sums over ranks where these parts meet.
 
-    Why: a model that is larger than a GPU, and the rate at which one reads its weights.
+    Why: a model may be larger than a GPU, and several GPUs read its weights faster.
 
     Before::
 
@@ -41,8 +41,8 @@ class Shard(GraphPass):
     meet elementwise, are reduced together or belong to a head and its keys are on one rank, as one *class*; classes
     that are alike are dealt out in order. Where a linear reads features of several classes, its sum is a sum over
     ranks. A row of the embedding is a cell too. With fewer heads of keys than ranks these are held several times. A
-    mean over all heads is the mean of the ranks' means. What has no rule, and what does not divide, every rank
-    computes. Sums over ranks travel through what is linear, so that two that are added are summed once.
+    mean over all heads is the mean of the ranks' means. Every rank computes nodes without a rule, or that do not
+    divide. Sums over ranks travel through what is linear, so that two that are added are summed once.
 
     Requires: a canonical graph, with attention as the trace has it; `gm.meta[RANKS]`.
     Preserves: the meaning. Sums are of another order; the weights of a rank are its ranges in `gm.meta[WEIGHT_CUTS]`.
@@ -268,7 +268,7 @@ def _carries(node: fx.Node, read: list[fx.Node]) -> bool:
 
 
 def _elements_a_token(val: torch.Tensor) -> int:
-    """Elements, with 1 in place of every size of tokens but for the factors that are before it."""
+    """Elements, with 1 in place of every size of tokens except for factors before it."""
     total = 1
     for size in val.shape:
         if isinstance(size, int):

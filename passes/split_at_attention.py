@@ -24,7 +24,7 @@ class SplitAtAttention(GraphPass):
     """Makes each stretch between attentions a submodule, called from a parent graph.
 
     Why: attention, as other kinds of layers (passes/match/layer_kinds.py), reads the forward context and is planned per
-        batch, so it stays outside of Inductor's pieces and (for prefill) of CUDA graphs; the head works on S rows, not
+        batch. So it stays outside of Inductor's pieces and (for prefill) of CUDA graphs. The head works on S rows, not
         T tokens, so it is its own piece.
 
     Before::
@@ -36,8 +36,8 @@ class SplitAtAttention(GraphPass):
         q, k, v, x = piece_0(x, w0); out = new_empty(q, …); attention_with_output(q, k, v, out, "l0")
         y = piece_1(out, x, w1); …
 
-    Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input (a SymInt shared
-        across layers would make equal pieces differ); getitem stays with the node that makes the tuple.
+    Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input, as a SymInt shared
+        across layers would make equal pieces differ. getitem stays with the node that makes the tuple.
     Preserves: every value bitwise.
     """
 
@@ -117,8 +117,8 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
 
 
 def _can_cross(value: Any) -> bool:
-    """False for a tensor that no piece can be compiled to take: a stride depends on T, and not as those of a dense
-    tensor do, whose every stride is another dimension's size times its stride. A part of it is taken where it is made.
+    """False for a tensor that no compiled piece can take: a stride depends on T otherwise than in a dense tensor, where
+    each stride is another dimension's size times its stride. A part of it is taken where it is made.
     """
     val = value.meta.get("val")
     if not isinstance(val, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Spreads the experts of a mixture over ranks, each of which computes the rest of its own tokens alone."""
+"""Spreads the experts of a mixture over ranks; each rank computes the rest of its own tokens alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE
 
 _VIEWS = frozenset(["view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous", "to"])
-# What leaves a row of zeros one of zeros, between experts' last product and the sum of a token's rows.
+# Ops that keep a row of zeros, between experts' last product and the sum of a token's rows.
 _KEEPS_ZEROS = frozenset([*_VIEWS, "mul", "truediv", "neg", "dropout", "sum"])
 
 
@@ -172,7 +172,7 @@ def _sums_choices(node: fx.Node) -> bool:
 
 
 def _with_cast(end: fx.Node) -> fx.Node:
-    """The sum, or what alone reads it and makes fewer bytes of it: less is to be sent then."""
+    """The sum, or its only reader if that has fewer bytes, so that less is sent."""
     reader, *others = end.users
     is_narrower = name_of(reader) == "to" and reader.meta["val"].dtype.itemsize < end.meta["val"].dtype.itemsize
     return reader if is_narrower and not others else end
@@ -265,8 +265,8 @@ class _Spreading:
         self._copies[node] = copy
 
     def _own(self, ids: fx.Node, num_experts: int) -> fx.Node:
-        """The experts as the rank counts its own; ELSEWHERE for those of others, and for none's its own number of
-        experts, which is none's either."""
+        """The experts as the rank counts its own; ELSEWHERE for other ranks', and for no expert its number of experts,
+        which is no expert either."""
         graph, count = self._graph, num_experts // self._num_ranks
         with graph.inserting_after(ids):
             place = ids.next
@@ -300,8 +300,8 @@ class _Spreading:
 
 
 def chosen_of_all(own: fx.Node) -> fx.Node | None:
-    """The choice among the experts of all ranks, of one in which a rank has counted its own as this pass does; None: it
-    has not."""
+    """The choice among all ranks' experts, if `node` is a choice in a rank's own count, as this pass makes it; or
+    None."""
     places: Any = own.args[1] if is_call(own, torch.where) else None
     first: Any = places.args[1] if is_call(places, operator.sub) else None
     is_spread = is_call(first, operator.mul) and is_op(first.args[0], "rank_index")

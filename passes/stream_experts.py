@@ -39,7 +39,7 @@ class StreamExperts(GraphPass):
     """Reads experts' weights by kernels of ours in steps of up to 8 tokens, with all that is around them.
 
     Why: in such steps the choice, the order of rows, the weighted sum, the residual and two norms are kernels of 2 µs
-        each, in every layer, in which nothing is read; and Triton's products ask for weights late (figures in
+        each in every layer, during which no weight is read. Triton's products load weights late (figures in
         docs/lab/performance.md).
 
     Before::
@@ -58,8 +58,8 @@ class StreamExperts(GraphPass):
         z, h, squares = mllm.stream_expert_down_norm(a, down, y, next_norm, scores, None, slots, k, …)
         q = mllm.stream_linear(h, qkv, squares, eps, False)
 
-    A choice whose weights are not simply those of choose_experts is given to both with its weights. The variant is
-    for those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
+    A choice with other weights than choose_experts' is given to both with its weights. The variant is for those that
+    fuse_single_token, stream_linears and group_experts would have for so few tokens.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with choices by choose_experts; gated experts without
         biases, whose weights divide into the kernels' stages (shapes.py); large linears are stream_linears'.
@@ -101,7 +101,7 @@ class _Experts:
     gate_up: fx.Node
     down: fx.Node
     residual: fx.Node
-    router: tuple[Any, ...]  # of the ops, but for the slots
+    router: tuple[Any, ...]  # of the ops, except slots
 
 
 def _streams(piece: fx.GraphModule) -> bool:
@@ -170,7 +170,7 @@ def _match_linears(node: fx.Node, rows: Any, weights: Any, residual: fx.Node) ->
 
 
 def _input_of_experts(node: Any, of_tokens: bool) -> Any:
-    """The input of an experts' linear without bias, whose weights are as those of linears; else None."""
+    """The input of an experts' linear without bias, with weights in linears' layout; else None."""
     linear = match_expert_linear(node)
     if linear is None or linear.bias is not None or linear.scales is not None:
         return None
@@ -187,7 +187,7 @@ def _router(ids: Any, weights: Any) -> tuple[Any, ...] | None:
     scores, num_chosen, softmax, renormalise = choice.args
     wide = weights.meta["val"].dtype == torch.float32
     own: Any = weights.args[0] if is_call(weights, "to") and not wide else weights
-    # choose_experts gives them in float32, or in bfloat16, to which this rounds once.
+    # choose_experts gives them in float32, or rounded once to bfloat16.
     is_own = is_call(own, operator.getitem) and own.args == (choice, 0) and (own is weights or not wide)
     before: Any = scores.args[0] if is_call(scores, "to") else scores
     if before.meta["val"].dtype == torch.bfloat16:

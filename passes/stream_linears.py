@@ -28,7 +28,7 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_q
 class StreamLinears(GraphPass):
     """Does what `fuse_few_tokens` does, with `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
-    Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
+    Why: these kernels load as much of their weight as a multiprocessor holds before the previous kernel has ended, give
         every multiprocessor the same share, and read large weights in long pieces (figures in docs/lab/performance.md).
         Triton cannot express them: copies arrive while a block waits, and blocks add up in each other's memory.
 
@@ -45,11 +45,11 @@ class StreamLinears(GraphPass):
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their variant is for up to 208 tokens, with an fp8 weight with scales of groups for up to 128, with
-        a head or an fp8 weight with a scale a row for up to 64 (of which quantise_activations may leave 32). The pass
-        is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none
-        here; the variant of `fuse_single_token` is dropped where this one is faster.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); Variants
+        are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head
+        or an fp8 weight with a scale a row (quantise_activations may make it 32). The pass is left out where the
+        kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none here; the variant of
+        `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 

@@ -1,4 +1,4 @@
-"""Gives pieces the slots of their tokens, by which padding is told: a batch input that a trace has no use for."""
+"""Gives pieces the slots of their tokens, which tell padding apart: a batch input that a trace does not need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mllm_compile.passes.match.nodes import input_node
 
 # Inputs of the program; in graphs and pieces they are called the same, behind "token_".
 _SLOTS = "slots"
-_ALL_SLOTS = "all_slots"  # [N*T] int64, those of N ranks one behind another
+_ALL_SLOTS = "all_slots"  # [N*T] int64, N ranks' one behind another
 
 
 def give_slots(gm: fx.GraphModule, piece_name: str, num_ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Checks what must hold of a graph and its pieces, from which pass on; a compile checks all of it after every pass.
+"""Checks invariants of a graph and its pieces, each from some pass on; a compile checks them after every pass.
 
 A pass need not be named here: what the passes ahead of it have brought about holds after it as well.
 """
@@ -44,7 +44,7 @@ def verify_graph(gm: fx.GraphModule, done: Sequence[str]) -> None:
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Graph]]:
-    """The graph and those of its pieces, each with what its nodes' names are preceded by."""
+    """The graph and its pieces' graphs, each with the prefix of its nodes' names."""
     yield "", gm.graph
     for name, piece in gm.named_children():
         if isinstance(piece, fx.GraphModule):
@@ -61,8 +61,8 @@ def size_equalities(gm: fx.GraphModule) -> frozenset[str]:
 
 
 def no_new_size_equalities(gm: fx.GraphModule, known: frozenset[str]) -> None:
-    """Checks that a pass computed no value that is right for some sizes alone: fake tensors take a view of T tokens as
-    S rows, note `Eq(u1, u0)`, and leave it to run time to fail.
+    """Checks that no pass computed a value that is right for some sizes alone. Fake tensors take a view of T tokens as
+    S rows, note `Eq(u1, u0)`, and the failure would come at run time.
 
     Args:
         known: the equalities that the trace assumed.

@@ -1,7 +1,7 @@
 """Makes a graph functional: a write into a tensor becomes a new tensor, which all later readers get.
 
 A pass that drops, moves or copies a node looks at its readers. With `y = x * 1.0; y.mul_(2)` that is not enough: x in
-the place of y would be written to. So passes get graphs in which no call of a trace changes what it is given.
+the place of y would be written to. So passes get graphs where no call of a trace changes its arguments.
 
 The trace's fake tensors say which values share memory. A write into a view (`q[..., :8].copy_(k)`) makes a new base,
 through the views between them; other views of the base are taken again when they are read.
@@ -206,7 +206,7 @@ class _Memory:
 
 
 def _computed(graph: fx.Graph, node: fx.Node, old: fx.Node) -> fx.Node:
-    """The written tensor's new value; the arguments of `node` are those of now."""
+    """The written tensor's new value; the arguments of `node` are up to date."""
     target = node.target
     if target is operator.setitem:
         return _with_item(graph, node, old, node.args[1], node.args[2])

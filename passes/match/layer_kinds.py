@@ -38,7 +38,7 @@ class LayerKind(ABC):
 
     Attributes:
         traced: the ops that stand for it in a trace.
-        refusals: the place of the argument by which these name for the check of the trace what they cannot express.
+        refusals: the place of the argument that names, for the check of the trace, what the op cannot express.
         lowered: the op of the program.
         buffer: the place of the output's buffer among that op's arguments.
         layers: the key of gm.meta that lists its layers.

@@ -44,7 +44,7 @@ class Linear:
 
 
 def is_of_step(linear: fx.Node) -> bool:
-    """True for a linear of a step's own tokens; those of several ranks are more than a variant is for."""
+    """True for a linear of a step's own tokens; several ranks' tokens are too many for a variant."""
     rows = linear.meta["val"].shape[:-1]
     return all(size.node.expr.is_symbol for size in rows if is_symbolic(size))
 

@@ -85,8 +85,8 @@ def is_symbolic(value: object) -> bool:
 
 
 def drop_dead_nodes(gm: fx.GraphModule) -> None:
-    """Erases calls whose result is unused. The graph being functional, an unused op is kept only if its schema says
-    that it writes, as those of attention and of the KV cache do."""
+    """Erases calls whose result is unused. The graph is functional: an unused op is kept only if its schema says that
+    it writes, as in ops of attention and of the KV cache."""
     gm.graph.eliminate_dead_code()
 
 

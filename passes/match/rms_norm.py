@@ -103,7 +103,7 @@ def _unconverted(node: Any) -> Any:
 
 
 def match_mean_square(node: object, wide: fx.Node) -> float | None:
-    """eps of mean(wide ** 2, -1, keepdim=True) + eps; None where the node is none."""
+    """eps of mean(wide ** 2, -1, keepdim=True) + eps; None for another node."""
     if not is_call(node, operator.add):
         return None
     mean, eps = node.args

@@ -1,8 +1,8 @@
 """Gives each operation one spelling in a canonical graph, out of Python's, torch's and Tensor's names for it.
 
 Models write `x * y`, `torch.mul(x, y)` and `x.mul(y)`, and give arguments by place or by name. canonicalise leaves one
-of these, by the table below, so that a pass asks for one target and reads arguments by their place. Other
-operations have a single spelling in practice, or are read by no pass; they stay as they are.
+of these, by the table below: a pass matches one target and reads arguments by place. Other operations have a single
+spelling in practice, or are read by no pass; they stay as they are.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | 
 
 
 def _with_a_number_of_its_dtype(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | None:
-    """`x.scatter(dim, index, 1)` into floats with 1.0; None if there is nothing to change.
+    """`x.scatter(dim, index, 1)` into floats with 1.0, or None.
 
     Of an index of one column Inductor of torch 2.11 makes a tensor of the number, which then has the number's dtype.
     """

@@ -1,4 +1,4 @@
-"""Cells and their classes: what has to be on one rank together, by union-find over arrays, and which rank gets it.
+"""Cells and their classes: cells that have to be on one rank together, by union-find over arrays, and each class' rank.
 
 A cell is an output feature of a linear whose input every rank has, or a row of a vocabulary. Cell 0 stands for what
 every rank has; whatever is joined to it is cut no more.
@@ -137,7 +137,7 @@ class Owners:
         self.undealt = undealt
 
     def has(self, labels: Array, rank: int) -> Array:
-        """True for those of these that are on `rank`."""
+        """True for the cells of these that are on `rank`."""
         mask: Array = (self._masks[self._cells.find(labels.ravel())] >> rank) & 1
         return mask.reshape(labels.shape).astype(bool)
 

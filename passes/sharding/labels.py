@@ -260,7 +260,7 @@ class Labelling:
         self.labels[node] = np.broadcast_to(along, self.shape(node)).copy()
 
     def _of_features(self, node: fx.Node) -> Labels | None:
-        """The labels along the last dimension, those of all tokens joined."""
+        """The labels along the last dimension, all tokens' joined."""
         labels = self.of(node)
         if labels is None or isinstance(labels, list):
             return None
@@ -271,7 +271,7 @@ class Labelling:
         return first
 
     def _scheme_of(self, product: Product) -> WeightScheme | None:
-        """The scheme in which a rank's part of the weight can be in memory; None: it is plain."""
+        """The scheme of a rank's part of the weight in memory; None: it is plain."""
         weight = product.weight
         name, shape = weight.meta["weight_name"], weight.meta["val"].shape
         if len(shape) == 2:

@@ -33,7 +33,7 @@ class NotCutError(Exception):
 
 
 class ShardPlan:
-    """A cut of one graph, or why there is none.
+    """A cut of one graph, or the reason against one.
 
     Attributes:
         cuts: weight → how it is cut.
@@ -278,7 +278,7 @@ class ShardPlan:
         return torch.split, (source, sizes, dim)
 
     def _local_sizes(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The sizes of a view: numbers as a rank has them, those of tokens as they are."""
+        """The sizes of a view: a rank's numbers, and tokens' sizes unchanged."""
         val, local = node.meta["val"], self.local_shape(node)
         dims = [dim for dim in range(val.dim()) if is_symbolic(val.shape[dim])]
         given = _elements(args[1:]) if name_of(node) in ("view", "reshape", "expand") else []
@@ -314,7 +314,7 @@ class ShardPlan:
                     item = slice(*self._between(source, dim, start, stop))
             local.append(item)
             dim += 1
-        if place is not None:  # spelled as it was, by which later passes know it
+        if place is not None:  # spelled as before: later passes match it
             local[place : place + left_out] = [Ellipsis]
         return tuple(local) if isinstance(index, tuple) else local[0]
 

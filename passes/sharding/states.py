@@ -72,7 +72,7 @@ def label_state(
 
 
 def _by_head(labels: Any, cells: Cells) -> Labels:
-    """[H, D] of labels [T, H, ..]: those of all tokens joined."""
+    """[H, D] of labels [T, H, ..]: all tokens' joined."""
     rows: Labels = labels.reshape(labels.shape[0], labels.shape[1], -1)
     for other in rows[1:]:
         cells.join(rows[0], other)

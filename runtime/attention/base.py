@@ -1,8 +1,8 @@
 """The interface of attention backends.
 
 A layer is data (layer.py); a backend holds the plan of the current step and turns q, k, v of that step into the
-attention's output over the paged cache. What it captures in CUDA graphs, and further kernels, have contracts of their
-own (capture.py). The metadata of a step is built in metadata.py; the op that calls a backend is in
+attention's output over the paged cache. Captures in CUDA graphs and further kernels have contracts of their own
+(capture.py). The metadata of a step is built in metadata.py; the op that calls a backend is in
 ops/attention/layer_op.py.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D query/key head dim, Dv value head dim.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.forward_batch import ForwardBatch
 
 
-# Not frozen, though it does not change: there is one for each layer of a step, and freezing makes it 3 times as slow to
-# make (1.1 µs in place of 0.4).
+# Not frozen, though it does not change: each layer of a step has one, and a frozen one takes 3 times as long to make
+# (1.1 µs in place of 0.4).
 @dataclass(slots=True, eq=False)
 class AttentionInputs:
     """One layer's attention in a step.

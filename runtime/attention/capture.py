@@ -29,7 +29,7 @@ def needed(capture: Capture | None) -> Capture:
     """A backend's contract, of a kind of graph whose sizes say that there is one.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: it is None.
     """
     if capture is None:
         raise RuntimeError("the attention backend does not capture such steps: ask for the contract first")
@@ -96,9 +96,8 @@ class CapturesDecodes(ABC):
     @property
     @abstractmethod
     def page_table(self) -> torch.Tensor | None:
-        """[max requests, W] int32: what captured decodes read pages from, where this and the lengths that they were
-        captured with are all that a replay has to find up to date; None: it needs
-        init_forward_metadata_replay_cuda_graph."""
+        """[max requests, W] int32: the page table of captured decodes, if a replay needs only this and the captured
+        lengths up to date; None: it needs init_forward_metadata_replay_cuda_graph."""
 
     @abstractmethod
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -132,7 +131,7 @@ class CapturesDecodes(ABC):
 
 
 class CapturesCascades(ABC):
-    """Decodes in a CUDA graph that read a shared prefix once, beside those of CapturesDecodes."""
+    """Decodes in a CUDA graph that read a shared prefix once, beside CapturesDecodes' own."""
 
     @abstractmethod
     def use_cascade(self) -> None:

@@ -1,11 +1,11 @@
 """Attention by FlashInfer's kernels over the paged cache (CUDA only, imported when the backend is made).
 
-Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills
-(flashinfer/prefill.py), and one for the decodes, which come first in a batch (flashinfer/decode.py), unless the program
-brings its own kernel for them (split_decode.py). flashinfer/wrappers.py makes what plans them; flashinfer/kernels.py
-chooses FlashInfer's kernel for each; flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA
-graph (captured/decodes.py, captured/cascades.py); so can steps with prompts, where fa3 and the program's own kernels
-serve them (captured/mixed.py), and prompts alone (captured/prompts.py).
+A batch has, per plan group (layers equal in window, soft cap, scale and heads), a plan for the prefills
+(flashinfer/prefill.py). It has another for the decodes, which come first (flashinfer/decode.py), unless the program has
+its own kernel for them (split_decode.py). flashinfer/wrappers.py makes the planners; flashinfer/kernels.py chooses
+FlashInfer's kernel for each; flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA graph
+(captured/decodes.py, captured/cascades.py); so can steps with prompts, where fa3 and the program's own kernels serve
+them (captured/mixed.py), and prompts alone (captured/prompts.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -77,7 +77,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def __init__(self, wrappers: GroupWrappers) -> None:
         """
         Args:
-            wrappers: those of the model's layers. Their kernels are loaded here.
+            wrappers: of the model's layers. Their kernels are loaded here.
 
         Raises:
             DeviceError: FlashInfer lacks a kernel.
@@ -144,7 +144,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         return self._planned.prefills
 
     def _plan_blocks(self, batch: ForwardBatch) -> bool:
-        """Plans the batch's image blocks; False: there are none."""
+        """Plans the batch's image blocks; False without images."""
         blocks = batch.media.blocks if batch.media is not None else ()
         if not blocks:
             return False
@@ -297,7 +297,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def mixed_obstacle(self) -> str | None:
         for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
             if not isinstance(decode, SplitGroup):
-                return "decodes of some layers are by FlashInfer's kernels and not by those of the program"
+                return "decodes of some layers run by FlashInfer's kernels and not by the program's"
             if obstacle := prefill.capture_obstacle():
                 return obstacle
         return None
@@ -335,8 +335,8 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         return self
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """0 where all decodes are by the program's own kernels, which pass such rows over; else 1, a key of the dummy
-        page, since FlashInfer would take 0 for a full last page."""
+        """0 if the program's own kernels run all decodes: they pass such rows over. Else 1, a key of the dummy page,
+        since FlashInfer would take 0 for a full last page."""
         return 0 if all(isinstance(decode, SplitGroup) for decode in self._group_decodes) else 1
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

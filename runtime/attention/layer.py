@@ -44,8 +44,8 @@ class LayerSpec:
     chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
     is_latent: bool = False  # values are the first v_head_dim columns of the keys, which alone are cached
     # Of latents that attention itself turns into keys and values: the name of the weight [H * (n + v), v_head_dim] that
-    # makes n columns of each head's keys out of a latent, and its v values. Queries are n + head_dim - v_head_dim wide
-    # then and outputs v; the other widths are those of what is cached.
+    # makes n columns of each head's keys out of a latent, and its v values. Queries are then n + head_dim - v_head_dim
+    # wide, and outputs v; the other widths are the cache's.
     up_projection: str | None = None
     up_key_dim: int = 0  # n
     up_value_dim: int = 0  # v
@@ -102,8 +102,8 @@ class AttentionLayer(LayerSpec):
 
     @cached_property
     def up_of_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The up-projection of keys [H, n, v_head_dim] and of values [H, v_head_dim, v]. Raises RuntimeError: there is
-        none."""
+        """The up-projection of keys [H, n, v_head_dim] and of values [H, v_head_dim, v]. Raises RuntimeError without
+        one."""
         if self.up_weight is None:
             raise RuntimeError(f"attention layer {self.name} has no up-projection of its own")
         of_heads = self.up_weight.unflatten(0, (self.num_heads, -1))

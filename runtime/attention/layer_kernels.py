@@ -19,7 +19,7 @@ from mllm_compile.runtime.files.json_data import from_json
 Piece = TypeVar("Piece")
 Decode = TypeVar("Decode")
 
-FEW_TOKENS = 64  # of a step in which layers with a state have short chunks
+FEW_TOKENS = 64  # of a step with short chunks in layers with a state
 WHAT = "what"  # a piece computes, for people
 
 
@@ -31,7 +31,7 @@ class DecodeVariant:
         most_sequences: requests x KV heads that it serves; None: any number.
         piece: its id (ops/attention/split_decode.py), or None: `kernels` decode.
         splits: the piece's splits.
-        kernels: kernels of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
+        kernels: kernels of runtime/attention/hopper/: clusters', one for each split, or shares' one.
     """
 
     most_sequences: int | None = None

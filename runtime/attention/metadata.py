@@ -95,7 +95,7 @@ class StepPrompts:
         prefix_lens: [R] int32: what of each is in the cache.
         rows: [R] int: their rows of the table of slots, where their states are left too.
         state_rows: [R] int: where their states are read, of those that have some: a cached prefix's rows, or their own.
-        list_pages: gives the ids of their pages, those of new tokens too, one prompt's behind another's: [P] int32.
+        list_pages: gives the ids of their pages, new tokens' too, one prompt's behind another's: [P] int32.
     """
 
     starts: np.ndarray

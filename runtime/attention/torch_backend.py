@@ -1,8 +1,8 @@
 """Attention in plain torch over the paged cache: the CPU's backend, and on CUDA the reference for the others.
 
-Decodes of a batch run together, padded to the longest of them; prefills run one request after another, in blocks of
-queries so that no score matrix grows with the square of a prompt. PromptSizes over latents may get keys and values made
-of these first (latent/expanded.py). Slow beside a real kernel, right everywhere.
+Decodes of a batch run together, padded to the longest. Prefills run one request after another, in blocks of queries, so
+that no score matrix grows with the square of a prompt. PromptSizes over latents may get keys and values made of these
+first (latent/expanded.py). Slow beside a real kernel, right everywhere.
 
 Shape legend: R requests, T new tokens of one request, L keys that are looked at, H query heads, Hk kv heads,
 G = H / Hk, D head dim, Dv value head dim.
@@ -48,7 +48,7 @@ class _Plan:
 
 
 class TorchAttnBackend(AttentionBackend, Cascades):
-    """Attends in plain torch. Stateless but for the plan of the current batch.
+    """Attends in plain torch. Stateless except for the plan of the current batch.
 
     Args:
         deterministic: compute each request by itself: padding a batch's decodes to the longest of them changes the
@@ -163,7 +163,7 @@ def _decode_view(
     plan: _Plan, layer: AttentionLayer, batch: ForwardBatch, num_shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
-    decode, of those behind the shared ones; made once per batch, window, chunk and Hk."""
+    decode behind the shared ones; made once per batch, window, chunk and Hk."""
     num_kv_heads, window_left, chunk = layer.num_kv_heads, layer.params.window_left, layer.chunk
     key = (num_shared, window_left, chunk, num_kv_heads)
     if key not in plan.decode_views:

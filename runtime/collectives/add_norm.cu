@@ -1,6 +1,5 @@
-// A sum over ranks whose parts have come into this GPU's memory (copied.py), with the residual and the norm that are
-// behind it: a block has whole rows, and nothing is waited for. All ranks add in the order of ranks: they get equal
-// bits.
+// A sum over ranks whose parts are in this GPU's memory (copied.py), with the residual and the norm behind it: a block
+// has whole rows, and waits for nothing. All ranks add in the order of ranks: they get equal bits.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 add_norm(const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,
          const __grid_constant__ Peers parts, int num_ranks, int rows) {

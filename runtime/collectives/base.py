@@ -72,13 +72,13 @@ class Communicator(Protocol):
         """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded.
 
         Args:
-            kernels: the runtime's, the same on all ranks. A process may have those of other runtimes too: a rank that
-                took one of these would wait for others that have none.
+            kernels: the runtime's, the same on all ranks. A process may have other runtimes' kernels too: a rank that
+                took one of them would wait for ranks without it.
         """
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:
-        """Communicators for parts of a step that are queued on streams of their own; all ranks ask for them at the same
-        time, and queue the calls of all parts in one order.
+        """Communicators for parts of a step on streams of their own. All ranks ask for them at the same time, and queue
+        the calls of all parts in one order.
 
         Args:
             most_bytes: of a sum that may be under way beside another part's.
@@ -148,8 +148,8 @@ def using(communicator: Communicator | None) -> Iterator[None]:
 
 @contextmanager
 def leaving_parts() -> Iterator[list[torch.Tensor]]:
-    """Inside, what the calling thread's graphs would gather stays as it is, a part on each rank: the list gets this
-    rank's parts, and what is in place of the whole holds nothing."""
+    """Inside, tensors that the calling thread's graphs would gather stay a part on each rank: the list gets this rank's
+    parts, and the buffers of the whole hold nothing."""
     before = left_parts()
     parts: list[torch.Tensor] = []
     _threads.parts = parts

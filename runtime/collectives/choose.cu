@@ -1,13 +1,13 @@
-// The most probable token of each row, of logits whose columns are cut over ranks: each finds the largest of its own,
-// and ranks exchange a number a row in place of the logits.
+// The most probable token of each row, where the logits' columns are cut over ranks. Each rank finds its largest, and
+// ranks exchange a number a row in place of the logits.
 //
-// That number, a key, has the logit in the order of its size ahead of the complement of the token's id: the largest key
-// is the largest logit, and of equals the lowest id. A logit that is no number counts as inf. No key is 0. So memory
+// That number, a key, has the logit in a sortable form ahead of the complement of the token's id. So the largest key is
+// the largest logit, with the lowest id among equals. A logit that is no number counts as inf. No key is 0. So memory
 // that nothing has come to holds 0, and, as in push.cu, what a rank waits for is the keys themselves; three buffers
 // take turns.
 //
-// Blocks add their parts of rows to the rank's keys, and the one that ends last exchanges them: nobody waits for
-// another rank while a block of its own is still to run.
+// Blocks add their parts of rows to the rank's keys, and the last block exchanges them: no rank waits for another while
+// it has blocks to run.
 constexpr int CHUNKS = 4;  // of 16 bytes, that a thread reads at once
 constexpr int OF_BLOCK = THREADS * CHUNKS * 8, PARTS = (COLUMNS + OF_BLOCK - 1) / OF_BLOCK;
 constexpr u32 SIGN = 0x80000000u;

@@ -1,10 +1,10 @@
 """Sums over ranks whose parts are copied by the GPUs' copy engines: while they cross, no multiprocessor is held,
 neither by a copy nor by a wait.
 
-A rank copies its numbers into memory of every other one, and the number of the call behind them; its stream waits for
-the others' numbers of the call (cuStreamWaitValue32), then a kernel adds what has come (add_norm.cu). Two buffers take
-turns. A rank writes into one again two calls later: it has waited for the other's number of the call between, which is
-copied behind the kernel that read that buffer.
+A rank copies its numbers, and the call's number behind them, into memory of every other one. Its stream waits for the
+others' call numbers (cuStreamWaitValue32), then a kernel adds all parts (add_norm.cu). Two buffers take turns. A rank
+writes into one again two calls later: it has waited for the other's number of the call between, which is copied behind
+the kernel that read that buffer.
 """
 
 from __future__ import annotations

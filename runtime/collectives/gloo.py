@@ -39,7 +39,7 @@ class GlooCommunicator(PlainCommunicator):
 
         Args:
             place: the rank's own open descriptor of a file that is empty at first, the same for all ranks. It is the
-                communicator's from now on: torch opens and writes what has this number as long as there is a group.
+                communicator's from now on: torch opens and writes the descriptor of this number while the group exists.
 
         Raises:
             RuntimeError: another rank ended meanwhile, or did not come.

@@ -1,4 +1,4 @@
-"""Communicators for parts of a step, each of which has a stream: their sums may be under way beside each other."""
+"""Communicators for parts of a step, each with a stream: their sums may run beside each other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class InOrder:
     """Calls that are queued on several streams, and run one after another in the order in which they were queued.
 
-    What they wait with holds multiprocessors, and what they count calls with is one: two at once, in another order on
-    another rank, would wait for each other.
+    Their waits hold multiprocessors, and they share one counter of calls: two at once, in another order on another
+    rank, would wait for each other.
     """
 
     def __init__(self, device: torch.device) -> None:

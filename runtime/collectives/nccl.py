@@ -3,7 +3,7 @@
 By ctypes, as torch has no public calls that are queued on the current stream, may be captured, and can be ended by
 another thread.
 
-Numbers are those of nccl.h (NCCL 2.20 and later).
+Numbers are from nccl.h (NCCL 2.20 and later).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _SUM = 0
-# Connections are made at the start, as a capture cannot; buffers of graphs are not registered, which takes longer for
-# thousands of captured sums than it saves; and no multicast objects, which a group of a few GPUs does without.
+# Connections are made at the start, as a capture cannot make them. Buffers of graphs are not registered: for thousands
+# of captured sums that takes longer than it saves. A group of a few GPUs needs no multicast objects.
 _SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -70,7 +70,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise DeviceError(
-            f"NCCL cannot be loaded, by which ranks on GPUs meet: {error}. Install torch for CUDA."
+            f"NCCL, which ranks on GPUs need, cannot be loaded: {error}. Install torch for CUDA."
         ) from None
     size, handle, kind = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     library.ncclGetErrorString.restype = ctypes.c_char_p

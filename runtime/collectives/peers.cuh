@@ -12,8 +12,8 @@ struct Peers {
 // last calls.
 enum { CALLS = 0, READ = 1, CHUNKS_OF = 2, WORDS = 5 };
 
-// The count begins anew where any number of buffers that take turns does, two or three: at the end of 32 bits, which a
-// decode reaches in days, one of three would be used twice running.
+// The count wraps at a multiple of two and three, the numbers of buffers that take turns. At the end of 32 bits, which
+// a decode reaches in days, one of three would be used twice running.
 static_assert(CALLS_AROUND % 6 == 0 && CALLS_AROUND < 0xffffffffll, "what is added to it fits");
 __device__ __forceinline__ u32 next_call(u32 call) { return call + 1 == CALLS_AROUND ? 0 : call + 1; }
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatil
 }
 // A barrier of the threads that add, beside which a block may have others (send.cuh).
 __device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-// What the state says of this call. For all threads of a block, once.
+// The state's facts of this call. For all threads of a block, once.
 __device__ __forceinline__ const u32* read_state(const volatile u32* state) {
   __shared__ u32 seen[WORDS];
   if (threadIdx.x < WORDS) seen[threadIdx.x] = state[threadIdx.x];
@@ -70,7 +70,7 @@ __device__ __forceinline__ const u32* read_state(const volatile u32* state) {
 }
 // The block that comes last counts the call, with its chunks. For a block that has read the state and sent what it
 // sends: the count is on its way while the block waits for others. At the end the next kernel would wait for two trips
-// to memory. What is counted is for later kernels alone, which wait for the end of this one.
+// to memory. The count is for later kernels alone, which wait for the end of this one.
 __device__ __forceinline__ void count_call(u32* state, u32 call, int chunks) {
   if (threadIdx.x == 0 && atomicAdd(&state[READ], 1u) == gridDim.x - 1) {
     state[CHUNKS_OF + call % 3] = chunks;

@@ -32,7 +32,7 @@ class PlainCommunicator(Communicator, ABC):
         return choose_by_gather(self, rank_logits)
 
     def choice(self, columns: int) -> None:
-        """There is none."""
+        """No kernel: gathers."""
 
     def least(self, value: int) -> int:
         return int(self.all_gather(torch.tensor([value])).amin())

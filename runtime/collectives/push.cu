@@ -1,10 +1,9 @@
-// A sum over ranks, each of which stores its numbers straight into memory of all others and looks for theirs in its
-// own.
+// A sum over ranks: each stores its numbers straight into memory of all others, and looks for theirs in its own.
 //
 // Memory that nothing has come to holds NOTHING: so there are no flags, and what a rank waits for is the numbers
-// themselves. Three buffers take turns. A call empties the buffer of the call before it: the others write there again
-// two calls later, for which they need what this rank sends in the next one. The count of calls is in the GPU's memory,
-// so a captured call is another one at each replay.
+// themselves. Three buffers take turns. A call empties the previous call's buffer. The others write there again two
+// calls later, and need this rank's numbers of the next call for that. The count of calls is in the GPU's memory, so a
+// captured call is another one at each replay.
 extern "C" __global__ void __launch_bounds__(THREADS)
 push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone,
          int rank, int num_ranks, int chunks, int most_chunks) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 scaled_pair(u32 both, float factor, u32 weight) {
   return times(pack(first_of(both) * factor, second_of(both) * factor), weight);
 }
 
-// What is the same for all rows of a call.
+// Arguments that all rows of a call share.
 struct Norm {
   const uint4* residual;
   uint4 *summed, *normed;

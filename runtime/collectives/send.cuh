@@ -1,10 +1,10 @@
-// The common part of sums of many numbers: the last SENDERS threads of a block store groups of the rank's chunks into
-// memory of the others, its first THREADS wait for theirs and add. So links are never idle while a block adds.
+// The common part of sums of many numbers. The last SENDERS threads of a block store groups of the rank's chunks into
+// memory of the others; its first THREADS wait for theirs and add. So links are never idle while a block adds.
 //
 // A word behind the buffers says that all of a group is there: the number of the call, counted from 1, so nothing is
-// emptied. Two buffers take turns. A rank writes into one again two calls later: between them it has seen words of the
-// next call from all others, who had ended the one that read it. So a word that is waited for becomes this call's or
-// the next one's. Others are old, however old: the word of a group that smaller sums do not have stays as it is for
+// emptied. Two buffers take turns. A rank writes into one again two calls later. Before that it has seen words of the
+// next call from all others, so they have ended the call that read it. So a word that is waited for becomes this call's
+// or the next one's. Others are old, however old: the word of a group that smaller sums do not have stays as it is for
 // days.
 constexpr int HELD = (GROUP_CHUNKS + SENDERS - 1) / SENDERS;  // chunks of a group that a thread sends
 static_assert(SENDERS % 32 == 0, "whole warps");
@@ -15,7 +15,7 @@ struct Exchange {
   size_t most_chunks;  // of a buffer
   u32 call;
 
-  // Where the owner has what came from `source`, among the others.
+  // The place of `source`'s numbers at the owner.
   __device__ __forceinline__ int place_of(int owner, int source) const { return source - (source > owner); }
   __device__ __forceinline__ uint4* buffer_of(int owner, int source) const {
     return (uint4*)peers.at[owner] + (call % 2 * (num_ranks - 1) + place_of(owner, source)) * most_chunks;
@@ -33,7 +33,7 @@ struct Exchange {
                    "r"(call + 1)
                    : "memory");
   }
-  // For all threads that add. What never comes is not waited for when the others are gone, as in wait_for_chunk.
+  // For all threads that add. A wait ends when the others are gone, as in wait_for_chunk.
   __device__ __forceinline__ void wait(int group, const volatile u32* are_gone) const {
     if (threadIdx.x < num_ranks && threadIdx.x != rank) {
       const u32* word = word_of(rank, threadIdx.x, group);

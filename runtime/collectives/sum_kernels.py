@@ -11,8 +11,8 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 MOST_RANKS = 8
 CHUNK_BYTES = 16
 CHUNK_NUMBERS = 8
-# Bytes of a sum, by the number of ranks: each rank sends all of its own to every other one, so that NCCL, which sends
-# parts, is faster from some size on. Two H200s: 9 µs for 2 MiB, NCCL 33; 69 for 16 MiB, NCCL 80.
+# Bytes of a sum, by the number of ranks. Each rank sends all of its own to every other one, so NCCL, which sends parts,
+# is faster from some size on. Two H200s: 9 µs for 2 MiB, NCCL 33; 69 for 16 MiB, NCCL 80.
 _MOST_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20}
 _MOST_BYTES_OF_MORE = 512 << 10
 # Larger ones are sent, in parts of so much.
@@ -157,7 +157,7 @@ class SendNormKernel(_RowsKernel):
 
 @dataclass(frozen=True)
 class ChooseKernel(_RanksKernel):
-    """For rows of which each rank has `columns` logits."""
+    """For rows with `columns` logits on each rank."""
 
     columns: int
     source: ClassVar[str] = "collectives/choose.cu"

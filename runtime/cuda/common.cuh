@@ -110,9 +110,9 @@ __device__ __forceinline__ u32 squared_relu(u32 v) {
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(relu) : "r"(v), "r"(0));
   return times(relu, relu);
 }
-// silu(v) = v / (1 + exp(-v)) of two values. They share a reciprocal: of many tokens' linears the exponentials and
-// reciprocals of a tile take 6 % of the time of its products, as a multiprocessor makes but 16 of them in a cycle.
-// Below -40 (silu is -2e-16 there) exponentials do not grow on, so that no product of two is infinite.
+// silu(v) = v / (1 + exp(-v)) of two values. They share a reciprocal. In many tokens' linears a tile's exponentials and
+// reciprocals take 6 % of its products' time, as a multiprocessor makes only 16 of them in a cycle. Below -40 (silu is
+// -2e-16 there) exponentials do not grow on, so that no product of two is infinite.
 __device__ __forceinline__ u32 silu_of_two(float first, float second) {
   constexpr float LEAST = -40.f, LOG2_E = 1.4426950408889634f;
   float powers[2], inverse;
@@ -132,8 +132,8 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neigh
   for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
   return v;
 }
-// A store by some lanes of a warp before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring
-// the lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
+// A store by some lanes of a warp before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always
+// reconverge lanes before the next shuffle (a sum over four lanes was the first one's alone).
 __device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }"
                ::"r"((u32)is_there), "l"(to), "f"(v) : "memory");

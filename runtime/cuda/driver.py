@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that loading and launching a kernel takes, by ctypes: torch has no public ones that
-take a tensor map, a cluster or a launch that starts early. And a copy that takes the host little.
+"""The few calls of the CUDA driver that load and launch a kernel, by ctypes: torch has no public ones for a tensor map,
+a cluster or an early launch. And a copy that takes the host little.
 
-Structures and numbers are those of cuda.h (CUDA 12 and later; "CUDA Driver API", Execution Control and Tensor Map).
+Structures and numbers are from cuda.h (CUDA 12 and later; "CUDA Driver API", Execution Control and Tensor Map).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Axis(NamedTuple):
 
 
 class TensorMap:
-    """The map by which TMA finds boxes in a tensor of bfloat16 or bytes; rows of 32, 64 or 128 bytes are swizzled.
+    """TMA's map of boxes in a tensor of bfloat16 or bytes; rows of 32, 64 or 128 bytes are swizzled.
 
     The L2 is asked for 128 bytes at a time: with 256 reading a KV cache was 5 % slower.
 
@@ -273,7 +273,7 @@ class PeerMemory:
         """Takes memory of `device` and fills it with a word of 32 bits.
 
         Raises:
-            DeviceError: there is none left, or it cannot be shared.
+            DeviceError: no memory is left, or it cannot be shared.
         """
         address, handle = ctypes.c_uint64(), _Handle()
         num_bytes = -(-num_bytes // _SHARED_PAGE) * _SHARED_PAGE  # of less than a page others would see a neighbour's

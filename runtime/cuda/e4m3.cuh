@@ -1,7 +1,7 @@
 // float8_e4m3fn as bfloat16, without a conversion instruction: exponent and mantissa of a byte are moved into their
-// places, which gives the value times 2^-120, subnormal ones and zeros included (as bfloat16's own subnormals, which
-// products on tensor cores take). The caller multiplies by 2^120, before products would leave float32's normal
-// numbers. NaN (0x7f, 0xff) becomes 480 or -480: a checkpoint with NaN is refused where it is read.
+// places. This gives the value times 2^-120, also for subnormal ones and zeros (as bfloat16's own subnormals, which
+// products on tensor cores take). The caller multiplies by 2^120, before products would leave float32's normal numbers.
+// NaN (0x7f, 0xff) becomes 480 or -480: a checkpoint with NaN is refused where it is read.
 
 // Bytes 0 and 1, and bytes 2 and 3: each is brought into half of a register with its sign in all bits before it.
 template <int SELECTOR>

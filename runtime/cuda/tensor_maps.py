@@ -1,7 +1,7 @@
-"""Describes the boxes in which kernels read matrices by TMA, in panels of 64 columns; keeps maps made before.
+"""Describes the boxes of matrices that kernels read by TMA, in panels of 64 columns; keeps earlier maps.
 
-Shape legend: N rows and K columns of a contiguous matrix: bfloat16, or in `rows` and `panels` bytes, of which a panel
-has 128 columns.
+Shape legend: N rows and K columns of a contiguous matrix: bfloat16, or in `rows` and `panels` bytes, where a panel has
+128 columns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def spread_halves(matrix: torch.Tensor) -> Axes:
     """A panel of 32 rows of the first half of all rows and 32 of the second, in eights of each by turns, at
     (column, 0, row / 8, 0, 0) of a half.
 
-    Rows 2 q and 2 q + 1 of the j-th eight are 8 q + 2 j and 8 q + 2 j + 1 of the 32: so lane q of four, which has these
+    Rows 2 q and 2 q + 1 of the j-th eight are 8 q + 2 j and 8 q + 2 j + 1 of the 32. So lane q of four, which has these
     two of each eight of wgmma's sums, has eight neighbours of the 32.
     """
     num_rows, row = matrix.shape[0], _row_bytes(matrix)

@@ -1,6 +1,6 @@
 // Products of units of 64 rows of x with rows of a weight, for kernels whose blocks take tiles of up to four units in
-// turns (ops/gated_linear/gated.cu, ops/expert_tiles/tiles.cu): two groups of four warps multiply, one warp of a third
-// group asks for weight and x by TMA, a ring of STAGES. The SHARE blocks of a cluster take the same x: each asks for
+// turns (ops/gated_linear/gated.cu, ops/expert_tiles/tiles.cu). Two groups of four warps multiply; one warp of a third
+// group loads weight and x by TMA into a ring of STAGES. The SHARE blocks of a cluster take the same x: each asks for
 // its part, for all.
 //
 // Defined by the kernel: K, UNITS (four) and ROWS (of the weight, a multiple of 64) of a tile, SHARE, STAGES,
@@ -68,7 +68,7 @@ __device__ __forceinline__ void leave_ring() {
 template <int M>
 __device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one,
                                          Place& place, int x_begin, int lane) {
-  auto release = [&](int slot) {  // to all who write there
+  auto release = [&](int slot) {  // to all writers
     if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
   };
   for (int step = 0; step < STEPS; step++) {

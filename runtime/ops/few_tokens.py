@@ -3,8 +3,8 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
 
-An RMS norm between two linears needs no kernel: the first one writes, beside its output h, h · norm_weight and the sums
-of squares of h over each block of columns; the second one multiplies what it makes of h · norm_weight by the norm's
+An RMS norm between two linears needs no kernel. The first one writes its output h, h · norm_weight, and the sums of
+squares of h over each block of columns. The second one multiplies its product with h · norm_weight by the norm's
 factor, which is the same for a whole row.
 
 Shape legend: T tokens, K inputs, N outputs of a linear, B blocks of columns of the norm's input.

@@ -9,7 +9,7 @@ MAX_FEW_TOKENS = 16  # rows of one product of the tensor cores
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
 _ELEMENT_BYTES = 2  # of float16 and bfloat16
-_MAX_NORM_BLOCKS = 256  # sums of squares a token; a block of the next linear holds those of all its tokens in registers
+_MAX_NORM_BLOCKS = 256  # sums of squares a token; a block of the next linear holds all its tokens' in registers
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class FewTokenBlocks:
         return replace(self, stages=max(2, min(self.stages, shared_bytes // stage_bytes)))
 
 
-# (most outputs, most inputs, blocks), the first that fits: the fastest, or within 1 %, for the linears of Qwen3-0.6B
-# and 8B at 8 tokens on an H200, each in a chain of all kernels of a layer. A linear with few outputs has few blocks, so
-# each has more warps at its inputs.
+# (most outputs, most inputs, blocks); the first that fits is taken. They are the fastest, or within 1 %, for the
+# linears of Qwen3-0.6B and 8B at 8 tokens on an H200, each in a chain of all kernels of a layer. A linear with few
+# outputs has few blocks, so each has more warps at its inputs.
 _PLAIN = (
     (2048, math.inf, FewTokenBlocks(8, 128, 4, 4, 4)),
     (4096, 1024, FewTokenBlocks(32, 128, 1, 4, 4)),

@@ -3,9 +3,9 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
-Measured on an H200 in a CUDA graph, 8192 tokens: 37 µs with 3072 columns and 139 with 12288, where the bytes take 34
-and 134 at 4.5 TB/s; Inductor's kernel took 61 and 243. 8 and 256 tokens: 1.5 and 2.1 µs, and 1.5 and 5.0. (With the
-same blocks in a grid of two dimensions; since it has one it was not timed.)
+Measured on an H200 in a CUDA graph, 8192 tokens: 37 µs with 3072 columns and 139 with 12288. The bytes take 34 and 134
+at 4.5 TB/s; Inductor's kernel took 61 and 243. 8 and 256 tokens: 1.5 and 2.1 µs, and 1.5 and 5.0. (With the same blocks
+in a grid of two dimensions; since it has one it was not timed.)
 
 Shape legend: T tokens, N columns of gate.
 """

@@ -1,9 +1,9 @@
 """The op that stands for attention while a model is traced; a pass lowers it to runtime/ops/attention/layer_op.py's
 attention_with_output.
 
-Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call, and
-`refusals` names for the check of the trace what it cannot express. Defined with torch.library's define/impl because
-calling a `torch.library.custom_op` imports Dynamo and Inductor.
+Tokens are flat and requests packed. The op carries all that Transformers' interface says about one call, and `refusals`
+names, for the check of the trace, what it cannot express. Defined with torch.library's define/impl because calling a
+`torch.library.custom_op` imports Dynamo and Inductor.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def attention_reference(
         logits_soft_cap: 0.0 for none, else cap * tanh(logits / cap).
         window_left: -1 for none, else how many earlier tokens are seen besides the token itself.
         refusals: ignored here.
-        alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits. Of ranks with H heads
-            each they are those of all.
-        chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
+        alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits. With H heads on each
+            rank: of all ranks' heads.
+        chunk: 0 for none, else tokens see their own chunk of so many positions; the first has position 0.
         latent: 0 for none, else v is k, and the first so many columns of it are the values.
-        up: None, or of latents [H / Hk * (n + Dv), latent]: what makes of each the first n columns of its heads' keys,
-            before the columns behind the latent, and the values; q is n + D - latent wide.
+        up: None, or for latents the weight [H / Hk * (n + Dv), latent] that makes of each the first n columns of its
+            heads' keys, before the columns behind the latent, and the values; q is n + D - latent wide.
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
@@ -123,8 +123,8 @@ def _expanded(
     return keys.flatten(1, 2), expanded[..., own:].flatten(1, 2)
 
 
-# mllm::counted_positions stands for the positions of the tokens where a model counts them by itself: it takes what was
-# counted, and is taken out of the graph before any pass (mllm_compile/model/positions_hook.py).
+# mllm::counted_positions stands for the tokens' positions in a model that counts them by itself. It takes the counted
+# positions, and is removed from the graph before any pass (mllm_compile/model/positions_hook.py).
 _LIBRARY.define("counted_positions(Tensor counted) -> Tensor")
 _LIBRARY.impl("counted_positions", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::counted_positions", torch.empty_like, lib=_LIBRARY)

@@ -85,7 +85,7 @@ def make_graph_buffers(num_groups: int, max_rows: int, max_pages: int, device: t
 def check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:
     """
     Raises:
-        ConfigError: a batch is no decode of one token a request.
+        ConfigError: a batch is not a decode of one token a request.
     """
     if not forward_mode.is_decode() or bs != num_tokens:
         raise ConfigError(

@@ -2,11 +2,11 @@
 one kind or of both.
 
 All that depends on the batch is read on the device. The decode kernels of the program (split_decode.py) read each row's
-length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into
-the int workspace, and page ids; nothing else of a batch, not even the offsets that its wrapper keeps (0.6.18). So its
-page ids are the decode kernels' page table, each request's at its own row. That table is made within the capture, for
-as many requests as it may have, or where this takes the GPU long, by two launches ahead of a replay for those there
-are. Beside that a replay costs at most two for the decodes' lengths, and a plan.
+length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads page ids and the list of work that its plan
+writes into the int workspace. It reads nothing else of a batch, not even its wrapper's offsets (0.6.18). So its page
+ids are the decode kernels' page table, each request's at its own row. That table is made within the capture for the
+most requests; or, if this takes the GPU long, by two launches ahead of a replay for the actual ones. Beside that a
+replay costs at most two for the decodes' lengths, and a plan.
 
 Decodes come first in a batch, prompts behind them. The decodes' kernels skip rows past the decodes, the prompts'
 kernels skip rows before the prompts, and both skip padding.
@@ -164,6 +164,6 @@ class CapturedMixed(CapturesMixed):
         self._take(self.steps.replay(num_tokens, CommonAttentionMetadata.of(batch), batch.req_pool_indices))
 
     def _take(self, step: MixedStep) -> None:
-        """Rows that decode kernels are given, of which some are no decodes, have no keys."""
+        """Rows of decode kernels that are not decodes have no keys."""
         prefills = PrefillMetadata(step.prefills, use_ragged=False)
         self._planned.set(DecodeMetadata(step.decodes), prefills, step.num_rows)

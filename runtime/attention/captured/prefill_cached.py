@@ -1,8 +1,8 @@
-"""Attention of captured prompts of which some go on from what is in the cache, without decodes.
+"""Attention of captured prompts, some with tokens in the cache, without decodes.
 
-As new ones (prefill_new.py) they have no kernels of decodes, and all that they read of a batch is written where
-the host keeps a step's inputs: lists of work, and the ids of the pages that keys and values are in. FlashInfer's fa2
-serves few tokens, whose keys it divides among blocks; fa3 serves more.
+As new ones (prefill_new.py) they have no kernels of decodes. All that they read of a batch is in the host's memory of a
+step's inputs: lists of work, and the ids of keys' and values' pages. FlashInfer's fa2 serves few tokens, whose keys it
+divides among blocks; fa3 serves more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill
 from mllm_compile.runtime.attention.flashinfer.work_list import SplitList, WorkList
 from mllm_compile.runtime.attention.metadata import StepPrompts
 
-# Tokens up to which a query's keys are divided among blocks. On an H200 64 and 128 tokens behind 2,000 of Qwen3-8B take
-# some 20 and 33 µs a layer so, 34 and 35 by fa3; behind 8,000 fa3 takes 118.
+# Most tokens for dividing a query's keys among blocks. On an H200 64 and 128 tokens behind 2,000 of Qwen3-8B take some
+# 20 and 33 µs a layer so, 34 and 35 by fa3; behind 8,000 fa3 takes 118.
 _MOST_SPLIT_TOKENS = 128
 _MOST_PROMPTS = 32
 _MOST_PAGES = 2048  # whose ids come with a step's inputs

@@ -1,4 +1,4 @@
-"""Attention of captured prompts of which nothing is in the cache yet: each from its first token on, without decodes.
+"""Attention of captured prompts with no tokens in the cache: each from its first token on, without decodes.
 
 Unlike a mixed step (mixed.py) such a one has no kernels of decodes, which take 2 µs a layer though they have nothing to
 do, and needs no page table: FlashInfer's fa3 reads keys and values as they come, in a row. All else that it reads of a

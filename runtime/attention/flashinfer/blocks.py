@@ -1,8 +1,8 @@
 """Images whose tokens see each other in both directions, in a step's prefills.
 
-The prefills of the whole step are run as causal, which is right for all tokens but those; their rows are then computed
-once more, each image as a request whose keys end with it and that has no causality, and written over. A window reaches
-back from each token, as in the causal kernels.
+The prefills of the whole step run as causal, which is right for all other tokens. Then images' rows are computed once
+more and overwritten: each image is a request whose keys end with it, without causality. A window reaches back from each
+token, as in the causal kernels.
 
 Shape legend: T tokens, B tokens of images, H query heads, D head dim.
 """

@@ -1,8 +1,7 @@
 """Cascade attention: decodes that begin with the same pages read these once for all of them (FlashInfer's fa2).
 
 All queries of the batch are one request over the shared pages, which they see whole; each is a request of its own over
-the pages behind. Both give, besides an output, the logarithm of its sum of exponentials, by which the outputs are
-merged.
+the pages behind. Both give an output and the logarithm of its sum of exponentials; outputs are merged by it.
 
 Shape legend: R decodes, H query heads, D head dim.
 """

@@ -1,8 +1,8 @@
 """Prefills whose keys and values are read in a row: where they are so, or copied out of their pages first.
 
-FlashInfer's fa3 reads pages row by row, in tiles of 96 keys; what is in a row comes by TMA, in tiles of 128, and a
-block takes a sixth less time. Pages that follow each other are a row (schedule/pages/allocator.py tries to give a long
-prompt such ones). A copy is made layer by layer and read by every block of queries, so with many of these it pays
+FlashInfer's fa3 reads pages row by row, in tiles of 96 keys. Contiguous keys come by TMA, in tiles of 128, and a block
+takes a sixth less time. Pages that follow each other are a row (schedule/pages/allocator.py tries to give a long prompt
+such ones). A copy is made layer by layer and read by every block of queries, so with many of these it pays
 (prefill_cost.py). All layers and groups use the same memory for it, as they run one after another.
 
 Shape legend: T tokens, H query heads, Hk KV heads, D head dim, K keys of a batch's prefills, S tokens of a page.

@@ -62,8 +62,8 @@ class GroupDecode(ABC):
 
 
 class SplitGroup(GroupDecode):
-    """Decodes with the program's own kernels (split_decode.py), those of attention/hopper/ included, which do not split
-    keys in that way. They read the page table that the backend keeps for all such groups."""
+    """Decodes with the program's own kernels (split_decode.py), also attention/hopper/, which does not split keys that
+    way. They read the page table that the backend keeps for all such groups."""
 
     def __init__(self, group: PlanGroup, decoders: LinkedDecodes, space: SplitDecodeSpace) -> None:
         self._group = group

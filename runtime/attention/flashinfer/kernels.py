@@ -18,8 +18,8 @@ from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
-# for it, 35 to 50 µs, is hidden behind the GPU in part.
+# µs of a layer: what a captured step may take longer in attention than by the best kernel. The host's time that a graph
+# saves, 35 to 50 µs, is partly hidden behind the GPU.
 _MOST_LOST_US = 20.0
 
 # Bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; likewise.
@@ -32,9 +32,9 @@ _CAPTURED_CASCADE_US = 20.0
 _CASCADE_US = 1000.0
 _CASCADE_LAYER_US = 60.0
 
-# Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
-# SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
-# requests of one token, their query heads packed, can need.
+# Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh. One is two
+# blocks an SM shared by the kv heads, each of at most 128 packed query rows. The other, of a captured decode, is the
+# tiles that padded requests of one token, their query heads packed, can need.
 _MIN_WORKSPACE_BYTES = 128 << 20
 BLOCKS_PER_SM = 2
 _QUERY_TILES = (16, 64, 128)
@@ -106,9 +106,8 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
 def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
     """True if a group's planned decodes run on tensor cores.
 
-    With a soft cap and in deterministic mode always: decode then runs the prefill's kernel, so a soft-capped model (few
-    are) has one kernel to build, not two; and only that kernel can be told not to split a request's keys by what else
-    is in the batch.
+    Always with a soft cap and in deterministic mode: decode then runs the prefill's kernel. So a soft-capped model (few
+    are) has one kernel to build, not two. And only that kernel can split a request's keys independently of the batch.
     """
     if group.params.logits_soft_cap > 0 or deterministic:
         return True
@@ -252,8 +251,8 @@ def runs_well_captured(
 def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:
     """True if prefills read the new k and v as they come (ragged) and not the pages.
 
-    Never with an fp8 cache: a prompt would be computed from exact keys the first time and from rounded ones after a
-    prefix hit or in chunks, and give other tokens.
+    Never with an fp8 cache: a prompt would be computed from exact keys the first time, and from rounded ones after a
+    prefix hit or in chunks. It would give other tokens.
     """
     return not has_prefix and kv_cache_dtype not in _FP8_DTYPES
 

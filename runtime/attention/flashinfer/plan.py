@@ -1,8 +1,8 @@
 """The inputs of FlashInfer's plans: page lists per batch, and buffers that a plan may be written to.
 
-A plan is made on the host and copied to the device from pinned memory, without an event of FlashInfer's own. With the
-host a step ahead of the GPU the next plan would overwrite the pinned bytes before they are copied, so PlanSpace hands
-out its buffers in turn and waits for the copy of the one that it hands out again.
+A plan is made on the host and copied to the device from pinned memory, without an event of FlashInfer's own. The host
+is a step ahead of the GPU, so the next plan would overwrite the pinned bytes before they are copied. PlanSpace hands
+out its buffers in turn, and waits for a buffer's copy before it hands it out again.
 
 Shape legend: R requests, P page entries of a batch.
 """

@@ -261,7 +261,7 @@ class GroupPrefill:
         return self._plan(kernel, prefills)
 
     def _is_in_a_row(self, first_slot: int | None) -> bool:
-        """True if keys are so and may be read so: the setting is that of copies."""
+        """True if keys are contiguous and may be read so: the setting is copies' setting."""
         return first_slot is not None and self._copies is not None
 
     def capture_obstacle(self) -> str | None:
@@ -326,7 +326,7 @@ class GroupPrefill:
         wrapper of paged prefills.
 
         Args:
-            page_ids: [P] int32, those of all requests at each replay.
+            page_ids: [P] int32, all requests' at each replay.
         """
         if isinstance(works, SplitList):
             kernel, bounds = "fa2", works.bounds(place.view(torch.int32))

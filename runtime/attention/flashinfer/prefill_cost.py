@@ -1,7 +1,7 @@
 """Estimates the time of FlashInfer's prefill kernels for a batch from its lengths.
 
-fa3 has 128 queries of a head in a block; fa2 up to 128 rows, the query heads of a KV head among them, and it may divide
-their keys among blocks, whose float32 sums another kernel adds up. That costs more than all else unless there are few
+fa3 has 128 queries of a head in a block. fa2 has up to 128 rows, including the query heads of a KV head. It may divide
+their keys among blocks; another kernel adds up their float32 sums. That costs more than all else unless there are few
 queries: one prompt of 512 tokens of Qwen3-8B takes 58 µs so, and 16 and 11 by fa2 undivided and by fa3.
 
 The constants are of an H200, FlashInfer 0.6.18, bfloat16, heads of 128; benchmarks/kernels/prefill_attention_speed.py
@@ -37,7 +37,7 @@ class PrefillLoad:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    query_lens: np.ndarray | int  # [R] new tokens; of one request the number, with which Python is ten times as fast
+    query_lens: np.ndarray | int  # [R] new tokens; of one request an int, ten times as fast in Python
     prefix_lens: np.ndarray | int  # [R] keys before them that they see, likewise
     num_sms: int
 
@@ -55,7 +55,7 @@ class PrefillLoad:
         return _FA3_BEGIN + _FA3_KEY * (longest + _FA3_UNEVEN * total * self.num_heads / self.num_sms) * self._width
 
     def copied_fa3_us(self) -> float:
-        """Time of fa3 over keys and values in a row, with that of copying these out of their pages."""
+        """Time of fa3 over contiguous keys and values, and of copying them out of their pages."""
         num_bytes = 4 * self.num_kv_heads * self.head_dim * _total(self.prefix_lens + self.query_lens)
         return _COPY_BEGIN + num_bytes / _COPY_BYTES + self._fa3_us(_FA3_KEY_IN_A_ROW)
 
@@ -110,7 +110,7 @@ class PrefillLoad:
         return 64 if mean > 16 else 16
 
     def _block_keys(self, queries: float) -> tuple[float, int]:
-        """Keys that one head's blocks of `queries` each read in all, and those of the longest request."""
+        """Keys that one head's blocks of `queries` each read in all, and the longest request's."""
         lens = self.query_lens
         blocks = math.ceil(lens / queries) if isinstance(lens, int) else np.ceil(lens / queries)
         keys = blocks * self.prefix_lens + queries * blocks * (blocks + 1) / 2

@@ -2,8 +2,8 @@
 
 fa3 has a block for 128 queries of a head, and none of its blocks share keys. A chunk of 256 tokens of 32 heads makes 64
 blocks: behind 30,000 tokens they take as long as twice as many would, and half of the GPU has nothing to do. So each
-part of the keys is a request of its own with a copy of the queries, which see it whole; the chunk's own keys are one
-more, seen causally; and the results are merged by their sums of exponentials.
+    part of the keys is a request of its own with a copy of the queries, which see it whole. The chunk's own keys are
+    one more request, seen causally. Results are merged by their sums of exponentials.
 
 Shape legend: T new tokens of the prompt, N parts, H query heads, Hk KV heads, D head dim, S tokens of a page.
 """
@@ -54,7 +54,7 @@ class DividedPrefill:
 
 
 def pages_in_parts(pages: PagedView, num_tokens: int, page_size: int, parts: int) -> PagedView:
-    """The first `num_tokens` tokens of one request's pages as `parts` requests, in whole pages but for the last."""
+    """The first `num_tokens` tokens of one request's pages as `parts` requests, in whole pages except the last."""
     count = -(-num_tokens // page_size)
     bounds = [count * part // parts for part in range(parts + 1)]
     last = torch.full((parts,), page_size, dtype=torch.int32)

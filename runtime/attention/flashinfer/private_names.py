@@ -46,7 +46,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "wrapper._plan_info",
-        "where the plan lies: PrefillPlanSM90Info of fa3, PrefillPlanInfo of fa2 (prefill.py)",
+        "where the plan is: PrefillPlanSM90Info of fa3, PrefillPlanInfo of fa2 (prefill.py)",
         "a list of work is written where no kernel reads it",
     ),
     PrivateName(

@@ -1,8 +1,8 @@
 """Attention sinks with FlashInfer's kernels, which know of none.
 
 A sink is one more logit of a query head that takes part in the softmax and has no value. So it leaves the softmax of
-the keys as it is but for a factor: with l the logarithm of the keys' sum of exponentials and s the sink,
-exp(l) / (exp(l) + exp(s)) = sigmoid(l - s). FlashInfer returns l to base 2 with the output.
+the keys except for a factor: with l the logarithm of the keys' sum of exponentials and s the sink, exp(l) / (exp(l) +
+exp(s)) = sigmoid(l - s). FlashInfer returns l to base 2 with the output.
 
 Shape legend: T tokens, H query heads, D head dim.
 """

@@ -5,9 +5,9 @@ own plan takes the host 150 µs whatever a batch holds, its wrappers' two to sev
 it ahead of a prompt.
 
 fa3 (PrefillSM90Plan in FlashInfer's scheduler.cuh): a piece is a tile of a request's queries with one head. The plan
-gives each block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to
-be weighed. fa2 with keys divided among blocks (PrefillPlan): a piece is a tile of a request's queries, the query heads
-of a KV head among them, and a chunk of its keys, for each KV head; what blocks made of one tile is merged afterwards.
+    gives each block several, so that all blocks take about as long. With no more pieces than blocks it weighs nothing.
+    fa2 with keys divided among blocks (PrefillPlan): a piece is a tile of a request's queries, including the query
+    heads of a KV head, and a chunk of its keys, for each KV head. Blocks' results of one tile are merged afterwards.
 
 Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks; T tokens of a step.
 """
@@ -42,9 +42,9 @@ class WorkList:
     def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
         """
         Args:
-            layout: offsets in bytes, as PrefillPlanSM90Info has them: each piece's tile, its request's first query,
-                first page id, queries and keys, and its head, [W] int32 each; bounds of each block's pieces, [B + 1];
-                each piece's request, [W].
+            layout: offsets in bytes, as PrefillPlanSM90Info has them. Each piece has its tile, its request's first
+                query, first page id, queries and keys, and its head, [W] int32 each. Then come bounds of each block's
+                pieces, [B + 1], and each piece's request, [W].
             num_blocks: B.
         """
         self.layout = list(layout)

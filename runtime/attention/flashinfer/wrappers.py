@@ -1,5 +1,5 @@
-"""The wrappers that a backend plans batches with, made once: for each plan group those of its decodes, its prefills and
-its cascades.
+"""The wrappers that a backend plans batches with, made once: each plan group has wrappers of decodes, prefills and
+cascades.
 
 The program's own kernels serve where it brings some, FlashInfer's the rest. ../flashinfer_backend.py decides per batch
 which are planned, and ../captured/ captures steps with them.
@@ -45,8 +45,8 @@ class GroupWrappers:
         decodes, prefills: what plans a group's decodes and prefills.
         cascades: and its decodes that begin with the same pages, by FlashInfer; None: the group has no such kernel.
         piece_cascades: index of a group → the program's own kernel for captured ones.
-        shared_prefix: what the latter share; None: there are none.
-        split_space: what the program's own kernels for decodes and prompts share; None: there are none.
+        shared_prefix: what cascades share, or None.
+        split_space: what the program's own kernels for decodes and prompts share, or None.
         num_sms: multiprocessors of the device.
     """
 
@@ -139,7 +139,7 @@ class GroupWrappers:
         return COPYING_PREFILL.name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)
 
     def make_prefill(self, group: PlanGroup) -> GroupPrefill:
-        """FlashInfer's prefills of a group, with buffers of their own, for what runs in one step with the others."""
+        """FlashInfer's prefills of a group, with buffers of their own, for one step with the others."""
 
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
             make = (

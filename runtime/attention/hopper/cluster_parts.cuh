@@ -1,6 +1,6 @@
-// What a block leaves to another of the same launch, in global memory. A word is MISSING until a number is there: a
-// NaN, of which a sum is made another one. So numbers tell by themselves that they are there: a flag would have to wait
-// for them. The reader puts MISSING back, for the next launch.
+// Data that a block leaves to another of the same launch, in global memory. A word is MISSING, a NaN, until a number is
+// there; a sum with this NaN is stored as another one. So numbers tell by themselves that they are there: a flag would
+// have to wait for them. The reader puts MISSING back, for the next launch.
 
 __device__ __forceinline__ void put(float2* place, u32 first, u32 second) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(first), "r"(second) : "memory");

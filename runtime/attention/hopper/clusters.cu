@@ -1,17 +1,17 @@
-// Attention of one new token a request over its keys, those of the token included; for few requests.
+// Attention of one new token a request over its keys, the token's own included; for few requests.
 //
 // A cluster takes a KV head of a request, its blocks take tiles of 64 keys in turns. All tiles that a block's shared
-// memory holds are asked for at once (by TMA), before the kernel ahead has ended but for the one with the new token's
-// key, which that kernel writes: lengths, the page table and what is before that key are of earlier kernels. Where
-// blocks rotate (rotation.cuh) that tile comes too, and the warp whose keys it ends puts the new token there itself. A
-// block's warps share its queries' rotation. A warp has 16 keys of a tile and sums of its own; sums are added up in a
-// block, then over distributed shared memory. They are where tiles were: so two blocks fit on a multiprocessor. A
-// cluster's blocks must be in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
-// 32 clusters of four may not run side by side.
+// memory holds are loaded at once (by TMA), before the previous kernel has ended. The tile with the new token's key
+// waits, as that kernel writes it; earlier kernels wrote lengths, the page table and earlier keys. Where blocks rotate
+// (rotation.cuh) that tile comes too, and the warp whose keys it ends puts the new token there itself. A block's warps
+// share its queries' rotation. A warp has 16 keys of a tile and sums of its own; sums are added up in a block, then
+// over distributed shared memory. They are where tiles were: so two blocks fit on a multiprocessor. A cluster's blocks
+// must be in one group of 16 or 18 multiprocessors, and some groups have fewer. With one block each, 32 clusters of
+// four may not run side by side.
 //
-// A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight
-// blocks for each of eight heads half of the multiprocessors would be idle, and with 128 blocks too little is under way
-// for the memory. Those but the first leave what they have to it (cluster_parts.cuh). They wait for nobody, so the
+// A long request's head has up to `parts` clusters, if that many run side by side (clusters.py). With one cluster of
+// eight blocks for each of eight heads half of the multiprocessors would be idle, and 128 blocks load too little at
+// once for the memory. Those but the first leave what they have to it (cluster_parts.cuh). They wait for nobody, so the
 // first may wait for them even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a

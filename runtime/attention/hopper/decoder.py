@@ -1,8 +1,7 @@
 """Runs the kernels in the place of a piece of the program (attention/split/split_decode.py, DecodePiece).
 
 Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `rope_inputs` they norm and
-rotate q and the new keys, and write these and the new values into the cache; q is then that of `rope_inputs`, of any
-stride.
+rotate q and the new keys, and write these and the new values into the cache; q is then `rope_inputs`' q, of any stride.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ClusterDecode:
         self._maps = TensorMaps()
         with torch.cuda.device(device):
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
-        # What clusters leave to each other within a launch, at whose end all of it is MISSING again.
+        # Data that clusters leave to each other within a launch; at its end all of it is MISSING again.
         num_words = left_words(next(kernel.group for kernel, _ in self._kernels.values()), self._kernels)
         self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 

@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 half_pair(float first, float second) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
   return both;
 }
-// Two bfloat16 as float16, of which numbers beyond its range become the largest.
+// Two bfloat16 as float16; numbers beyond its range become the largest.
 __device__ __forceinline__ u32 half_query(u32 pair) {
   constexpr float MOST = 65504.f;
   return half_pair(fminf(fmaxf(first_of(pair), -MOST), MOST), fminf(fmaxf(second_of(pair), -MOST), MOST));
@@ -54,8 +54,8 @@ __device__ __forceinline__ float power_of_two(float v) {
   return power;
 }
 
-// Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has those of the keys lane / 4
-// and the one eight behind, each with queries 2 quad and 2 quad + 1.
+// Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has the products of key lane /
+// 4 and of the one eight behind, each with queries 2 quad and 2 quad + 1.
 __device__ __forceinline__ void add_fp8_keys(float (&logits)[2][4], const u32 (&query)[8][2], u32 tile, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

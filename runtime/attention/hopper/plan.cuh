@@ -36,14 +36,14 @@ struct Plan {
   }
 };
 
-// Blocks that have parts of one request, one behind another, of which the first adds up the others'. Where there are
-// more, the request's first block adds up what these first ones have added up.
+// Blocks that have parts of one request, one behind another; the first adds up the others'. Where there are more, the
+// request's first block adds up what these first ones have added up.
 constexpr int TEAM = 8;
-// What a block has of a request.
+// A block's part of a request.
 struct Piece {
   int row, num_keys, head;  // the request's
   int key, stop;            // the first key, and the one behind the last tile
-  int others;               // blocks behind this one of which some leave theirs to it
+  int others;               // some blocks behind this one leave theirs to it
   bool is_left, is_last;    // for a block before this one to add up; of the share
 };
 __device__ __forceinline__ Piece piece_of(const Plan& plan, const Request& its, int end) {

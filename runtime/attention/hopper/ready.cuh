@@ -1,8 +1,8 @@
 // How shares.cu makes requests ready: by warps of their own, ahead of those that compute. If these did it, at the
 // beginning of each request, the memory would wait meanwhile.
 
-// A request, or what a share has of it, ready to be computed: its queries and, where they are rotated here and the
-// share has its last tile, its new key and value.
+// A request, or a share's part of it, ready to be computed: its queries, and its new key and value if they are rotated
+// here and the share has its last tile.
 struct Ready {
   Piece piece;
   Row queries[HEADS][GROUP], keys[HEADS], values[HEADS];

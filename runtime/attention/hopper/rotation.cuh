@@ -6,7 +6,7 @@
 
 struct Rotation {
   const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache
-  const u32 *q_weight, *k_weight;    // of the norms before the rotation; null: there are none
+  const u32 *q_weight, *k_weight;    // of the norms before the rotation, or null
   const u32 *cos, *sin;              // of each request's new token
   u32 *keys, *values;                // the cache
   int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
@@ -79,7 +79,7 @@ __device__ __forceinline__ void rotate(Head (&heads)[N], const Head& weight, con
     }
 }
 
-// Into a row, from which others read it.
+// Into a row that others read.
 __device__ __forceinline__ void put_head(Row& row, const Head& head) {
 #pragma unroll
   for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
@@ -107,7 +107,7 @@ __device__ __forceinline__ Head load_new_value(const Rotation& rotation, int tok
 }
 // Of the cache, where the token at `position` of a request is.
 __device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
-// A pair times a factor as e4m3, of which numbers beyond its range become the largest.
+// A pair times a factor as e4m3; numbers beyond its range become the largest.
 __device__ __forceinline__ unsigned short fp8_pair(u32 pair, float factor) {
   unsigned short both;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"

@@ -36,7 +36,7 @@ class Rotation:
     ) -> None:
         """
         Args:
-            q: [T, H, D]; contiguous, or what is to be rotated.
+            q: [T, H, D]; contiguous, or before the rotation.
             keys, values: [P, Hk, D], the cache.
         """
         self.q = _with_whole_heads(q)

@@ -35,13 +35,13 @@ def fuses_rope_of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> boo
 
 
 def has_clusters(head_dim: int) -> bool:
-    """True if kernels for few requests are among those of such heads."""
+    """True if such heads have kernels for few requests."""
     return head_dim == HEAD_DIM
 
 
 def most_in_clusters(shares: ShareKernel, max_tokens: int) -> int:
-    """The most requests x KV heads for which clusters are the faster, where a request has up to `max_tokens` tokens;
-    `shares` serves the same heads."""
+    """The most requests x KV heads that clusters serve faster, where a request has up to `max_tokens` tokens; `shares`
+    serves the same heads."""
     if max_tokens > LONG_TOKENS:
         return MOST_SEQUENCES_OF_LONG
     return MOST_SEQUENCES if shares.is_alone else MOST_SEQUENCES_OF_FEW_HEADS

@@ -1,19 +1,19 @@
-// Attention of one new token a request over its keys, those of the token included; for many requests.
+// Attention of one new token a request over its keys, the token's own included; for many requests.
 //
 // All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at
 // eight heads of 128, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB
-// of each such head, in a row where there are no others, which one copy takes (by TMA, which puts them where eight
-// keys' chunks are in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before
-// the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page
-// table are of earlier kernels. Some make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits,
-// and new tokens are put into the tiles that have come. The others compute, a head each. Of a head of 256 two take the
-// products with all of a key, and each sums half of the values' columns.
+// of each such head, contiguous if there are no other heads, and one copy takes them. TMA puts them so that eight keys'
+// chunks are in different banks; rows padded for that would be read 5 % slower. One warp loads them before the previous
+// kernel has ended, except a tile with a new token's key, which that kernel writes. Earlier kernels wrote lengths and
+// the page table. Some make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens
+// are put into the tiles that have come. The others compute, a head each. Of a head of 256 two take the products with
+// all of a key, and each sums half of the values' columns.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
 // They come to that part first and it comes to its own last, so that it hardly waits (cluster_parts.cuh). Parts of many
 // blocks are added up in teams before (plan.cuh): each takes most of a microsecond. Where another kernel holds
-// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and of those that leave
-// something only the first of a team waits, for those right behind it: so three blocks at most wait so, and the others
+// multiprocessors, a block may wait for one that has not started. Blocks start in their order. Of blocks with shared
+// requests only the first of a team waits, for the blocks right behind it. So three blocks at most wait, and the others
 // end and make room.
 //
 // Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256),
@@ -110,7 +110,7 @@ struct Slot {
   u32 at, full, empty, phase;
 };
 
-// Puts a new key and value into row `row`, of which TMA has brought what was in the cache before.
+// Puts a new key and value into row `row`; TMA has brought the cache's older content of it.
 __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const Row& key, const Row& value,
                                               const Rotation& rotation) {
   wait_for(keys.full, keys.phase);
@@ -222,8 +222,7 @@ __device__ __forceinline__ void leave(Sums& sums, Part& part) {
   for (int i = 0; i < QUERIES; i++) put(&part.weights[i][lane], sayable(sums.top[i]), sayable(sums.total[i]));
 }
 
-// Adds what blocks behind this one have left of a request, in their order: those of its team, then the others' first
-// ones.
+// Adds the sums that blocks behind this one have left of a request, in order: its team's, then the others' first ones.
 __device__ __forceinline__ void add_parts(Sums& sums, int others, Part* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part* place = parts + (blockIdx.x + 1) * WARPS + warp;

@@ -16,8 +16,8 @@ _ROW_PADDING = 4  # words of a head on its way (rotation.cuh)
 _COLUMNS = 128  # of values, which a warp sums
 HEAD_DIMS = (128, 256)
 
-# Of slots of tiles' keys or values, of a multiprocessor's blocks. In bfloat16, of which this is 4 slots of eight heads,
-# with 3 and 6 it is as fast; no block of the next kernel fits beside, for registers.
+# Of slots of tiles' keys or values, of a multiprocessor's blocks. In bfloat16 this is 4 slots of eight heads; 3 and 6
+# are as fast. No block of the next kernel fits beside, for registers.
 _RING_BYTES = 128 << 10
 _READY = 2  # requests, or parts of them, that are ready at a time
 
@@ -58,7 +58,7 @@ class ShareKernel(DecodeKernel):
 
     @property
     def heads(self) -> int:
-        """KV heads that a block works at together: as many as it has warps for and divide those of the cache."""
+        """KV heads that a block works at together: as many as it has warps for and divide the cache's."""
         return math.gcd(self.kv_heads, max(_BLOCKS) * _COLUMNS // self.head_dim)
 
     @property

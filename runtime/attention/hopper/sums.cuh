@@ -14,7 +14,7 @@ struct SumsOf<true> {
   typedef Fp8Sums Type;
 };
 typedef SumsOf<FP8>::Type Sums;
-constexpr int QUERIES = FP8 ? 2 : 1;  // of which a lane has sums
+constexpr int QUERIES = FP8 ? 2 : 1;  // a lane has sums of them
 
 // The query head of a lane's i-th sums; GROUP or more without one.
 __device__ __forceinline__ int query_of(int i) { return FP8 ? threadIdx.x % 4 * 2 + i : threadIdx.x % 32 / 4; }

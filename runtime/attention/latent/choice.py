@@ -15,9 +15,9 @@ import numpy as np
 from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS, PREFILL_TILE
 from mllm_compile.runtime.attention.layer import LayerSpec
 
-# In µs, of an H200 and DeepSeek's widths (`python -m benchmarks.kernels.latent_attention_speed --forms`, torch 2.11):
-# what a key takes a block that has a multiprocessor to itself, over latents and over keys and values; and the launches
-# that either way begins with. And multiplications of a large product in a µs.
+# In µs, of an H200 and DeepSeek's widths (`python -m benchmarks.kernels.latent_attention_speed --forms`, torch 2.11): a
+# key's time in a block with a multiprocessor to itself, over latents and over keys and values; and the first launches
+# of either way. And multiplications of a large product in a µs.
 _KEY_OVER_LATENTS, _KEY_EXPANDED = 0.091, 0.0228
 _LATENT_WIDTHS, _EXPANDED_WIDTHS = 576 + 512, 192 + 128
 _BEGIN = 20.0

@@ -1,5 +1,5 @@
-"""A batch's prompts over keys and values that are made of their latents: choice.py says which prompts, expansion.py in
-which parts.
+"""A batch's prompts over keys and values that are expanded from their latents: choice.py chooses the prompts,
+expansion.py the parts.
 
 Both backends run them so: on a GPU by the program's kernel (ops/attention/expanded.py), on a CPU by `attend_in_torch`.
 

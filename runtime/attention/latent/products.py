@@ -1,7 +1,7 @@
 """The two ways of a layer's up-projection, in torch: latents become keys and values, or queries and outputs absorb it.
 
-Shape legend: T tokens, K keys, H query heads, n and r the columns of a head's keys that are made of a latent and that
-are rotated, v those of its values, C the rank of a latent.
+Shape legend: T tokens, K keys, H query heads, n and r the columns of a head's keys from a latent and rotated, v of its
+values, C the rank of a latent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 
 
 def absorb(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-    """Writes `out` [T, H, C + r] of q [T, H, n + r]: queries whose products with latents are those of q with keys."""
+    """Writes `out` [T, H, C + r] from q [T, H, n + r]: queries whose products with latents equal q's with keys."""
     n, rank = layer.up_key_dim, layer.v_head_dim
     torch.bmm(q[..., :n].transpose(0, 1), layer.up_of_heads[0], out=out[..., :rank].transpose(0, 1))
     out[..., rank:].copy_(q[..., n:])

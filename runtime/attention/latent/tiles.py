@@ -38,8 +38,8 @@ def decode_tile(num_heads: int) -> Tile:
 
 
 def expanded_tile(width: int, value_width: int, is_hopper: bool = True) -> Tile:
-    """The tile of attention over keys of `width` and values of `value_width`, as they are in shared memory, of which
-    GPUs from Hopper on have most."""
+    """The tile of attention over keys of `width` and values of `value_width`, in shared memory; GPUs from Hopper on
+    have most of it."""
     if width + value_width <= _WIDE:
         return _EXPANDED_TILE
     return _WIDE_TILE if is_hopper else _WIDE_TILE_BEFORE_HOPPER

@@ -19,8 +19,8 @@ from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.device.upload import upload
 
-# Blocks that the shared keys are split among: as many as an H100 runs at once, two a multiprocessor; of one tile of
-# query heads no more than its parts are worth adding up.
+# Blocks that the shared keys are split among: as many as an H100 runs at once, two a multiprocessor. One tile of query
+# heads has no more than its parts are worth adding up.
 _BLOCKS = 264
 _MOST_PARTS = 16
 _TILE_ROWS = 64  # ops/attention/cascade.py

@@ -24,7 +24,7 @@ class PageTable:
         )
 
     def list(self, rows: torch.Tensor) -> None:
-        """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
+        """Write the page table of the requests in `rows` [R] int64; two launches, no wait."""
         table = self.pages[: rows.shape[0]]
         torch.index_select(self._first_slots, 0, rows, out=table)
         table.div_(self._page_size, rounding_mode="floor")

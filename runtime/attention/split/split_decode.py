@@ -21,8 +21,8 @@ from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits
 
-# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and sinks where the
-# layer has some; kernels that rotate may be given RopeInputs behind them, and are given no scratch then.
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and the layer's
+# sinks, if any. Kernels that rotate may get RopeInputs behind them, and then no scratch.
 DecodePiece = Callable[..., Any]
 
 
@@ -114,7 +114,7 @@ class SplitDecodeSpace:
         return self._table.pages
 
     def list_pages(self, rows: torch.Tensor) -> None:
-        """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
+        """Write the page table of the requests in `rows` [R] int64; two launches, no wait."""
         self._table.list(rows)
 
     def prepare(self, group: PlanGroup, decoders: LinkedDecodes, seq_lens: torch.Tensor) -> SplitDecode:

@@ -24,6 +24,6 @@ class Splits:
 
 OF_FEW = Splits(blocks=256, most=32)
 OF_MANY = Splits(blocks=512, most=8)
-MOST_FEW_SEQUENCES = 64  # for which it was measured to be the faster (benchmarks/kernels/decode_attention_speed.py)
+MOST_FEW_SEQUENCES = 64  # it was measured to be faster for them (benchmarks/kernels/decode_attention_speed.py)
 # A block over latents fills a multiprocessor; a sequence is a tile of query heads of a request (latent/tiles.py).
 OF_LATENTS = Splits(blocks=132, most=64)

@@ -1,8 +1,8 @@
 """Decode attention of requests that begin with the same pages (a cascade), without a plan: so it can be captured.
 
-Three kernels: queries of all requests over the shared keys, which are split among blocks; each request over its own
-keys (ops/attention/split_decode.py), which gives a sum of exponentials besides; and the sum of both. How many keys are
-shared is read on the device.
+Three kernels. One has queries of all requests over the shared keys, which are split among blocks. One has each request
+over its own keys (ops/attention/split_decode.py), and also gives a sum of exponentials. One adds both up. How many keys
+are shared is read on the device.
 
 Shape legend: R requests, N blocks that a request's own keys are split among, M blocks for the shared ones, H query
 heads, Hk kv heads, D head dim, W pages of the page table, P slots of the KV cache.
@@ -166,7 +166,7 @@ def cascade_decode(
     max_splits: int,
     sm_scale: float,
 ) -> None:
-    """Attention of one new token a request over its keys, of which the first `shared_len` are the same pages for all.
+    """Attention of one new token a request over its keys; the first `shared_len` keys are the same pages for all.
 
     Args:
         q to done, page_size to sm_scale: as split_decode has them; no window, soft cap or sinks.

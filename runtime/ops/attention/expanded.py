@@ -1,8 +1,8 @@
 """Attention of prompts over keys and values that were made of latents: one product's rows, in a row for each token.
 
 A block has some tokens of one head of one prompt, and the keys that these see of the part at hand, or a share of them.
-The rotated part of keys, which all heads share, is read where the latents are. What a block finds of an earlier part it
-adds to.
+The rotated part of keys, which all heads share, is read where the latents are. A block adds to the result of an earlier
+part.
 
 Shape legend: T tokens, K keys of a part, N tiles, S blocks that share a tile's keys, H query heads, Q width of queries,
 V of values, W of latents with the rotated part R beside them; Q - R columns of a key are not rotated (NOPE).
@@ -246,13 +246,12 @@ def expanded_prefill(
 
     Args:
         q: [T, H, Q]; expanded: [K, H, Q - R + V], a head's columns that are not rotated of a key and its values;
-            gathered: [K, W], of which the last R columns are those of keys that all heads share. Contiguous and of one
-                dtype.
-        tiles: [N, TILE_FIELDS] int32: for each block of a head its first token, its number of tokens (up to
-            tiles.EXPANDED_ROWS), the prompt's first key in `expanded`, its number of keys there, those of them that the
-            first token sees, at least one (each further token sees one more, as far as there are), and whether the
-            tokens have a result of earlier keys, which is added up.
-        out: [T, H, S, V], contiguous, written where tiles are: of S blocks, each of which has a share of the keys.
+            gathered: [K, W]; the last R columns are of keys that all heads share. Contiguous and of one dtype.
+        tiles: [N, TILE_FIELDS] int32. Each block of a head has its first token, its number of tokens (up to
+            tiles.EXPANDED_ROWS), the prompt's first key in `expanded`, its number of keys there, and the number that
+            the first token sees, at least one (each further token sees one more, up to all). A last field says whether
+            the tokens have a result of earlier keys, which is added up.
+        out: [T, H, S, V], contiguous, written where tiles are, by S blocks with a share of the keys each.
         log_sums: [T, H, S] float32, written likewise: the natural logarithm of the sum of exponentials, -inf where a
             block has no keys, and 0 for a result.
         sm_scale: factor of the products.

@@ -49,10 +49,10 @@ def _attend(
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(largest logit, sum, weighted values [C, ROWS]) of the query heads at rows `heads` of q over the keys start … end
-    of one request, `start` a multiple of KEYS; each sees those before its limit, of which one is among them at least.
+    of one request, `start` a multiple of KEYS; each sees the keys before its limit, at least one of them.
 
-    Keys are the rows of the products and query heads their columns, of which tensor cores take as few as 16: with
-    query heads as rows they would take 64.
+    Keys are the rows of the products and query heads their columns: tensor cores take as few as 16 columns, but 64
+    rows.
     """
     columns = tl.arange(0, PADDED_C)
     rest = tl.arange(0, PADDED_REST)
@@ -298,7 +298,7 @@ def latent_decode(
     page_size: int,
     sm_scale: float,
 ) -> None:
-    """Attention of one new token a request over its latents, that of the token included.
+    """Attention of one new token a request over its latents, the token's own included.
 
     Args:
         q: [R, H, D]; latents: [P, 1, D]; both contiguous and of one dtype.
@@ -366,13 +366,13 @@ def latent_prefill(
     page_size: int,
     sm_scale: float,
 ) -> None:
-    """Causal attention of several new tokens a request over its latents, those of these tokens included.
+    """Causal attention of several new tokens a request over its latents, these tokens' included.
 
     Args:
         q: [T, H, D]; latents: [P, 1, D]; both contiguous and of one dtype.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32, new tokens included.
         tiles: [N, 4] int32: for each block its request, the request's first token in q, its number of new tokens, and
-            the first of the PREFILL_TILE.rows query heads that the block is of, counted over these tokens.
+            the first of the block's PREFILL_TILE.rows query heads, counted over these tokens.
         out: [T, H, C], contiguous, written where tiles are; C < D.
         page_size, sm_scale: as latent_decode's.
     """

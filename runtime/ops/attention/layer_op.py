@@ -82,8 +82,8 @@ torch.library.register_fake("mllm::attention_with_output", lambda *args: None, l
 
 
 def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
-    """The inputs of a piece that writes a layer's KV itself: slots [T] int64, padded like the piece's tokens, or [0]
-    if attention is to write and rotate; and the layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
+    """The inputs of a piece that writes a layer's KV itself: slots [T] int64, padded like the piece's tokens, or [0] if
+    attention writes and rotates; and the layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
 
     Args:
         may_be_left: the layer's attention is told what q and k are made of.
@@ -100,8 +100,8 @@ def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
 
 
 def _attention_fuses_rope(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
-    """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens, nor
-    where other ranks have more tokens than this one, whose pieces then have padding."""
+    """True if attention rotates. It does not in PIECEWISE, where a piece's graph serves any batch of so many tokens,
+    nor if other ranks have more tokens, as this rank's pieces then have padding."""
     is_padded = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE or context.dp_metadata is not None
     rope = batch.attn_backend.rope
     return not is_padded and rope is not None and rope.fuses_rope(layer)

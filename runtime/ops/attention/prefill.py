@@ -117,13 +117,13 @@ def paged_prefill(
     sm_scale: float,
     chunk: int,
 ) -> None:
-    """Causal attention of several new tokens a request over its keys, those of these tokens included.
+    """Causal attention of several new tokens a request over its keys, these tokens' included.
 
     Args:
         q: [T, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype; D a power of two.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32, new tokens included.
         tiles: [N, 4] int32: for each block its request, the request's first token in q, its number of new tokens, and
-            the first of the TILE_TOKENS of these that the block is of.
+            the first of the block's TILE_TOKENS of these.
         out: [T, H, D], contiguous, written where tiles are.
         slopes: [H] float32: slope · (key's position − query's) is added to a head's logits; or none.
         page_size: tokens of a page.

@@ -3,8 +3,8 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
-Measured on an H200 in a CUDA graph, 1 and 8 tokens of Qwen3-8B: 1.3 µs, where Inductor's kernels for norm and rotation
-took 4.4 µs and two index copies 4.8; 8192 tokens of 0.6B and 8B: 43 and 62 µs, where the bytes take 34 and 48.
+Measured on an H200 in a CUDA graph, 1 and 8 tokens of Qwen3-8B take 1.3 µs; Inductor's kernels for norm and rotation
+took 4.4 µs and two index copies 4.8. 8192 tokens of 0.6B and 8B take 43 and 62 µs; the bytes take 34 and 48.
 
 Shape legend: T tokens, H query heads, Hk kv heads, D head dim, P slots of the KV cache.
 """

@@ -164,8 +164,8 @@ def _split_decode_kernel(
 ) -> None:
     """Program (kv head, request, split): blocks start in this order, so those without keys come last.
 
-    With FETCH_FIRST the first keys and values are on their way before the kernel ahead has ended, all but those of the
-    request's last token: it writes them. What is in the page table and before the last token is of earlier kernels.
+    With FETCH_FIRST the first keys and values are loaded before the previous kernel has ended, except the last token's,
+    which it writes. Earlier kernels wrote the page table and keys before the last token.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -297,12 +297,12 @@ def split_decode(
     fetch_first: bool,
     chunk: int,
 ) -> None:
-    """Attention of one new token a request over its keys, those of the token included.
+    """Attention of one new token a request over its keys, the token's own included.
 
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype, or the cache in float8_e4m3fn.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
-            a row is passed over and its output left as it is. Blocks without keys do not wait, but for row 0's.
+            a row is passed over and its output left as it is. Blocks without keys do not wait, except row 0's.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.
@@ -310,8 +310,8 @@ def split_decode(
         page_size: tokens of a page.
         max_splits: N at most, a power of two.
         sm_scale: factor of the products; soft_cap: tanh's, 0 for none; window_left: earlier keys seen, -1 for all.
-        fetch_first: a token's keys are of earlier steps but for its own. Not so where a step holds several tokens of
-            a request.
+        fetch_first: a token's keys are of earlier steps, except its own. Not so where a step holds several tokens of a
+            request.
         slopes: [H] float32: slope · (key's position − query's) is added to a head's logits. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.

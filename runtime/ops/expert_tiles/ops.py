@@ -134,7 +134,7 @@ def expert_tiles(
         x: [P, K] bfloat16, rows in the places of `order`.
         order, blocks: as for gated_expert_tiles.
         weight: [E, N, K] bfloat16.
-        ids: [T, k], of which order_experts made the order.
+        ids: [T, k], the input of order_experts.
 
     Returns:
         [T·k, N] bfloat16. Rows of padding are 0, those whose id is no expert's NaN.

@@ -4,13 +4,12 @@
 // The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only
 // the device knows. A tile is a block's rows times ROWS of the weight; each group of warps multiplies half of the
 // block's units. The blocks of a cluster work on neighbouring rows of the weight for the same x (units.cuh, which is in
-// front of this file): on a set of tiles. A cluster claims a set when it has asked for all of the one before, as tiles
-// take unequal times: if clusters took them in turns, they would wait 4 to 5 % of the time for the last. The ring goes
+// front of this file): on a set of tiles. A cluster claims a set when it has loaded all of the previous one, as tiles
+// take unequal times. If clusters took sets in turns, they would wait 4 to 5 % of the time for the last. The ring goes
 // on from one to the next. Rows of x behind a block's last are whatever is there; their sums are not stored.
 //
-// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens are (Gather): those
-// of the first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are
-// multiplied.
+// TMA takes neighbours alone, so a gated linear's rows are first copied from their tokens' places (Gather). All warps
+// copy the first blocks' rows. Idle warps copy the others, while earlier blocks are multiplied.
 //
 // The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves,
 // expert_rows).
@@ -41,8 +40,8 @@ struct __align__(16) Tile {
   int block, expert, rows, row_tile;
   __device__ __forceinline__ int units() const { return (rows + UNIT_ROWS - 1) / UNIT_ROWS; }
 };
-// All sets of tiles: the rows of a weight for one block, then for the next, which is of the same expert as a rule: x
-// and weight come from the L2 but for once.
+// All sets of tiles: the rows of a weight for one block, then for the next, usually of the same expert. So x and weight
+// come from the L2, except once.
 struct Work {
   const int2* blocks;  // each one's expert, or -1, and rows; those with rows come first
   int count;
@@ -196,7 +195,7 @@ struct Target {
   }
 };
 
-// Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
+// Of a block whose rows no expert has: zeros for padding's rows, NaN for rows, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
 #if !GATED
   for (int i = threadIdx.x - (THREADS - 32 * CONSUMERS); i < tile.rows * (TILE_OUTPUTS / 8); i += 32 * CONSUMERS) {

@@ -56,7 +56,7 @@ def _choose_kernel(
     is_left = is_score
     for choice in tl.static_range(K):
         best = tl.max(remaining, 1)
-        # Of those that are left: a score of -inf, by which routers leave groups out, is still an expert's.
+        # Of the remaining experts: a score of -inf, with which routers leave groups out, is still an expert's.
         candidates = tl.where(is_left & (remaining == best[:, None]), experts[None, :], PADDED_E)
         index = tl.min(candidates, 1)
         is_left = is_left & (experts[None, :] != index[:, None])

@@ -3,9 +3,9 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
-With few tokens a step reads the weights of every expert that was chosen, once: blocks hold all rows of an expert, and a
-program's loads are under way while it multiplies. With many tokens a weight's tiles stay in the L2 cache while the
-blocks of its expert, which are neighbours, read them.
+With few tokens a step reads the weights of every chosen expert once: blocks hold all rows of an expert, and a program
+loads while it multiplies. With many tokens a weight's tiles stay in the L2 cache while the blocks of its expert, which
+are neighbours, read them.
 
 Shape legend: T tokens, k experts a token, E experts, K inputs, N outputs, B rows of a block.
 """
@@ -47,7 +47,7 @@ def _grouped_linear_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """COLUMNS outputs of a block of rows. N counts the outputs, of which a gated weight has twice as many rows."""
+    """COLUMNS outputs of a block of rows. N counts the outputs; a gated weight has twice as many rows."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -123,8 +123,8 @@ def _grouped_linear_kernel(
 # By the largest block that it is for: columns of a program's tile (of gate and up together), how deep its products are
 # at once, warps, and loads under way. The fastest of seven or eight each on an H200, at Qwen3-30B-A3B's shapes with 1
 # and 256 tokens (each linear in a CUDA graph, over several sets of experts); the last of seven with 4096 on an H100.
-# For 16 the tiling of 32 makes down 15 % faster alone (43.0 µs with 8 tokens), but whole steps of 8 requests took
-# 8.24 ms with this one and 8.79 with that; these two were on different H200s.
+# For 16 the tiling of 32 makes down 15 % faster alone (43.0 µs with 8 tokens). But whole steps of 8 requests took 8.24
+# ms with this one and 8.79 with that, on different H200s.
 _TILINGS = {
     ONE_ROW: (64, 128, 4, 5),
     16: (64, 256, 4, 3),

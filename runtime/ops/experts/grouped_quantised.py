@@ -305,7 +305,7 @@ def _quantised_linear_kernel(
             sources = (rows // CHOSEN if OF_TOKENS else rows).to(tl.int64)
             UNITS: tl.constexpr = K // _UNIT
             STRIDE: tl.constexpr = 1 if WORDS else _UNIT
-            # What bits of bfloat16 are too small by is made up for by x, and of E4M3 by the scales too.
+            # x compensates the factor by which bits of bfloat16 are too small; for E4M3 the scales do so too.
             IS_SMALL: tl.constexpr = dtype == tl.bfloat16
             X_POWER: tl.constexpr = 2.0**60 if KIND == "fp8" else 2.0**63 if KIND == "mxfp4" else 1.0
             SCALE_POWER: tl.constexpr = 2.0**60 if KIND == "fp8" and IS_SMALL else 1.0

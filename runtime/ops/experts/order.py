@@ -3,7 +3,7 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
-A row's place among those of its expert is what an atomic counter gave it, so it may differ from run to run. No number
+An atomic counter gives a row its place among its expert's rows, so it may differ from run to run. No number
 does: a row's products do not depend on its neighbours. A small step takes one program; in a larger one programs count
 side by side, one gives each expert its blocks, and programs enter the rows.
 
@@ -21,8 +21,8 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, most_blocks, rows_of_unit
 
 _ROWS_OF_PROGRAM = 1024  # of a large step
-# Words from one expert's count to the next of a large step: the L2 takes one addition to a line at a time, and 65,536
-# rows of 128 experts whose counts were neighbours took 21 µs on an H100.
+# Words from one expert's count to the next of a large step. The L2 takes one addition to a line at a time: with
+# neighbouring counts 65,536 rows of 128 experts took 21 µs on an H100.
 _COUNT_STRIDE = 32
 _BLOCKS_AT_ONCE = 1024
 _ELSEWHERE = tl.constexpr(ELSEWHERE)
@@ -32,8 +32,8 @@ _ELSEWHERE = tl.constexpr(ELSEWHERE)
 def _bins_of(ids: tl.tensor, is_real: tl.tensor, rows: tl.tensor, E: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The expert of each row, or E for one that no expert here has; and the row as `order` has it.
 
-    Kernels load `ids` themselves: of a function that loads, torch's analysis takes what it reads for written, where a
-    place to write to follows from it, and pieces would copy it.
+    Kernels load `ids` themselves. If a function loads a tensor and an address to write to follows from it, torch's
+    analysis assumes that the tensor is written, and pieces would copy it.
     """
     is_chosen = is_real & (ids >= 0) & (ids < E)
     bins = tl.where(is_chosen, ids, E).to(tl.int32)
@@ -139,7 +139,7 @@ def _rank_kernel(
     STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Gives each row its place among those of its expert."""
+    """Gives each row its place among its expert's rows."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -209,12 +209,12 @@ def order_experts(
         ids: [T, k] int64.
         slots: [T] int64, a token's slot of the KV cache: 0 is padding, whose rows go to no expert.
         block: B, rows of a block.
-        most_rows: one program takes all rows, of which there are at most so many (`rows_at_once`); 0: several do.
+        most_rows: one program takes all rows, at most so many (`rows_at_once`); 0: several do.
 
     Returns:
         order [N·B] int32, rows by blocks; and blocks [N, 2] int32: the expert of each block, and how many of its places
-        in `order` hold rows. Expert -1 has the rows of no expert: those of padding and of ids that are ELSEWHERE, and,
-        as -1 - row, those whose id is not in [0, E).
+        in `order` hold rows. Expert -1 has the rows of no expert: rows of padding and of ids that are ELSEWHERE, and,
+        as -1 - row, rows whose id is not in [0, E).
     """
     ids, slots = ids.contiguous(), slots.contiguous()
     num_tokens, num_chosen = ids.shape

@@ -58,12 +58,13 @@ def takes_part(scheme: WeightScheme, inputs: int, num_ranks: int) -> bool:
 
 
 def rows_of_unit(block: int) -> int:
-    """Rows that a block has a multiple of, but for an expert's last: larger blocks share an expert's rows evenly."""
+    """A block's rows are a multiple of this, except an expert's last: larger blocks share an expert's rows evenly."""
     return min(block, UNIT_ROWS)
 
 
 def most_blocks(num_rows: int, num_experts: int, block: int) -> int:
-    """Blocks that suffice however the rows fall: those of padding make a last group. Takes symbolic numbers too."""
+    """Blocks that suffice for any distribution of rows: rows of padding make a last group. Takes symbolic numbers
+    too."""
     import torch
 
     least: int = torch.sym_min(num_rows, (num_rows + (num_experts + 1) * (block - 1)) // block)

@@ -52,7 +52,7 @@ def sum_experts(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: [T·k, N].
-        weights: [T, k] in the dtype of the rows, to which products are rounded then, or in float32.
+        weights: [T, k] in float32, or in the dtype of the rows; products are then rounded to it.
 
     Returns:
         [T, N] in the dtype of the rows.

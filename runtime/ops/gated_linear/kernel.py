@@ -75,7 +75,7 @@ class GatedKernel(UnitsKernel):
 
 @dataclass(frozen=True)
 class Division:
-    """Tokens divided among tiles, of which the first `larger` have a unit more than `units`; gated.cu's Tokens."""
+    """Tokens divided among tiles; the first `larger` tiles have a unit more than `units`; gated.cu's Tokens."""
 
     tiles: int
     units: int

@@ -43,7 +43,7 @@ class _Weight:
 
     def __init__(self) -> None:
         self.loaded: dict[GatedKernel, _Loaded] = {}
-        self._fastest: dict[int, _Loaded] = {}  # by tokens, of which a step has some thousands
+        self._fastest: dict[int, _Loaded] = {}  # by tokens; a step has some thousands
 
     def load(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
         if _Loaded.load_once(self.loaded, kernel, kernel, binaries):

@@ -56,7 +56,7 @@ def _integers_kernel(
     CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """CHUNKS times 32 inputs, OF_GROUP of which share a scale; behind a row's last ones come the next row's."""
+    """CHUNKS times 32 inputs; OF_GROUP of them share a scale; behind a row's last ones come the next row's."""
     chunks = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     is_there = chunks < num_chunks
     words = tl.load(values_ptr + chunks[:, None] * 4 + tl.arange(0, 4)[None, :], mask=is_there[:, None], other=0)

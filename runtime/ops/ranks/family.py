@@ -33,8 +33,8 @@ _MOST_OFF = 0.02  # of a norm's numbers, which are of about 1: two roundings to 
 
 
 class Family(KernelFamily):
-    """Two kernels, where pieces sum bfloat16 over ranks, three for each width of rows that are normed behind it, and
-    one for each number of columns that are gathered, as logits are."""
+    """Two kernels if pieces sum bfloat16 over ranks, three for each width of rows that are then normed, and one for
+    each number of gathered columns, as of logits."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[RanksKernel, ...]:
         import torch

@@ -20,8 +20,8 @@ MAX_TOKENS = BUCKETS[-1]
 # Tokens that are divided among tiles are eight of each at least: of fewer a tile would begin ahead of the first token.
 FEWEST_TOKENS = 8
 
-# With so few tokens three groups of warps leave the registers that as many more threads would have, so that the kernel
-# that makes the next inputs is there when they end (docs/lab/quantised.md, Decode steps).
+# With so few tokens three groups of warps leave registers free for as many more threads. So the kernel that makes the
+# next inputs has started when they end (docs/lab/quantised.md, Decode steps).
 _MOST_TOKENS_BESIDE, _THREADS_BESIDE = 128, 128
 _ROWS_UNIT, _PANEL = 64, 128  # what a weight's rows and columns are multiples of
 
@@ -56,7 +56,8 @@ class ScaledTiling(WideTiling):
 
     @property
     def early_weight_stages(self) -> int:
-        # What makes x, between two linears, reads what the one ahead has left: it would wait behind a whole ring.
+        # The kernel that makes x, between two linears, reads the previous one's output: it would wait behind a whole
+        # ring.
         return min(super().early_weight_stages, early_stages(self.weight_stage_bytes, resident=1))
 
     def preamble(self) -> str:

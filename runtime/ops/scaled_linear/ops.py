@@ -1,9 +1,9 @@
 """The op of a linear whose inputs and weight are both float8: one scale a token and a row, or one for 128 inputs of it.
 
-On a Hopper GPU a kernel of the runtime's own computes those with a scale a row and 8 to 256 tokens, for which the
-library takes up to twice as long (docs/lab/kernels.md); it computes the others, on fp8 tensor cores too; elsewhere
-float32 does. Pieces call it by name, and quantise the inputs themselves (passes/quantise_activations.py). Defined as
-`quantised_linear` is, for the same reason.
+On a Hopper GPU the runtime's own kernel computes linears with a scale a row and 8 to 256 tokens, where the library
+takes up to twice as long (docs/lab/kernels.md). The library computes the others, on fp8 tensor cores too. Elsewhere
+they are computed in float32. Pieces call it by name, and quantise the inputs themselves
+(passes/quantise_activations.py). Defined as `quantised_linear` is, for the same reason.
 
 Shape legend: T tokens, N outputs, K inputs, G groups of inputs that share a scale.
 """
@@ -81,7 +81,7 @@ def scaled_linear(x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor,
         return _by_groups(x, x_scales, values, scales)
     if FEWEST_TOKENS <= len(x) <= MAX_TOKENS and is_taken(*values.shape):
         return _by_kernel(x, x_scales, values, scales)
-    # With fast sums, as other servers have it: a sum's own precision is far beyond that of its operands.
+    # With fast sums, as in other servers: a sum's own precision is far beyond its operands'.
     return torch._scaled_mm(
         x, values.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -1,14 +1,14 @@
 // Attention in both directions within segments of packed rows on Hopper: softmax(q . k^T * scale) . v, as towers of
-// images attend. It is bound by the tensor cores, and nearly as much by the exponentials, of which a multiprocessor
-// makes 16 in a cycle: so products of the next keys run while the weights of these are made.
+// images attend. It is bound by the tensor cores, and nearly as much by the exponentials: a multiprocessor makes 16 in
+// a cycle. So products of the next keys run while the weights of these are computed.
 //
-// A block has ROWS rows of one head of a segment, 64 for each group of four warps, and goes through the segment's keys
-// in tiles of KEYS, which one warp of a further group asks for by TMA, in a ring of STAGES. The last tile comes first:
-// it alone may be short.
+// A block has ROWS rows of one head of a segment, 64 for each group of four warps. It goes through the segment's keys
+// in tiles of KEYS; one warp of a further group loads them by TMA into a ring of STAGES. The last tile comes first: it
+// alone may be short.
 //
-// Columns of a head are in two panels: SWIZZLED columns in one whose rows are 128 bytes (two of them for 128), and what
-// is left in one whose rows are 32 or 64 bytes; so heads of 72 and 80 take the products of 80 columns. TMA fills with
-// zeros what is past a head's columns or the last row.
+// Columns of a head are in two panels: SWIZZLED columns in one with rows of 128 bytes (two of them for 128), and the
+// rest in one with rows of 32 or 64 bytes. So heads of 72 and 80 take the products of 80 columns. TMA fills with zeros
+// what is past a head's columns or the last row.
 //
 // Defined by kernel.py: D columns of a head, ROWS, KEYS, STAGES, NUM_THREADS, SHARED_BYTES and REGISTERS (of a thread
 // that multiplies) of a block, and the instructions `multiply_keys` (64 x KEYS products of 16 columns), `weigh_panel`
@@ -180,8 +180,8 @@ struct Rows {
   }
 };
 
-// Weights are made ahead of what follows, where ptxas would wait for products first: by a store that waits for their
-// sums, and is not done, as none is below zero.
+// Computes weights ahead of the following code; ptxas would wait for products first. A store waits for their sums, and
+// is never done, as no sum is below zero.
 __device__ __forceinline__ void hold_weights(const Rows& rows, u32 anywhere) {
   asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }"
                ::"f"(rows.total[0] + rows.total[1]), "r"(anywhere) : "memory");

@@ -22,7 +22,7 @@ _LENGTHS = (700, 256, 64, 1)
 
 
 class Family(KernelFamily):
-    """The kernels of each head dim with which a tower attends."""
+    """The kernels of each head dim of towers' attention."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[SegmentsKernel, ...]:
         from mllm_compile.runtime.ops import op

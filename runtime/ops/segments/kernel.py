@@ -24,7 +24,7 @@ _ALIGNMENT = 1024
 _BARRIER_BYTES = 8
 _REGISTERS = {64: 240, 128: 240, 192: 160, 256: 112}  # of a thread that multiplies, by rows
 _BEGIN_COST = 128  # in keys: what beginning and ending a block costs
-# What a key costs a block of so many rows, beside one of 128 rows; measured with heads of 64 to 80.
+# A key's cost in a block of so many rows, relative to one of 128 rows; measured with heads of 64 to 80.
 _KEY_COST = {64: 0.85, 128: 1.0, 192: 1.32, 256: 1.86}
 # Rows, keys, stages.
 _OF_WINDOWS = (64, 64, 2)
@@ -66,7 +66,7 @@ class SegmentsKernel(CudaKernel):
 
     @property
     def rest_columns(self) -> int:
-        """Columns of the last panel, which holds what whole ones leave; 0: there is none."""
+        """Columns of the last panel, the rest after whole ones; 0: it has none."""
         rest = self.head_dim % PANEL
         return 0 if rest == 0 else 16 if rest <= 16 else 32
 

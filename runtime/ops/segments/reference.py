@@ -1,4 +1,4 @@
-"""Attention over packed rows, each of which sees all rows of its own segment: what towers of images attend with.
+"""Attention over packed rows, where each sees all rows of its own segment: towers of images use it.
 
 `segment_attention` stands for it in a trace, and names for the check of the trace what it cannot express; a program
 runs `segment_attention_with_output`. It has no cache and no causality. Defined with torch.library's define/impl, as

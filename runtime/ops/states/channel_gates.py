@@ -1,11 +1,11 @@
 """Solves the chunks of a gated delta rule where a gate belongs to a channel of the keys (KDA: Kimi-Linear).
 
-delta_chunks.py has the equations of a chunk; here G has a number for each channel, so that, with ⊙ the product of
-elements, (k_i·k_j) exp(G_i - G_j) becomes (k_i ⊙ exp(G_i))·(k_j ⊙ exp(-G_j)), whose second factor leaves the range of
-float32. So the pairs of tokens i > j are taken by halves: those of which i is in the second half of a block of 64
-tokens and j in the first, then the same of its two halves, and so on to blocks of two. For each, with m the last token
-of the first half, exp(G_i - G_m) and exp(G_m - G_j) are both at most 1, and a product of matrices has them all. (Kimi
-Linear, arXiv 2510.26692, takes such anchors by blocks of 16.)
+delta_chunks.py has the equations of a chunk. Here G has a number for each channel. With ⊙ the product of elements,
+(k_i·k_j) exp(G_i - G_j) becomes (k_i ⊙ exp(G_i))·(k_j ⊙ exp(-G_j)), whose second factor leaves the range of float32. So
+the pairs of tokens i > j are taken by halves: first pairs with i in the second half of a block of 64 tokens and j in
+the first, then the same of its two halves, and so on to blocks of two. For each, with m the last token of the first
+half, exp(G_i - G_m) and exp(G_m - G_j) are both at most 1, and a product of matrices has them all. (Kimi Linear, arXiv
+2510.26692, takes such anchors by blocks of 16.)
 
 Shape legend as in delta_chunks.py.
 """

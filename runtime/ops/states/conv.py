@@ -49,7 +49,7 @@ def _decode_conv_kernel(
     """Program (request, block of channels). All but the token's own product is there before the token is."""
     if WAITS_FIRST:
         wait_for_prerequisites()
-    # Few requests' states arrive while this waits; those of more would keep x waiting.
+    # Few requests' states arrive while this waits; more states would delay x.
     if EARLY and MOST_AHEAD:  # noqa: SIM102 # the one is known when the kernel is compiled
         if tl.num_programs(0) <= MOST_AHEAD:
             start_dependents()
@@ -154,7 +154,7 @@ def _prompt_conv_kernel(
             seen = tl.load(of_source + place * C, mask=is_old, other=0.0).to(tl.float32)
             weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
             out += seen * weights.to(tl.float32)
-    if EARLY:  # none of the kernels that run now writes what has been read
+    if EARLY:  # no kernel that runs now writes data that has been read
         wait_for_prerequisites()
         start_dependents()
     if is_used:
@@ -237,7 +237,7 @@ def _few_conv_kernel(
             seen = tl.load(of_source + (places + column) * C, mask=is_old, other=0.0).to(tl.float32)
             weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
             of_state += seen * weights.to(tl.float32)
-        if EARLY:  # none of the kernels that run now writes what has been read
+        if EARLY:  # no kernel that runs now writes data that has been read
             wait_for_prerequisites()
             start_dependents()
         inputs = x_ptr + start * x_token_stride + channels * x_channel_stride

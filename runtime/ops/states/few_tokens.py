@@ -1,7 +1,7 @@
 """The gated delta rule over prompts of few tokens, as they are behind a cached prefix: one kernel, by short chunks.
 
-What chunks of 64 tokens spend on pairs of tokens that there are not is much of such a step, and so is the second of two
-kernels. Here each block solves its chunks itself: with so few tokens that is less than to read what another has solved.
+Chunks of 64 tokens spend much of such a step on missing pairs of tokens, and so does the second of two kernels. Here
+each block solves its chunks itself: with so few tokens that is less than to read what another has solved.
 
 delta_chunks.py has the equations of a chunk. Imports Triton: only the kernels of this folder need it.
 
@@ -89,8 +89,8 @@ def _few_tokens_kernel(
     of_q = q_ptr + (head // GROUP) * q_head_stride + dims[None, :] * q_dim_stride
     of_k = k_ptr + (head // GROUP) * k_head_stride + dims[None, :] * k_dim_stride
     of_v = v_ptr + head * v_head_stride + values * v_dim_stride
-    # A captured step has blocks for more requests than most have: those without tokens leave their room at once, but
-    # for one, so that the launch ends behind the one ahead.
+    # A captured step has blocks for more requests than most steps have. Blocks without tokens end at once, except one,
+    # so that the launch ends after the previous one.
     if end > start:
         state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
         rate = 0.0

@@ -1,5 +1,5 @@
-"""The norm of a layer's outputs with the gate behind it or ahead of it, as layers with a state have it: a kernel of its
-own, whose blocks are a few tokens of one head, or of one group of heads.
+"""The norm of a layer's outputs with the gate behind or ahead of it, in layers with a state. It is a kernel whose
+blocks are a few tokens of one head, or of one group of heads.
 
 Imports Triton: only the kernels of this folder need it.
 
@@ -119,9 +119,9 @@ def norm_outputs(
         rows: [B], of the requests.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         eps: of the norm; gate: silu or sigmoid, of z.
-        few_tokens: blocks are as small as those of decodes.
+        few_tokens: blocks are as small as decodes'.
     """
-    # What is normed in place is given once: torch would copy a tensor that is read by another argument too.
+    # A tensor that is normed in place is passed once: torch would copy it if another argument read it too.
     given = (norm, z, norm, rows, starts, ends, out)
     _, heads, width = out.shape
     _launch(*given, heads, width, eps, few_tokens, SILU=gate == "silu", IN_PLACE=True, GATE_FIRST=False)

@@ -31,7 +31,7 @@ _WARPS = 4
 def gates_of(
     g: tl.tensor, beta: tl.tensor, is_token: tl.tensor, rate: tl.tensor, shift: tl.tensor, GATED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Logarithms of decays, and factors, of what g and beta are of a chunk's tokens; 0 where is none."""
+    """Logarithms of decays, and factors, from g and beta of a chunk's tokens; 0 behind the last."""
     g = g.to(tl.float32)
     beta = beta.to(tl.float32)
     if GATED:

@@ -1,11 +1,10 @@
 """The rules that all kernels of layers with a state keep, and the arithmetic that they share.
 
 The kernels read rows, lengths and flags of requests from device memory alone, so a captured graph serves any batch of
-its size. Each takes a batch in one of two ways, by the constant DECODES: one token of each request, where request i's
-is token i, or the tokens from starts[i] to ends[i]. A request whose row is 0 is padding: it has no state, and leaves
-none.
-Where a kernel stores must not come from a function that reads these: torch would take them for written, and have
-packages copy them first. So each kernel reads its request's row and bounds itself, in lines that are alike.
+its size. Each takes a batch in one of two ways, by the constant DECODES: one token of each request, token i for request
+i, or the tokens from starts[i] to ends[i]. A request whose row is 0 is padding: it has no state, and leaves none. Where
+a kernel stores must not come from a function that reads these: torch would take them for written, and have packages
+copy them first. So each kernel reads its request's row and bounds itself, in lines that are alike.
 
 Imports Triton: only the kernels of this folder need it.
 
@@ -20,8 +19,8 @@ import triton.language as tl
 
 NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
 SEARCHED = 64  # requests that a block looks at together to find its own
-# Logarithms of decays are summed up over a chunk, and differences of sums are what counts: lower ones would cost the
-# others their digits. exp(-30) is 1e-13: nothing that float32 sums can tell from 0.
+# Logarithms of decays are summed up over a chunk, and differences of sums are used: lower ones would cost the others
+# their digits. exp(-30) is 1e-13, which float32 sums cannot tell from 0.
 LEAST_LOG_DECAY = tl.constexpr(-30.0)
 
 
@@ -55,8 +54,8 @@ def find_block(
 
 @triton.jit
 def inverse_of(below: tl.tensor, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr) -> tl.tensor:
-    """(1 + below)⁻¹ of what is zero on and above the diagonal: by blocks of 1, of 2, … of SIDE / 2, of which two that
-    follow each other become one, as forward substitution does. No power of `below` grows."""
+    """(1 + below)⁻¹, where `below` is zero on and above the diagonal. Two neighbouring blocks become one, from blocks
+    of 1 to SIDE / 2, as in forward substitution. No power of `below` grows."""
     row = tl.arange(0, SIDE)[:, None]
     column = tl.arange(0, SIDE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row == column + 1) & (row % 2 == 1), below, 0.0)

@@ -99,7 +99,7 @@ def _ssd_kernel(
     WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of a head's rows, head, request): its part of the state stays in registers, token by token; with
+    """Program (block of a head's rows, head, request): its part of the state stays in registers, token by token. With
     CHUNK it goes through chunks of so many tokens, one after another."""
     if WAITS_FIRST:
         wait_for_prerequisites()

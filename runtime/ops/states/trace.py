@@ -42,7 +42,7 @@ def call_of(name: str, arguments: tuple[Any, ...]) -> tuple[StateKind, dict[str,
 
 
 def _out_dtype(name: str, operands: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The type of a call's outputs: that of its first operand, but for Mamba-2's sums, which the norm rounds."""
+    """The type of a call's outputs: its first operand's, except for Mamba-2's sums, which the norm rounds."""
     return torch.float32 if name == "ssd" and "z" not in operands else next(iter(operands.values())).dtype
 
 

@@ -25,7 +25,7 @@ struct Router {
   const long long* slots;      // [T]: 0 is padding
 };
 
-// What a kernel before the one ahead has written: a level-one cache may hold what was there before.
+// Data of a kernel before the previous one: a level-one cache may hold older data.
 __device__ __forceinline__ float load_number(const void* from, int index, int bytes) {
   if (bytes == 4) {
     float v;
@@ -136,8 +136,8 @@ __device__ __forceinline__ int active_before(const Choice& choice, int word) {
   for (int i = 0; i < WORDS; i++) count += i < word ? __popc(choice.mask[i]) : 0;
   return count;
 }
-// All threads call it; a barrier of the block must follow before the choice is read. The first weights are asked for
-// once it is known, so it finds no more than is needed: WITH_WEIGHTS those of the sum.
+// All threads call it; a barrier of the block must follow before the choice is read. The first weights are loaded once
+// it is known, so it computes no more than needed: WITH_WEIGHTS also the sum's weights.
 template <bool WITH_WEIGHTS>
 __device__ __forceinline__ void find_choice(Choice& choice, const Router& router, int num_tokens) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

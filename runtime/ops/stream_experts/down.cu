@@ -1,12 +1,12 @@
-// The weighted sum of the experts' outputs of up to 8 tokens on Hopper, with the residual and what the norm behind it
-// needs: every active expert's weight is read once, and each output is finished where its products are.
+// The weighted sum of the experts' outputs of up to 8 tokens on Hopper, with the residual and the next norm's inputs.
+// Every active expert's weight is read once, and each output is finished where its products are.
 //
 // A block takes 16 outputs, of one active expert after another: rows that are side by side. One warp asks for them (by
 // cp.async.bulk, a ring of STAGES), before the kernel that makes the inputs has ended: the choice is of the kernel
-// before that one. WORKERS warps take an expert each in turns, and leave what it gives each of its tokens in shared
-// memory, where a token's experts are added up in the order of its choice. So its numbers are the same in any company.
-// A stage has one warp that reads it, each time: one that had not seen it full the time before could take that for the
-// next time.
+// before that one. WORKERS warps take an expert each in turns, and leave its outputs for each token in shared memory.
+// There a token's experts are added up in the order of its choice. So its numbers are the same in any company. A stage
+// has one warp that reads it, each time: one that had not seen it full the time before could take that for the next
+// time.
 //
 // Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE
 // (the next norm's weight has 1 added), SHARED_BYTES.

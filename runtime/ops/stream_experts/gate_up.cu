@@ -1,8 +1,9 @@
 // silu(gate) * up of the experts that up to 8 tokens chose, on Hopper: every active expert's weight is read once.
 //
 // A block takes groups of 8 outputs in turns, from one active expert to the next, so that all blocks read as much. One
-// warp asks for rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES); eight multiply
-// them with all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
+// warp loads rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES). Eight warps
+// multiply them with all tokens, whose inputs they divide and hold in registers, and add up their sums in shared
+// memory.
 //
 // Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT
 // (blocks of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.

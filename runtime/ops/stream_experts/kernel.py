@@ -82,7 +82,7 @@ class ExpertsKernel(CudaKernel):
     @property
     @abstractmethod
     def other_bytes(self) -> int:
-        """Bytes of shared memory beside the ring, but for its barriers."""
+        """Bytes of shared memory beside the ring, without its barriers."""
 
     @property
     def resident(self) -> int:
@@ -170,7 +170,7 @@ _PIECE_UNIT, _MOST_PIECE_UNITS = 256, 4  # a step of each warp
 class DownKernel(ExpertsKernel):
     """
     Attributes:
-        next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
+        next_blocks: sums of squares a token that it leaves for the next norm; 0: no norm.
         plus_one: that norm multiplies by 1 + its weight.
     """
 
@@ -187,7 +187,7 @@ class DownKernel(ExpertsKernel):
 
     @cached_property
     def stages(self) -> int:
-        """The most that divide among warps of which each reads its own, and enough of these."""
+        """The most that divide among enough warps, where each reads its own."""
         return next(count for count in range(self._most_stages, 0, -1) if _workers_of(count) >= _FEWEST_WORKERS)
 
     @property

@@ -23,9 +23,9 @@ from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKe
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
-# Which experts: `choice` is scores [T, E] of bfloat16 or float32, of which choose_experts would take the largest with
-# `softmax` and `renormalise`; or, with weights [T, k], ids [T, k] int64. `wide` tells that weights stay float32, as
-# they are given, and are not rounded to bfloat16. `slots` [T] int64 are 0 for padding, which has no experts.
+# The experts: `choice` is scores [T, E] of bfloat16 or float32, for choose_experts with `softmax` and `renormalise`;
+# or, with weights [T, k], ids [T, k] int64. `wide` tells that weights stay float32, as they are given, and are not
+# rounded to bfloat16. `slots` [T] int64 are 0 for padding, which has no experts.
 _ROUTER = "Tensor choice, Tensor? weights, Tensor slots, int num_chosen, int softmax, bool renormalise, bool wide"
 
 

@@ -2,13 +2,14 @@
 // it and what follows it.
 //
 // Most of the few µs that such a linear takes begin when x is there. So until sums are added up no lane waits for
-// another: each asks for just what it will multiply (by cp.async, before the kernel that makes x has ended), in an
-// order of inputs such that 16 bytes of a row are what it needs of two products, and then loads its inputs in the same
-// order into registers. A block takes all inputs of TILES times 8 outputs, its warps divide them, and each leaves its
-// sums where its weights were; a product takes two tiles, or a tile's gates and ups.
+// another. Each loads just the weights that it will multiply (by cp.async, before the kernel that makes x has ended).
+// Inputs are ordered so that 16 bytes of a row serve two products; the lane then loads its inputs in the same order
+// into registers. A block takes all inputs of TILES times 8 outputs. Its warps divide them, and each leaves its sums
+// where its weights were. A product takes two tiles, or a tile's gates and ups.
 //
-// Only weights are read before the wait, so the next kernel is let in ahead of it: then weights of several linears come
-// at the same time, while attention leaves the memory idle. A later kernel may not count on this one having waited.
+// Only weights are read before the wait, so the next kernel is let in ahead of it. Then weights of several linears are
+// loaded at the same time, while attention leaves the memory idle. A later kernel may not count on this one having
+// waited.
 //
 // Defined by lanes.py: N outputs (of a gated one: gate and up rows), K, TILES, WARPS, RESIDENT (blocks of a
 // multiprocessor, of registers), SHARED_BYTES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,

@@ -15,10 +15,10 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 # A kernel each; a step takes the first that holds its tokens.
 TOKEN_BUCKETS: tuple[int, ...] = (8, 16, 32, 64, 128, *range(144, 257, 16))
 MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
-# Bytes of a weight that are on their way to a multiprocessor until x is there. Reads arrive in the order in which they
-# are asked for, 4.4 MB a microsecond: behind whole rings, 200 KB a multiprocessor, x comes 5 µs after it is asked for,
-# when nothing else is on its way any more. With these no layer that was measured takes longer by more than 0.6 %, and
-# most take less (docs/lab/kernels.md).
+# Bytes of a weight that are on their way to a multiprocessor until x is there. Reads arrive in order, 4.4 MB a
+# microsecond. Behind whole rings, 200 KB a multiprocessor, x arrives 5 µs after its request, when no other read is
+# under way any more. With these no layer that was measured takes longer by more than 0.6 %, and most take less
+# (docs/lab/kernels.md).
 _EARLY_BYTES = 64 << 10
 NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one half (lanes.py)
 
@@ -32,7 +32,7 @@ class LinearKind:
         norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
         gated: silu(gate) * up.
         residual: a residual is added.
-        next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
+        next_blocks: sums of squares a token that it leaves for the next norm; 0: no norm.
         bias: one is added; not together with one of the last three.
         plus_one: the norm behind it multiplies by 1 + its weight.
         squared_relu: relu(x) ** 2 of its outputs; not together with `gated` or `residual`.

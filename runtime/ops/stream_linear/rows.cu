@@ -1,10 +1,10 @@
-// A linear of up to 8 tokens on Hopper whose weight is larger than what the multiprocessors hold: out = x . weight^T,
-// with the norm before it and what follows it. tiles.cu takes as long with 8 tokens, and 2 to 4 % longer with one.
+// A linear of up to 8 tokens on Hopper whose weight is larger than the multiprocessors' memory: out = x . weight^T,
+// with the norm before it and the ops behind it. tiles.cu takes as long with 8 tokens, and 2 to 4 % longer with one.
 //
-// The memory gives all of its rate to long reads, so rows of the weight come in pieces of about 2 KB, 16 rows at a time
-// (by cp.async.bulk, into a ring of STAGES, before the kernel that makes x has ended: EARLY_STAGES at a time,
-// linear.py). x stays in registers: the SPLIT blocks of a cluster divide the inputs, the warps of a block its share of
-// them, and every warp multiplies its inputs with every row that the cluster takes. Sums of a block are added up in its
+// The memory gives its full rate to long reads only. So rows of the weight are loaded in pieces of about 2 KB, 16 rows
+// at a time (by cp.async.bulk, into a ring of STAGES, before the kernel that makes x has ended: EARLY_STAGES at a time,
+// linear.py). x stays in registers: the SPLIT blocks of a cluster divide the inputs, and the warps of a block its
+// share. Every warp multiplies its inputs with every row that the cluster takes. Sums of a block are added up in its
 // shared memory and sent to the block of the cluster that finishes the rows; blocks take turns at that.
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT

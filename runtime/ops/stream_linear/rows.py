@@ -35,9 +35,9 @@ class Division(NamedTuple):
 
 
 # A warp's inputs are in registers, at most 96 of a lane. These are for Qwen3-8B at 8 tokens on an H200 the fastest of
-# four to six each, alone and in a chain of a layer's kernels. All clusters run at once: 264 or 132 blocks. At one
-# token on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at
-# 82; clusters of eight at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
+# four to six each, alone and in a chain of a layer's kernels. All clusters run at once: 264 or 132 blocks. At one token
+# on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at 82.
+# Clusters of eight read it at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
 # benchmarks/kernels/stream_linears_speed.py, 957dd80).
 _DIVISIONS = (
     Division(8192, 2, MULTIPROCESSORS, 8, 2),
@@ -113,8 +113,8 @@ def takes(rows: int, columns: int) -> bool:
 
 @cache
 def choose(kind: LinearKind, division: Division | None = None) -> RowTiling:
-    """Pieces and stages that should read the fastest, but no stages that a block has no use for: in the room that they
-    leave the next kernel's blocks ask for their weights meanwhile. `division` is another than that for its columns."""
+    """Pieces and stages that should read the fastest, without unused stages: in the room that is left the next kernel's
+    blocks load their weights meanwhile. `division` is another than that for its columns."""
     fastest = _fastest(kind, division or _division_of(kind.columns))
     pieces = math.ceil(kind.columns / fastest.split / fastest.piece)
     return replace(fastest, stages=min(fastest.stages, max(_FEWEST_STAGES, pieces * fastest.groups)))
@@ -138,8 +138,8 @@ def _tilings(kind: LinearKind, division: Division, num_pieces: int) -> Iterator[
 def _bytes_a_ns(tiling: RowTiling) -> float:
     """A model of what a multiprocessor reads, of 35 bytes a nanosecond at most.
 
-    TMA takes 45 ns a piece however short, and what is on its way arrives 4.8 µs later: for gate_up of Qwen3-8B at 8
-    tokens pieces of 1 KB took 70 µs, rings of 2 x 66 KB 55 µs, and what is taken 47.
+    TMA takes 45 ns a piece however short, and a load takes 4.8 µs to arrive. For gate_up of Qwen3-8B at 8 tokens pieces
+    of 1 KB took 70 µs, rings of 2 x 66 KB 55 µs, and this choice 47.
     """
     columns = tiling.kind.columns // tiling.split
     by_piece = columns * 2 / math.ceil(columns / tiling.piece) / 45

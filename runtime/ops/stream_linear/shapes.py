@@ -23,16 +23,16 @@ VARIANT_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536
-_LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight of which not all is on its way before the inputs are there
+_LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight that is not loaded whole before the inputs arrive
 _TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTiling, WideTiling)}
 
 
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
     """True if a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
 
-    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not: in steps
-    of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms, and with 256 they are
-    faster so, as those of Qwen3-4B with 240.
+    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not. In steps
+    of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms. With 256 these are faster,
+    and for Qwen3-4B's layers with 240.
     """
     if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False

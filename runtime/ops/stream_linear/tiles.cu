@@ -1,11 +1,10 @@
 // A linear of up to 128 tokens on Hopper: out = x . weight^T, with the norm before it and what follows it.
 //
-// Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring
-// of STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of
-// ROWS outputs, however many those are, as wgmma takes 64 tokens as its rows and any multiple of 8 outputs as its
-// columns. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each finishes every
-// SPLIT-th group of 16 outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from
-// one to the next.
+// Such a linear is a read of its weight. So a block loads as much of it as its shared memory holds (by TMA, a ring of
+// STAGES) before the kernel that makes x has ended. Every multiprocessor gets nearly the same share: a tile of ROWS
+// outputs. ROWS is any number, as wgmma takes 64 tokens as its rows and any multiple of 8 outputs as its columns. The
+// SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each finishes every SPLIT-th group
+// of 16 outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from one to the next.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors; each of the other groups of
 // four warps multiplies 64 tokens.

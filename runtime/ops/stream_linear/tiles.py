@@ -25,8 +25,8 @@ _MOST_STAGES = 32
 # ends; or all. The first where it holds this much of what the block reads of a tile.
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.6
-# 64 tokens of a short read are the faster in stages of four panels, all of which a block holds (the linears of 0.6B in
-# a chain 17.6 and 16.3 µs). A long one is in stages of two, 256 bytes of a row together, as long as a ring has so many.
+# 64 tokens of a short read are faster in stages of four panels, if a block holds all of them (the linears of 0.6B in a
+# chain 17.6 and 16.3 µs). A long one is in stages of two, 256 bytes of a row together, as long as a ring has so many.
 _MANY_PANELS = 4
 _LONG_PANELS, _LEAST_PAIRS = 24, 3
 # Clusters that run at the same time. One is in a group of 16 or 18 multiprocessors, and some groups are smaller: of
@@ -99,8 +99,8 @@ class TileTiling(LinearTiling):
 def choose(kind: LinearKind, tokens: int) -> TileTiling:
     """The tiling for a bucket of tokens.
 
-    Of those measured for the linears of six Qwen3 shapes (0.6B to 32B) at 8 to 128 tokens on an H200 it is the fastest
-    or within 4 % of it; within 14 % of some that take a few µs.
+    Measured for the linears of six Qwen3 shapes (0.6B to 32B) at 8 to 128 tokens on an H200, it is the fastest or
+    within 4 % of it; within 14 % for some that take a few µs.
     """
     is_short = kind.columns <= _FEW_COLUMNS and tokens > _M_TOKENS
     least_rows = _LEAST_ROWS_OF_FEW if is_short else _LEAST_ROWS
@@ -119,8 +119,8 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
 
 
 def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
-    """Rows of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest
-    idle; 0 where clusters of several blocks would have to."""
+    """Rows of a tile: each cluster takes one; if that is too many rows, clusters take turns that leave the fewest idle.
+    0 if clusters of several blocks would have to."""
 
     def in_turns(turns: int) -> int:
         return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
@@ -146,7 +146,7 @@ def _stage_bytes(rows: int, panels: int, tokens: int) -> int:
 
 
 def _all_tokens(tokens: int) -> int:
-    """Tokens that are multiplied, those of padding included."""
+    """Tokens that are multiplied, padding included."""
     return math.ceil(tokens / _M_TOKENS) * _M_TOKENS
 
 

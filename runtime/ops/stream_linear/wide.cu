@@ -1,17 +1,16 @@
-// A linear of 129 to 256 tokens on Hopper, in fp8 of 8 to 256: out = x . weight^T, with the norm before it and what
-// follows it.
+// A linear of 129 to 256 tokens on Hopper, in fp8 of 8 to 256: out = x . weight^T, with the norm before it and the ops
+// behind it.
 //
-// So many tokens are no longer a read of the weight alone: the tensor cores take about as long, and what a block brings
-// to its shared memory and reads there takes longer than either if tiles are small. So 64 rows of the weight are the
-// rows of wgmma and tokens its columns, of which there may be any multiple of 8: at most 15 are multiplied that are not
-// there, where with tokens as rows it is up to 63. The SPLIT blocks of a cluster divide the inputs of a tile, send each
-// other sums, and each finishes every SPLIT-th unit of tokens, so that a tile is twice as large as one wave of
-// undivided ones has.
+// With so many tokens the time is no longer the weight's read alone. The tensor cores take about as long, and with
+// small tiles a block's loads to shared memory and reads there take longer than either. So 64 rows of the weight are
+// the rows of wgmma and tokens its columns, any multiple of 8. At most 15 missing tokens are multiplied; with tokens as
+// rows it would be up to 63. The SPLIT blocks of a cluster divide the inputs of a tile and send each other sums. Each
+// finishes every SPLIT-th unit of tokens. So a tile is twice as large as in one wave of undivided tiles.
 //
-// As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has
-// ended, in fp8 for no more than EARLY_STAGES (linear.py). Weight and x have a ring each, as x, which the L2 holds, is
-// sooner there; one warp asks, three compute the norm's factors, each of the other GROUPS of four warps multiplies 64
-// rows. Undivided tiles a block takes in turns.
+// As in tiles.cu, a block fills its shared memory with the weight before the kernel that makes x has ended, in fp8 no
+// more than EARLY_STAGES (linear.py). Weight and x have a ring each, as x, which the L2 holds, arrives sooner. One warp
+// loads, three compute the norm's factors, and each of the other GROUPS of four warps multiplies 64 rows. Undivided
+// tiles a block takes in turns.
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a
 // multiple of 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a
@@ -21,7 +20,7 @@
 // SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 //
 // SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight)
-// and a token (in the place of sums of squares); there is nothing around the linear.
+// and a token (in the place of sums of squares); no other ops are around the linear.
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);

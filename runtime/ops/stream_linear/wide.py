@@ -16,25 +16,24 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 from mllm_compile.runtime.ops.stream_linear.linear import Boxes, LinearKind, LinearTiling
 
-# A tiling is stored without what follows from these, for which its binary was compiled: raise
+# A tiling is stored without the values that follow from these, and its binary was compiled for them: raise
 # FORMAT_VERSION with a change of one.
 _ROW_BYTES = 128  # of a swizzled row of shared memory
 _GROUP_ROWS = 64  # of the weight, that four warps multiply
-_EIGHT = 8  # tokens, of which a tile has a multiple
+_EIGHT = 8  # tokens; a tile has a multiple
 _MOST_TOKENS = 256  # of a tile: columns of a wgmma
-_WARP_BYTES = 512  # in which a warp turns its sums: 16 tokens of 16 outputs, of a gated one 32 of 8
+_WARP_BYTES = 512  # a warp turns its sums in it: 16 tokens of 16 outputs, of a gated one 32 of 8
 # Three groups leave a launch 128 registers a thread, among which an instruction's sums must be, and what else it needs.
 _MOST_PART = 200
 _GROUPS, _TOKEN_TILES, _SPLITS = (1, 2, 3), (1, 2, 3, 4), (1, 2)
 _BLOCK_BYTES = 227 << 10
 _LEAST_STAGES, _MOST_STAGES = 2, 16
 
-# What a tiling costs, in µs: of beginning and ending; of a cycle of products (of a panel's columns 32 rows times tokens
-# a cycle: 2048 products in bfloat16, 4096 in fp8), of what goes through shared memory (128 bytes a cycle) or of waiting
-# for a stage that was asked for when another was free, whichever are more; of what blocks read, a KB, and what they
-# send each other; and, a part of all that, of dividing tokens among tiles. Of 37 linears of Qwen3-0.6B and 8B, of 144
-# to 256 tokens, with one to fifteen tilings each on an H200, the one with the least took 1 % longer than the fastest on
-# average, 9 % at most.
+# A tiling's costs, in µs. They are: beginning and ending; a cycle, by the largest of products (of a panel's columns 32
+# rows times tokens a cycle: 2048 products in bfloat16, 4096 in fp8), traffic of shared memory (128 bytes a cycle), and
+# waits for a stage that was loaded when another was free; a KB that blocks read or send each other; and, as a part of
+# all that, the division of tokens among tiles. In 37 linears of Qwen3-0.6B and 8B, of 144 to 256 tokens, with one to
+# fifteen tilings each on an H200, the cheapest took 1 % longer than the fastest on average, 9 % at most.
 _BEGIN, _CYCLE, _READ_KB, _SENT_KB, _TOKEN_TILE = 2.9, 0.0005, 3e-5, 0.08, 0.1
 _PAIRS_A_CYCLE, _BYTES_A_CYCLE = 32, 128
 _STAGE_CYCLES, _STAGE_BYTES_A_CYCLE = 300, 32  # from asking for a stage until it is there
@@ -44,7 +43,7 @@ _STAGE_CYCLES, _STAGE_BYTES_A_CYCLE = 300, 32  # from asking for a stage until i
 class WideTiling(LinearTiling):
     """
     Attributes:
-        groups: groups of four warps, each of which multiplies 64 rows of the weight.
+        groups: groups of four warps; each multiplies 64 rows of the weight.
         token_tiles: how many tiles the tokens are divided among.
         split: blocks of a cluster, which divide the columns.
     """

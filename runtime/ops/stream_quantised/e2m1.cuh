@@ -1,7 +1,7 @@
 // Four-bit floats (E2M1) as bfloat16 times their scales, which have a byte each. A float's bits in bfloat16's places
 // are it times 2^-126; scales come times 2^64. So products of the two are 2^-62 of what they should be, and exact: of
-// both scales and of values few bits are used. Powers of two (E8M0) of more than 2^63 count as that, and those of less
-// than 2^-63 lose digits.
+// both scales and of values few bits are used. Powers of two (E8M0) above 2^63 count as that, and powers below 2^-63
+// lose digits.
 
 constexpr float E2M1_FACTOR = (float)(1ull << 62);  // of sums
 

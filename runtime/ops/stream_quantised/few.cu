@@ -1,17 +1,17 @@
 // A linear of up to 8 or 16 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
-// out = x . weight^T, with the norm before it and what follows it.
+// out = x . weight^T, with the norm before it and the ops behind it.
 //
 // With 8-bit or 4-bit weights the read takes half or a quarter of the time, so everything else
 // costs relatively 2 to 4 times as much. So a block takes less than half of a multiprocessor, and lets the next
 // kernel in before it waits for x: the next kernel's blocks ask for their own weight meanwhile. Let in at a block's
 // last request, a layer's linears took 79 µs in place of 68.
 //
-// Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES, EARLY_STAGES at a time until x is there
-// (linear.py): a layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x
-// stays in registers, in the order in which a lane finds 16 bytes of the weight; the warps divide a piece's inputs, and
-// each multiplies its own with every row that the block takes. Where x has more inputs than registers hold, PASSES go
-// over all rows, or the SPLIT blocks of a cluster divide them. Of up to 8 tokens a pass loads the inputs of the next
-// one, which would wait for them while the ring is full. Sums of the warps are added up by one of them, in turns, and
+// TMA loads boxes of 16 rows by PIECE inputs into a ring of STAGES, EARLY_STAGES at a time until x is there
+// (linear.py). A layer's linears in fp8 took 54 µs at 8 tokens with the whole ring loaded at once, and take 50 so. x
+// stays in registers, in the order of a lane's 16 bytes of the weight. The warps divide a piece's inputs, and each
+// multiplies its own with every row that the block takes. Where x has more inputs than registers hold, PASSES go over
+// all rows, or the SPLIT blocks of a cluster divide them. Of up to 8 tokens a pass loads the inputs of the next one,
+// which would wait for them while the ring is full. Sums of the warps are added up by one of them, in turns, and
 // finished at the end; meanwhile the others go on, two groups of rows ahead at most. Asking for a stage takes half as
 // many instructions as multiplying one, so that goes in turns too.
 //
@@ -44,7 +44,7 @@ constexpr int RING_BYTES = STAGES * (VALUE_BYTES + BESIDE_BYTES);
 constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;
 // Outputs are stored by twos.
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;
-// What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
+// Factors of x, twice, and of sums: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
 constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : fours_factor();
 constexpr bool INTEGERS = BITS == 4 && !FLOATS, OF_ROWS = GROUP == 0 || FACTORS;  // rows have a scale or factor each
@@ -103,8 +103,8 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
-// Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's
-// last input is zeros.
+// Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. Past the block's last
+// input are zeros.
 template <int SIZE, typename RowOf>
 __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, int panel, const RowOf& row_of) {
   constexpr int STAGE_ROW = ROW_GROUPS * SIZE, MINE = MY_K / WITH_A_SCALE * SIZE, BOTH = STAGE_ROW | MINE;
@@ -217,8 +217,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 
-  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last
-  // input comes as zeros.
+  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. Past the last input come
+  // zeros.
   const auto row_of = [&](int group, int i) {
     return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i;
   };

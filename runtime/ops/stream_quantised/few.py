@@ -90,7 +90,7 @@ class FewTiling(QuantisedTiling):
         of_place += NORM_ROWS * 4 if not kind.group or kind.values == "nvfp4" else 0
         of_place += 32 if kind.next_blocks or kind.bias else 0
         of_place += 8 if self.split > 1 else 0
-        least = 8 + 8 + 32 + 8 + 16  # of what is not there; barriers of sums
+        least = 8 + 8 + 32 + 8 + 16  # of unused arrays; barriers of sums
         return (
             1023
             + self.stages * (stage + 16)

@@ -3,8 +3,8 @@
 // is 16 times larger. Tensor cores take such operands exactly.
 
 // Number i (0 to 3) of the eight in four bytes, and number i + 4: times 2^-133, odd ones 16 times larger. They are of
-// neighbouring inputs: of 32 inputs, 16 bytes, word q has the pairs that lane q of four gives to two products, which
-// are inputs 2 q, 2 q + 8, 2 q + 16 and 2 q + 24, each with the one behind it (runtime/quantised/numbers.py).
+// neighbouring inputs. Of 32 inputs, 16 bytes, word q has the pairs that lane q of four gives to two products: inputs 2
+// q, 2 q + 8, 2 q + 16 and 2 q + 24, each with the next one (runtime/quantised/numbers.py).
 __device__ __forceinline__ u32 pair_of_fours(u32 values, int i) {
   return values >> i / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
 }
@@ -16,13 +16,13 @@ __device__ __forceinline__ u32 inputs_of_fours(u32 inputs, int i) {
 __device__ __forceinline__ constexpr u32 one_of_fours(int i) { return i % 2 ? 0x00100010u : 0x00010001u; }
 __device__ __forceinline__ constexpr float fours_factor() { return 0x1p69f; }  // of sums of such products
 
-// pair_of_fours(…, i) times a scale, less a zero point, exactly but for the one rounding of one instruction.
+// pair_of_fours(…, i) times a scale, less a zero point, exact except for one instruction's rounding.
 __device__ __forceinline__ u32 scaled_fours(u32 values, int i, u32 scale, u32 zero) {
   u32 pair;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(pair_of_fours(values, i)), "r"(scale), "r"(zero));
   return pair;
 }
-// What sums of products with these pairs are multiplied by: of numbers alone, and of numbers times their scale.
+// Factors of sums of products with these pairs: of numbers alone, and of numbers times their scale.
 __device__ __forceinline__ constexpr float int4_factor(bool with_scale) { return with_scale ? 1 << 23 : 1 << 13; }
 // Scales of pair i, in both halves: 1 for numbers alone, and one in bfloat16, which is in both halves. Then their
 // zeros.

@@ -1,18 +1,18 @@
 // A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats: out = x .
-// weight^T, with the norm before it and what follows it.
+// weight^T, with the norm before it and the ops behind it.
 //
-// As in stream_linear/tiles.cu a block asks for its weight before the kernel that makes x has ended, but for no more
-// than EARLY_STAGES (linear.py), and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where
-// those were few, of more whose inputs the SPLIT blocks of a cluster divide. A tile of few rows would read x as often
-// as it has weights: x's bytes are two an input and token.
+// As in stream_linear/tiles.cu a block loads its weight before the kernel that makes x has ended, but no more than
+// EARLY_STAGES (linear.py). Every multiprocessor gets nearly the same share: a tile of ROWS outputs; where these would
+// be few, larger tiles whose inputs the SPLIT blocks of a cluster divide. A tile of few rows would read x as often as
+// it has weights: x's bytes are two an input and token.
 //
-// Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it
+// Rows of the weight are wgmma's rows, from registers, where values are unpacked; tokens are its columns, which it
 // reads from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way
-// from memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads
-// the two bytes that it multiplies, of floats of four bits 16, of which it takes every fourth; integers are such that a
-// lane's are one word (int4.cuh). While a half of a group's products run, the other half is taken apart. K_GROUPS warp
-// groups divide a stage's inputs. All sums of a tile go to the block of the cluster that finishes their rows, 16 at a
-// time, into its shared memory.
+// from memory.) TMA brings x in the order of its inputs, so the weight must have the same order. Of fp8 a lane loads
+// the two bytes that it multiplies, of floats of four bits 16 bytes, every fourth of which it uses. Integers are
+// ordered so that a lane's are one word (int4.cuh). While a half of a group's products run, the other half is taken
+// apart. K_GROUPS warp groups divide a stage's inputs. All sums of a tile go to the block of the cluster that finishes
+// their rows, 16 at a time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
@@ -113,8 +113,7 @@ __device__ __forceinline__ void load_fours(Fours& to, u32 rows, int half) {
   const int lane = threadIdx.x % 32;
   load_matrices(to, rows + lane % M_ROWS * PANEL_BYTES + ((half * 2 + lane / M_ROWS ^ lane) & 7) * 16);
 }
-// What they are multiplied by, odd pairs by the second, and what is added to them, of the first eight rows and of those
-// behind.
+// Their factors, the second for odd pairs, and summands, of the first eight rows and of the next.
 struct OfFours {
   u32 scales[2][2], zeros[2];
 };
@@ -126,8 +125,8 @@ __device__ __forceinline__ void take_apart(Values& to, const Fours& words, const
       to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] =
           scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
 }
-// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of
-// floats of four bits of the first eight rows and of those behind.
+// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are four-bit
+// floats' scales of the first eight rows and of the next.
 __device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const u32 (&scales)[2]) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #if BITS == 8
@@ -260,8 +259,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   const bool has_rows = ROW_GROUPS % 4 == 0 && !BY_GROUPS || row_warp < ROW_GROUPS;
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
-    // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added
-    // to them is asked for before the products and used after them, when it is there.
+    // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. Their summands
+    // are loaded before the products and used after them.
     const auto place_of = [&](int i) { return (i * CONSUMERS + consumer) / EIGHTS; };
     const auto token_of = [&](int i) { return (i * CONSUMERS + consumer) % EIGHTS * 8 + lane / 4; };
     // The first row.

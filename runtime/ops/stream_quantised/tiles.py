@@ -154,7 +154,7 @@ class TileTiling(QuantisedTiling):
 def divide(
     kind: QuantisedKind, tokens: int, rows: int, split: int, column_groups: int, panels: int, room: int
 ) -> TileTiling | None:
-    """The tiling with as many stages as have room in so many bytes; None: it is none."""
+    """The tiling with as many stages as have room in so many bytes, or None."""
     of_block, remainder = divmod(kind.columns, kind.panel * split * panels)
     stage_groups = panels * kind.panel // GROUP
     if remainder or rows % NORM_ROWS or stage_groups % column_groups or rows > _MOST_ROWS:
@@ -195,7 +195,7 @@ def choose(kind: QuantisedKind, tokens: int) -> TileTiling:
 
 
 def cost(tiling: TileTiling) -> tuple[float, ...]:
-    """Clocks that a block takes: per input what takes the longest, then the sums' way and what comes late."""
+    """Clocks of a block: per input the longest part, then the sums' way and late loads."""
     kind, split = tiling.kind, tiling.split
     turns = math.ceil(tiling.num_tiles * split / MULTIPROCESSORS) if split == 1 else 1
     inputs = turns * kind.columns // split
@@ -214,7 +214,7 @@ def cost(tiling: TileTiling) -> tuple[float, ...]:
     starved = max(0, min(64 << 10, inputs * weight) - in_flight) / _MEMORY_RATE
     beside = 0 if tiling.is_beside else 2000
     # A warp group waits for its own products. With 16 tokens 8B's down in four bits takes 11.5 µs so beside the next
-    # kernel, by two warp groups and alone 11.9, and a layer with it 51.2 and 53.7 (H200).
+    # kernel, and 11.9 alone by two warp groups; a layer takes 51.2 and 53.7 (H200).
     alone = 40 * tiling.tokens if groups * tiling.column_groups == 1 else 0
     # With 64 tokens 8B's o and down take 12.0 and 24.8 µs by clusters of four, 10.8 and 21.0 by clusters of two that
     # read x twice as often, of fp8; in four bits 9.6 and 19.1, 8.0 and 15.9 (H200).

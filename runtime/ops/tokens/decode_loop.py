@@ -52,7 +52,7 @@ def _begin_kernel(
         start_dependents()
     request = tl.program_id(0).to(tl.int64)
     entry = requests_ptr + (tl.load(replay_slot_ptr) * num_slot_rows + request) * FIELDS
-    # The host's memory, in which another step's requests were the last time: read anew, whatever caches hold.
+    # The host's memory, which had another step's requests the last time: read anew, past caches.
     row = tl.load(entry, cache_modifier=".cv").to(tl.int64)
     if row >= 0:
         seq_len = tl.load(entry + 1, cache_modifier=".cv")
@@ -104,7 +104,7 @@ def begin_decode(
     """Reads a decode step's inputs as the host wrote them into this replay slot. With a row < 0 they are in place.
 
     Args:
-        replay_slot: [2] int64, the first of which is the number of this replay's slot.
+        replay_slot: [2] int64; the first is the number of this replay's slot.
         requests: [REPLAY_SLOTS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one, and what
             its position is beyond its index. A row without tokens is at position 0.
         last_tokens: [R] int64, the newest token of each row.
@@ -249,7 +249,7 @@ def end_decode(
         floats, ints: [parameters, R] float32 and int64, as SamplingState has them.
         rows: [S] int64; seq_lens: [S] int32, the positions of the draws.
         replay_slot: [2] int64; the first becomes the number of the next replay's slot.
-        last_tokens: [R] int64; those of `rows` are written, 0 where there is no token.
+        last_tokens: [R] int64; the places of `rows` are written, 0 without a token.
         chosen: [REPLAY_SLOTS, M] int64; the first S of this replay's slot are written, for the host.
 
     Returns:
