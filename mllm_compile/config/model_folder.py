@@ -22,8 +22,9 @@ from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
-from mllm_compile.gguf.folder import GGUF_SUFFIX, GgufModel, gguf_parts, open_gguf
+from mllm_compile.gguf.folder import GgufModel, gguf_parts, open_gguf
 from mllm_compile.runtime.short_repr import short_repr
+from mllm_compile.runtime.weights.file_names import is_gguf
 
 _log = logging.getLogger("mllm_compile.config")
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -116,7 +117,7 @@ def locate_model_folder(model: ModelConfig) -> Path:
         raise ModelNotFoundError(
             f"model.path {shown!r} cannot be looked at: {error.strerror}. Give a local folder or a hub id."
         ) from None
-    if is_folder or (folder.suffix == GGUF_SUFFIX and folder.is_file()):
+    if is_folder or (is_gguf(folder) and folder.is_file()):
         if model.revision is not None:
             raise ModelNotFoundError(
                 f"model.revision is {model.revision!r}, but model.path {text!r} is a local folder, which has no "
@@ -141,7 +142,7 @@ def locate_model_folder(model: ModelConfig) -> Path:
 def _gguf_parts(path: Path) -> tuple[Path, ...] | None:
     """The GGUF files that are meant; safetensors in the same folder win."""
     parts = gguf_parts(path)
-    if parts is None or path.suffix == GGUF_SUFFIX or not (path / CONFIG_FILE).exists():
+    if parts is None or is_gguf(path) or not (path / CONFIG_FILE).exists():
         return parts
     if (path / WEIGHTS_FILE).exists() or (path / WEIGHTS_INDEX_FILE).exists():
         _log.info("%s holds safetensors and GGUF: the former are read", path)

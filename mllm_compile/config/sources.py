@@ -16,8 +16,8 @@ from mllm_compile.config.schema import EngineConfig, RuntimeConfig
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
-from mllm_compile.gguf.folder import GGUF_SUFFIX
 from mllm_compile.runtime.config_sections import RuntimeSection
+from mllm_compile.runtime.weights.file_names import GGUF_SUFFIX, is_gguf
 
 # Files that identify a folder; store/artifact.py, which writes a runtime's, is above this module.
 _RUNTIME_FILES = ("manifest.json", "program.json")
@@ -54,7 +54,7 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     path = user_path(text)
     if os.path.isdir(path):
         return _model_or_runtime(path)
-    if path.suffix == GGUF_SUFFIX and os.path.isfile(path):
+    if is_gguf(path) and os.path.isfile(path):
         return EngineConfig(model={"path": str(path)})
     if (said := told_of_file(path)) is not None:
         raise ConfigError(f"{text} {said}")

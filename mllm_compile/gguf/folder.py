@@ -21,8 +21,8 @@ from mllm_compile.files.writable_place import cache_place
 from mllm_compile.gguf.config import model_config
 from mllm_compile.gguf.metadata import Metadata
 from mllm_compile.gguf.tokenizer import tokenizer_files
+from mllm_compile.runtime.weights.file_names import is_gguf
 
-GGUF_SUFFIX = ".gguf"
 _VERSION = 1  # of what is written here
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 999
@@ -44,7 +44,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...] | None:
         CheckpointError: a part is missing.
     """
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if one.suffix == GGUF_SUFFIX)
+        names = sorted(one.name for one in path.iterdir() if is_gguf(one))
         if not names:
             return None
         firsts = [name for name in names if (part := _PART.fullmatch(name)) is None or int(part[2]) == 1]
@@ -52,7 +52,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...] | None:
             shown = ", ".join((firsts or names)[:4])
             raise ModelNotFoundError(f"{path} holds several GGUF models or none whole ({shown}). Name one file.")
         path = path / firsts[0]
-    if path.suffix != GGUF_SUFFIX:
+    if not is_gguf(path):
         return None
     if (part := _PART.fullmatch(path.name)) is None:
         return (path,)
@@ -83,10 +83,9 @@ def open_gguf(parts: Sequence[Path], cache_dir: str) -> GgufModel:
     base = Path(auto_cache_dir()[0] if cache_dir == "auto" else cache_dir)
     place = base / "gguf" / f"{_slug(parts[0])}-{_identity(parts)}"
     links = tuple(place / one.name for one in parts)
-    types = _block_types(parts)
     if not place.is_dir():
         _write(place, parts, _contents(parts))
-    return GgufModel(place, links, types)
+    return GgufModel(place, links, _block_types(links))  # by the links: all that follows reads headers by them
 
 
 def _slug(path: Path) -> str:

@@ -9,11 +9,10 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.files.regular_file import open_regular
+from mllm_compile.runtime.weights.file_names import is_gguf
 from mllm_compile.runtime.weights.gguf_header import read_gguf
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
-
-GGUF_SUFFIX = ".gguf"
 
 
 def read_header(path: Path) -> WeightHeader:
@@ -22,7 +21,7 @@ def read_header(path: Path) -> WeightHeader:
     Raises:
         CheckpointError: the file is missing, truncated or not of its format; the message says which and what to do.
     """
-    return read_gguf(path) if path.suffix == GGUF_SUFFIX else read_safetensors(path)
+    return read_gguf(path) if is_gguf(path) else read_safetensors(path)
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> bytes:

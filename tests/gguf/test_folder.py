@@ -148,3 +148,14 @@ def test_more_bits_are_not_taken_away(file, tmp_path):
     config = {"model": {"path": str(file[0]), "quantization": "int4"}, "cache": {"dir": str(tmp_path)}}
     with pytest.raises(ConfigError, match="quantised already"):
         Engine(config | {"runtime": {"device": "cpu"}})
+
+
+def test_a_warm_start_parses_a_header_once(file, tmp_path, monkeypatch):
+    from mllm_compile.runtime.weights import gguf_header
+    from mllm_compile.checkpoint.files import weight_files
+
+    opened(file[0], tmp_path / "cache")
+    gguf_header._read.cache_clear()
+    folder = opened(file[0], tmp_path / "cache")
+    weight_files(folder.path, folder.weight_files)
+    assert gguf_header._read.cache_info().misses == 1

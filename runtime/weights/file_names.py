@@ -1,0 +1,12 @@
+"""The format of a weight file, by its name; it imports nothing, so that whoever looks for files may ask."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+GGUF_SUFFIX = ".gguf"
+
+
+def is_gguf(path: PurePath) -> bool:
+    """True if the file is a GGUF one by its name."""
+    return path.suffix == GGUF_SUFFIX
