@@ -1,77 +1,59 @@
-"""The architectures of GGUF files that are read: names of tensors and keys, as llama.cpp and Transformers have them.
+"""The architectures of GGUF files that are read: the content of config.json, and the changes that converters make.
 
-Facts: constants.py and tensor_mapping.py of the package gguf, and llama.cpp's converters, which permute the rows of
-rotary weights and add one to some norms.
+Facts: constants.py of the package gguf, and llama.cpp's converters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-# Names without `.weight` or `.bias`; {} is the layer's number.
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION = {
-    f"blk.{{}}.attn_{ours}": f"model.layers.{{}}.self_attn.{theirs}_proj"
-    for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))
-}
-_HEAD_NORMS = {f"blk.{{}}.attn_{one}_norm": f"model.layers.{{}}.self_attn.{one}_norm" for one in ("q", "k")}
-_MLP = {f"blk.{{}}.ffn_{one}": f"model.layers.{{}}.mlp.{one}_proj" for one in ("gate", "up", "down")}
-_NORMS = {
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-}
-_FOUR_NORMS = {
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_LLAMA = _ENDS | _ATTENTION | _MLP | _NORMS
-_EXPERTS = {"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"}
-_SHARED_EXPERT = {
-    **{
-        f"blk.{{}}.ffn_{one}_shexp": f"model.layers.{{}}.mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")
-    },
-    "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
-}
-_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
-    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
-    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
-    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
-    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
-    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
-}
+from mllm_compile.gguf import own_values as own
+from mllm_compile.gguf import tensor_names as names
+from mllm_compile.gguf.facts import ModelFacts
 
 # Keys behind `ARCHITECTURE.`, and their names in config.json.
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
+_DEPTH = {"block_count": "num_hidden_layers", "embedding_length": "hidden_size"}
+_QUERIES = _DEPTH | {"context_length": "max_position_embeddings", "attention.head_count": "num_attention_heads"}
+_WIDTH = {"feed_forward_length": "intermediate_size"}
+_SIZES = _QUERIES | _WIDTH | {"attention.head_count_kv": "num_key_value_heads"}
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _BASE = _SIZES | _RMS
-_MOE = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-_SOFTCAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = _EXPERTS | {"expert_count": "num_local_experts"}
+_MOE = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_SOFTCAPS = _FINAL_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"}
 _NO_CAPS = tuple(_SOFTCAPS)
 _NO_WINDOW = ("sliding_window",)
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+
+
+class Change(Enum):
+    """A converter's change of a tensor."""
+
+    PAIRS_OF_QUERIES = auto()  # rows that turn together are side by side, not in two halves of a head
+    PAIRS_OF_KEYS = auto()
+    PLUS_ONE = auto()
+    TRANSPOSED = auto()  # the last two dimensions
+    NO_ROWS = auto()  # dimension 0, of size 1, is left out
+    NO_CHANNELS = auto()  # dimension 1, of size 1, is left out
+    NEGATED_EXPONENTIALS = auto()
+    APART = auto()  # queries of all groups are followed by their keys and values
+
+
+def _plus_one(tensors: Mapping[str, str]) -> dict[str, Change]:
+    return {f"{name}.weight": Change.PLUS_ONE for name in tensors if name.endswith("norm")}
+
+
+_PAIRS = {"blk.{}.attn_q": Change.PAIRS_OF_QUERIES, "blk.{}.attn_k": Change.PAIRS_OF_KEYS}
+_GROUPS = {"blk.{}.attn_qkv": Change.APART}
+_SSM = {"blk.{}.ssm_conv1d.weight": Change.NO_CHANNELS, "blk.{}.ssm_a": Change.NEGATED_EXPONENTIALS}
 
 
 @dataclass(frozen=True)
@@ -80,105 +62,127 @@ class Architecture:
     Attributes:
         model_type: Transformers' name.
         keys: metadata's keys without the architecture → keys of config.json.
-        names: tensors without their suffix → the model's.
+        names: tensors without their suffix, or with it → the model's.
+        changes: by the same names: what is to be changed back.
         values: what config.json says beside that.
+        own: adds what the architecture alone says.
+        has_heads: it attends.
         has_head_dim: config.json names the size of a head.
-        permutes: rows of q and k are in pairs, as rotary embeddings of pairs want them.
-        adds_one: norms are stored with one added.
-        transposes: matrices of the layers are the other way round in the model.
-        has_experts: a layer's experts are one tensor.
-        has_rope: positions turn the queries and keys.
+        has_rope: positions turn the queries and keys, as keys of all architectures say.
         attention_biases: the key of config.json that says if q, k and v have biases, or None.
         mlp_biases: config.json says if the MLP has biases.
         nulls: keys of config.json that are null where the file does not say them, as the class has another default.
-        wide_layers: the number of layers of the one model whose queries are scaled by hidden size over heads; others of
-            the architecture scale by the size of a head. None: config.json has no such scale.
-        every_without_rope: each so many layers one has no rotary embedding; 0: all have one.
-        with_experts: what a file with experts is; None: the same.
         local_theta: the rotary base of layers with a window; None: all layers have one base.
+        gate_up: the model's tensor that the experts' gate and up make.
+        gates_by_turns: rows of gate and up take turns in it, and matrices are the other way round.
+        variant: a key that says a number, or a tensor, and what a file with it is.
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _BASE)
-    names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    names: Mapping[str, str] = field(default_factory=lambda: names.LLAMA)
+    changes: Mapping[str, Change] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
+    own: Callable[[ModelFacts, dict[str, Any]], None] | None = None
+    has_heads: bool = True
     has_head_dim: bool = True
-    permutes: bool = False
-    adds_one: bool = False
-    transposes: bool = False
-    has_experts: bool = False
     has_rope: bool = True
     attention_biases: str | None = None
     mlp_biases: bool = False
     nulls: tuple[str, ...] = ()
-    wide_layers: int | None = None
-    every_without_rope: int = 0
     local_theta: float | None = None
-    with_experts: Architecture | None = None
+    gate_up: str = "model.layers.{}.mlp.experts.gate_up_proj"
+    gates_by_turns: bool = False
+    variant: tuple[str, Architecture] | None = None
 
 
-_GEMMA = _LLAMA | _FOUR_NORMS
-_STARCODER2 = {
-    **{name: theirs for name, theirs in _LLAMA.items() if "ffn_gate" not in name},
-    "blk.{}.ffn_up": "model.layers.{}.mlp.c_fc",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.c_proj",
+_MIXTRAL = Architecture("mixtral", _BASE | _LOCAL_EXPERTS, names.LLAMA | names.EXPERTS, _PAIRS)
+_FALCON_KEYS = _QUERIES | {
+    "feed_forward_length": "ffn_hidden_size",
+    "attention.head_count_kv": "num_kv_heads",
+    _LAYER_NORM: "layer_norm_epsilon",
 }
-_PHI3 = {
-    **_LLAMA,
-    "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
-}
-_OLMO2 = {
-    **_ENDS,
-    **_ATTENTION,
-    **_HEAD_NORMS,
-    **_MLP,
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_LAYER_NORM = "attention.layer_norm_epsilon"
-
-_MIXTRAL = Architecture(
-    "mixtral",
-    _BASE | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    _LLAMA | _EXPERTS,
-    permutes=True,
-    has_experts=True,
+_FALCON = Architecture("falcon", _FALCON_KEYS, names.FALCON, _GROUPS, own=own.falcon, has_head_dim=False)
+_MAMBA = Architecture(
+    "mamba",
+    _DEPTH
+    | {
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.inner_size": "intermediate_size",
+        "ssm.state_size": "state_size",
+        "ssm.time_step_rank": "time_step_rank",
+    },
+    names.MAMBA,
+    _SSM,
+    own=own.mamba,
+    has_heads=False,
+    has_rope=False,
 )
 
 # By `general.architecture`.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": Architecture(
-            "llama", permutes=True, attention_biases="attention_bias", mlp_biases=True, with_experts=_MIXTRAL
+            "llama",
+            changes=_PAIRS,
+            attention_biases="attention_bias",
+            mlp_biases=True,
+            variant=("expert_count", _MIXTRAL),
         ),
         "qwen2": Architecture("qwen2", has_head_dim=False, nulls=_NO_WINDOW),
-        "qwen3": Architecture("qwen3", names=_LLAMA | _HEAD_NORMS, attention_biases="attention_bias"),
+        "qwen3": Architecture("qwen3", names=names.LLAMA | names.HEAD_NORMS, attention_biases="attention_bias"),
         "qwen2moe": Architecture(
             "qwen2_moe",
             _BASE | _MOE | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-            _LLAMA | _EXPERTS | _SHARED_EXPERT,
+            names.LLAMA | names.EXPERTS | names.SHARED_EXPERT,
+            {"blk.{}.ffn_gate_inp_shexp": Change.NO_ROWS},
             {"norm_topk_prob": False},
             has_head_dim=False,
-            has_experts=True,
         ),
         "qwen3moe": Architecture(
-            "qwen3_moe", _BASE | _MOE, _LLAMA | _HEAD_NORMS | _EXPERTS, {"norm_topk_prob": True}, has_experts=True
+            "qwen3_moe",
+            _BASE | _MOE,
+            names.LLAMA | names.HEAD_NORMS | names.EXPERTS,
+            values={"norm_topk_prob": True},
         ),
-        "gemma": Architecture("gemma", adds_one=True),
+        "gemma": Architecture("gemma", changes=_plus_one(names.LLAMA)),
         "gemma2": Architecture(
-            "gemma2", _BASE | _SOFTCAPS | _WINDOW, _GEMMA, adds_one=True, nulls=_NO_CAPS, wide_layers=46
+            "gemma2",
+            _BASE | _SOFTCAPS | _WINDOW,
+            names.GEMMA2,
+            _plus_one(names.GEMMA2),
+            own=partial(own.scaled_queries, 46),
+            nulls=_NO_CAPS,
         ),
         "gemma3": Architecture(
             "gemma3_text",
             _BASE | _SOFTCAPS | _WINDOW,
-            _GEMMA | _HEAD_NORMS,
-            adds_one=True,
+            names.GEMMA3,
+            _plus_one(names.GEMMA3),
+            own=partial(own.scaled_queries, 62),
             nulls=_NO_CAPS,
-            wide_layers=62,
             local_theta=10_000.0,
         ),
-        "phi3": Architecture("phi3", _BASE | _WINDOW, _PHI3, has_head_dim=False, nulls=_NO_WINDOW),
+        "gemma4": Architecture(
+            "gemma4_text",
+            _QUERIES
+            | _RMS
+            | _FINAL_CAP
+            | _WINDOW
+            | {
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_count": "num_experts",
+                "expert_used_count": "top_k_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+            },
+            names.GEMMA4,
+            own=own.gemma4,
+            has_rope=False,
+            nulls=tuple(_FINAL_CAP),
+            gate_up="model.layers.{}.experts.gate_up_proj",
+        ),
+        "phi3": Architecture("phi3", _BASE | _WINDOW, names.PHI3, has_head_dim=False, nulls=_NO_WINDOW),
         "granite": Architecture(
             "granite",
             _BASE
@@ -188,13 +192,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "residual_scale": "residual_multiplier",
                 "logit_scale": "logits_scaling",
             },
+            changes=_PAIRS,
+            own=own.granite,
             has_head_dim=False,
-            permutes=True,
         ),
         "starcoder2": Architecture(
-            "starcoder2", _SIZES | {_LAYER_NORM: "norm_epsilon"}, _STARCODER2, has_head_dim=False, nulls=_NO_WINDOW
+            "starcoder2",
+            _SIZES | {_LAYER_NORM: "norm_epsilon"},
+            names.STARCODER2,
+            has_head_dim=False,
+            nulls=_NO_WINDOW,
         ),
-        "olmo2": Architecture("olmo2", names=_OLMO2, has_head_dim=False),
+        "olmo2": Architecture("olmo2", names=names.OLMO2, has_head_dim=False),
         "stablelm": Architecture(
             "stablelm",
             _SIZES | {_LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
@@ -204,17 +213,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "nemotron": Architecture(
             "nemotron",
             _SIZES | {_LAYER_NORM: "norm_eps"},
-            adds_one=True,
+            changes=_plus_one(names.LLAMA),
             attention_biases="attention_bias",
             mlp_biases=True,
         ),
         "smollm3": Architecture(
             "smollm3",
+            changes=_PAIRS,
+            own=partial(own.every_without_rope, 4),
             has_head_dim=False,
-            permutes=True,
             attention_biases="attention_bias",
             mlp_biases=True,
-            every_without_rope=4,
         ),
         "command-r": Architecture(
             "cohere", _SIZES | {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, has_head_dim=False
@@ -229,10 +238,47 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "attention.head_count": "n_head",
                 _LAYER_NORM: "layer_norm_epsilon",
             },
-            _GPT2,
+            names.GPT2,
+            {f"blk.{{}}.{one}.weight": Change.TRANSPOSED for one in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
             has_head_dim=False,
-            transposes=True,
             has_rope=False,
         ),
+        "gpt-oss": Architecture(
+            "gpt_oss",
+            _BASE | _LOCAL_EXPERTS | _WINDOW,
+            names.GPT_OSS,
+            {"blk.{}.ffn_down_exps.weight": Change.TRANSPOSED},
+            own=own.gpt_oss,
+            attention_biases="attention_bias",
+            gates_by_turns=True,
+        ),
+        "minimax-m2": Architecture("minimax_m2", _BASE | _LOCAL_EXPERTS, names.MINIMAX_M2, own=own.minimax_m2),
+        "lfm2": Architecture(
+            "lfm2",
+            _QUERIES | _WIDTH | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+            names.LFM2,
+            {"blk.{}.shortconv.conv.weight": Change.NO_CHANNELS},
+            own=own.lfm2,
+            has_head_dim=False,
+        ),
+        "falcon": replace(
+            _FALCON, variant=("blk.0.attn_norm_2.weight", replace(_FALCON, names=names.FALCON_TWO_NORMS))
+        ),
+        "bloom": Architecture(
+            "bloom",
+            _DEPTH
+            | {
+                "context_length": "seq_length",
+                "block_count": "n_layer",
+                "attention.head_count": "n_head",
+                _LAYER_NORM: "layer_norm_epsilon",
+            },
+            names.BLOOM,
+            _GROUPS,
+            own=own.bloom,
+            has_head_dim=False,
+            has_rope=False,
+        ),
+        "mamba": replace(_MAMBA, variant=("ssm.dt_b_c_rms", replace(_MAMBA, model_type="falcon_mamba"))),
     }
 )

@@ -18,12 +18,13 @@ from typing import NamedTuple
 from mllm_compile.errors import CheckpointError, ModelNotFoundError
 from mllm_compile.files.cache_folders import auto_cache_dir, make_private
 from mllm_compile.files.writable_place import cache_place
-from mllm_compile.gguf.config import model_config
+from mllm_compile.gguf.config import architecture_of, model_config
+from mllm_compile.gguf.facts import ModelFacts
 from mllm_compile.gguf.metadata import Metadata
 from mllm_compile.gguf.tokenizer import tokenizer_files
 from mllm_compile.runtime.weights.file_names import is_gguf
 
-_VERSION = 1  # of what is written here
+_VERSION = 2  # of what is written here
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 999
 
@@ -134,7 +135,7 @@ def _contents(parts: Sequence[Path]) -> dict[str, str]:
         entry = header.tensors[name]
         return torch.frombuffer(bytearray(read_bytes(path, entry)), dtype=entry.dtype).double().tolist()
 
-    config = model_config(metadata, shapes, read)
+    config = model_config(ModelFacts(metadata, shapes, read), architecture_of(metadata, shapes))
     config["dtype"] = _dtype({kind.name for header in headers for kind in header.types.values()})
     return {"config.json": json.dumps(config, indent=1)} | tokenizer_files(metadata, config["vocab_size"])
 

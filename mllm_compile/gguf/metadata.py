@@ -88,6 +88,13 @@ class Metadata:
             raise self.refused(key, f"expected {count} numbers, got {typed_repr(value)}")
         return value
 
+    def numbers_or_one(self, key: str, count: int) -> tuple[int | float, ...] | None:
+        """The `count` numbers of an array, or one number so many times; or None."""
+        if isinstance(value := self._values.get(key), int | float):
+            self._asked.add(key)
+            return (value,) * count
+        return self.numbers(key, count)
+
     def unread(self, prefix: str) -> list[str]:
         """The keys that begin so, and were not asked for."""
         return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
+from mllm_compile.model.replaced_methods import keeping_all_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,7 +138,7 @@ def observe_attention(model: PreTrainedModel, device: str) -> Observation:
     AttentionInterface.register(PROBE_IMPLEMENTATION, observer.attend)
     AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
-    with attention_implementation(model, PROBE_IMPLEMENTATION), torch.no_grad():
+    with attention_implementation(model, PROBE_IMPLEMENTATION), keeping_all_tokens(model), torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
     return Observation(observer.calls, [ObservedCall(mask, device=device) for mask in observer.masks])
 

@@ -12,10 +12,8 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.positions_hook import as_positions, reading_positions, restore_positions
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.replaced_methods import keeping_all_tokens, norms_by_formula
 from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, restore_request_lengths
 from mllm_compile.model.states.state_hook import states_as_ops
 from mllm_compile.model.written_attention.find import find_attention
@@ -129,7 +128,8 @@ def trace_text(
         try:
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
             rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing_every_key(hf_model.model)
-            with hooks[0], hooks[1], rope, keys, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
+            methods = norms_by_formula(hf_model.model), keeping_all_tokens(hf_model.model)
+            with hooks[0], hooks[1], rope, keys, states_as_ops(hf_model.model), methods[0], methods[1]:
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
@@ -159,27 +159,6 @@ def capture(
     captured = _capture(module, inputs)
     _name_placeholders(captured, weight_names, inputs)
     return captured
-
-
-@contextmanager
-def _norms_by_formula(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context torch's own RMS norms are computed by their formula: of the op T's strides are asked."""
-    norms: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
-    for norm in norms:
-        norm.forward = partial(_rms_norm, norm)
-    try:
-        yield
-    finally:
-        for norm in norms:
-            del norm.forward
-
-
-def _rms_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    dims = [-1 - index for index in range(len(norm.normalized_shape))]
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    exact = x.float()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(dims, keepdim=True) + eps)
-    return (exact if norm.weight is None else exact * norm.weight).to(x.dtype)
 
 
 def _drop_outputs_of_weights(gm: fx.GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""The format of a weight file, by its name; it imports nothing, so that whoever looks for files may ask."""
+"""The format of a weight file, by its name. Nothing else is imported: every start asks this."""
 
 from __future__ import annotations
 

@@ -66,12 +66,28 @@ def test_the_model_is_the_one_that_was_written(name, tmp_path):
     assert torch.allclose(logits(read), logits(model), rtol=1e-5, atol=1e-5)
 
 
+def test_experts_in_mxfp4_are_the_numbers_of_the_file(tmp_path):
+    model = tiny_model("gpt-oss")
+    write_model(model, "gpt-oss", tmp_path / "model.gguf", lambda name: Q.MXFP4 if "_exps" in name else mixed(name))
+    expected = model.state_dict()
+    read = loaded(opened(tmp_path / "model.gguf", tmp_path)).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in read.items())
+
+
+def test_gate_and_up_of_experts_may_be_of_two_types(tmp_path):
+    model = tiny_model("gpt-oss")
+    write_model(model, "gpt-oss", tmp_path / "model.gguf", lambda name: Q.Q8_0 if "gate_exps" in name else Q.F16)
+    expected = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+    read = loaded(opened(tmp_path / "model.gguf", tmp_path)).state_dict()
+    assert torch.equal(read["model.layers.0.mlp.experts.gate_up_proj"], expected)
+
+
 def test_an_unknown_architecture_is_refused_by_name(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba9")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="architecture 'mamba9' are not read; read are command-r, gemma"):
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba9' are not read; read are bloom, command-r, "):
         opened(tmp_path / "model.gguf", tmp_path)
 
 
@@ -85,6 +101,41 @@ def test_sizes_that_do_not_fit_the_tensors_are_refused(tmp_path):
     write_model(tiny_model("llama"), "llama", tmp_path / "model.gguf", llama__vocab_size=100)
     with pytest.raises(CheckpointError, match=r"llama\.vocab_size is 100, but token_embd\.weight has 128 rows"):
         opened(tmp_path / "model.gguf", tmp_path)
+
+
+REFUSED = {
+    "experts of another width": ("gpt-oss", {"expert_feed_forward_length": 8}, "feed_forward_length is 96"),
+    "another choice of experts": ("minimax-m2", {"expert_gating_func": 1}, "expected 2, sigmoid"),
+    "convolutions alone": ("lfm2", {"attention__head_count_kv": 0}, "one number for all layers that attend"),
+    "layers of other heads": ("lfm2", {"attention__head_count_kv": [1, 2, 2, 2]}, "one number for all layers that"),
+    "layers too few": ("lfm2", {"attention__head_count_kv": [0, 2]}, "expected 4 numbers"),
+    "two norms for one key": ("falcon", {"attention__head_count_kv": 1}, "several KV heads"),
+    "heads that do not fit": ("falcon", {"attention__head_count_kv": 3}, "4 heads for 3 KV heads"),
+    "a narrow MLP": ("bloom", {"feed_forward_length": 64}, "expected 256"),
+    "no heads": ("bloom", {"attention__head_count": 0}, "attention.head_count is 0"),
+    "an MLP of any width": ("gemma4", {"feed_forward_length": [96, 96, 96, 192]}, "twice the width"),
+    "values of another size": ("gemma4", {"attention__value_length_swa": 8}, "key_length_swa is 16"),
+    "a part of a head": ("gemma4", {"rope__dimension_count_swa": 8}, "expected 16, the size of a head"),
+    "no layer of all tokens": ("gemma4", {"attention__sliding_window_pattern": [True] * 4}, "one number for layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_architecture_is_not_served_with_is_refused_in_one_line(name, tmp_path):
+    model, keys, message = REFUSED[name]
+    keys = {f"{model}__{key}": value for key, value in keys.items()}
+    write_model(tiny_model(model), model, tmp_path / "model.gguf", **keys)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as error:
+        read_model_tensors(opened(tmp_path / "model.gguf", tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_part_of_an_experts_tensors_is_refused(tmp_path):
+    write_model(tiny_model("gpt-oss"), "gpt-oss", tmp_path / "model.gguf")
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"blk.1.ffn_up_exps.weight", b"blk.1.ffn_xx_exps.weight"))
+    with pytest.raises(CheckpointError, match="layer 1 lacks experts' gate or up"):
+        read_model_tensors(opened(tmp_path / "model.gguf", tmp_path))
 
 
 @pytest.mark.parametrize(

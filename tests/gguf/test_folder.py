@@ -1,4 +1,4 @@
-"""Where a GGUF file is taken: as a file, in parts, in a folder; what becomes of it in the cache; serving from it."""
+"""Where a GGUF file is taken: as a file, in parts, in a folder; what becomes of it in the cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import shutil
 
 import gguf
 import pytest
-import torch
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.sources import config_or_runtime
@@ -53,24 +52,6 @@ def split(path, folder, count=2):
         writer.write_tensors_to_file()
         writer.close()
     return folder
-
-
-def test_a_file_is_served_as_the_model_that_it_was_made_of(file, tmp_path):
-    path, model = file
-    config = {
-        "model": {"path": str(path)},
-        "compile": {"backend": "eager"},
-        "runtime": {"device": "cpu", "max_model_len": 64, "page_size": 4},
-        "cache": {"dir": str(tmp_path)},
-    }
-    prompts = [[3, 5, 7, 9], list(range(20))]
-    with Engine(config) as engine:
-        found = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=8), progress=False)
-    for prompt, output in zip(prompts, found, strict=True):
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
 def test_a_file_a_folder_and_parts_are_taken(file, tmp_path):
@@ -151,8 +132,8 @@ def test_more_bits_are_not_taken_away(file, tmp_path):
 
 
 def test_a_warm_start_parses_a_header_once(file, tmp_path, monkeypatch):
-    from mllm_compile.runtime.weights import gguf_header
     from mllm_compile.checkpoint.files import weight_files
+    from mllm_compile.runtime.weights import gguf_header
 
     opened(file[0], tmp_path / "cache")
     gguf_header._read.cache_clear()

@@ -16,8 +16,11 @@ from tests.model.tiny_configs import tiny_config
 
 Kinds = Callable[[str], gguf.GGMLQuantizationType]
 F32 = gguf.GGMLQuantizationType.F32
+_FLOATS = re.compile(r"position_embd|ssm_conv1d|shortconv\.conv|ssm_a|gate_inp\.|_exps\.bias")  # never in blocks
 _PERMUTED = {"llama", "mixtral", "granite", "smollm3"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}
+_YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 8}
 _NONE = {"bos_token_id": None, "eos_token_id": None}
 _FULL = {"layer_types": ["full_attention"] * 4}
 # GGUF's name → Transformers', and changes to the tiny config.
@@ -44,8 +47,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "command-r": ("cohere", {"logit_scale": 0.25}),
     "gpt2": ("gpt2", {"n_inner": 96}),
+    "gpt-oss": ("gpt_oss", {"rope_parameters": _YARN}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "falcon": ("falcon", {"num_ln_in_parallel_attn": 2}),
+    "falcon with one norm": ("falcon", {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False}),
+    "falcon with one key": ("falcon", {"new_decoder_architecture": False, "num_kv_heads": 1}),
+    "bloom": ("bloom", {}),
+    "mamba": ("mamba", {"intermediate_size": 128}),
+    "mamba of falcon": ("falcon_mamba", {"intermediate_size": 128}),
+    "minimax-m2": ("minimax_m2", {"rotary_dim": 8}),
+    "gemma4": (
+        "gemma4_text",
+        {"global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0},
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            "global_head_dim": 32,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
 }
-_NAMES = {"mixtral": "llama", "llama with biases": "llama"}
 
 
 def tiny_model(name: str) -> Any:
@@ -72,13 +98,16 @@ def write_model(model: Any, name: str, path: Path, kinds: Kinds = lambda name: F
         kinds: the block type of a tensor, by GGUF's name.
         keys: further metadata, with `__` for a dot; numbers and texts.
     """
-    architecture = _NAMES.get(name, name)
+    architecture = "llama" if name == "mixtral" else name.partition(" ")[0]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_metadata(model.config, architecture) | _dotted(keys)).items():
         add_value(writer, key, value)
+    for gguf_name, values in _extra_tensors(model.config, architecture).items():
+        writer.add_tensor(gguf_name, np.array(values, np.float32))
     for gguf_name, parameter, change, back in _tensors(model, architecture):
         data = change(parameter.detach().numpy())
-        kind = kinds(gguf_name) if data.ndim > 1 and not gguf_name.startswith("position") else F32
+        kind = kinds(gguf_name) if data.ndim > 1 and not _FLOATS.search(gguf_name) else F32
+        kind = F32 if data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
         stored = np.ascontiguousarray(quantize(np.ascontiguousarray(data, np.float32), kind))
         writer.add_tensor(gguf_name, stored, raw_dtype=kind)
         with torch.no_grad():
@@ -108,23 +137,26 @@ def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(config: Any, name: str) -> dict[str, Any]:
+    config.allow_global_per_layer_attribute_access = True
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // (heads or 1)
     found = {
-        "context_length": config.max_position_embeddings,
+        "context_length": getattr(config, "max_position_embeddings", 2**20),
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.n_inner if name == "gpt2" else config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
+        "feed_forward_length": config.n_inner if name == "gpt2" else getattr(config, "intermediate_size", 0),
+        "attention.head_count": heads,
         "vocab_size": config.vocab_size,
     }
-    if name != "gpt2":
+    if name not in ("gpt2", "bloom", "falcon", "mamba"):
         turning = int(head_dim * (rope.get("partial_rotary_factor") or 1))
         found |= {"attention.head_count_kv": config.num_key_value_heads, "rope.dimension_count": turning}
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
         found |= {"rope.freq_base": float(rope["rope_theta"])}
-    eps = {"rms_norm_eps": "rms_", "norm_epsilon": "", "layer_norm_eps": "", "norm_eps": "", "layer_norm_epsilon": ""}
+    rms = "rms_" if name in ("lfm2", "mamba") else ""
+    eps = {"rms_norm_eps": "rms_", "norm_epsilon": "", "layer_norm_eps": "", "norm_eps": rms, "layer_norm_epsilon": rms}
     for key, kind in eps.items():
         if hasattr(config, key):
             found[f"attention.layer_norm_{kind}epsilon"] = float(getattr(config, key))
@@ -145,7 +177,79 @@ def _metadata(config: Any, name: str) -> dict[str, Any]:
     found |= {key: value for key, value in given.items() if value or value is False}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     found |= {"expert_count": experts} if experts else {}
+    found |= _own_metadata(config, name)
     return {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _own_metadata(config: Any, name: str) -> dict[str, Any]:
+    """What llama.cpp's converter of the architecture writes beside, or in another way."""
+    wide = 4 * config.hidden_size
+    match name:
+        case "gpt-oss":
+            scaling = {"type": "yarn", "factor": 32.0, "original_context_length": 8}
+            scaling |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+            found = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+            return found | {"expert_feed_forward_length": config.intermediate_size}
+        case "minimax-m2":
+            return {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2}
+        case "lfm2":
+            heads = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
+            return {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
+        case "falcon":
+            return {
+                "attention.head_count_kv": config.num_kv_heads,
+                "feed_forward_length": wide,
+                "tensor_data_layout": "jploski",
+            }
+        case "bloom":
+            return {"attention.head_count_kv": config.n_head, "feed_forward_length": wide}
+        case "mamba":
+            return {
+                "feed_forward_length": 0,
+                "ssm.conv_kernel": config.conv_kernel,
+                "ssm.inner_size": config.intermediate_size,
+                "ssm.state_size": config.state_size,
+                "ssm.time_step_rank": config.time_step_rank,
+                "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
+            }
+        case "gemma4":
+            return _gemma4_metadata(config)
+    return {}
+
+
+def _gemma4_metadata(config: Any) -> dict[str, Any]:
+    layers = range(config.num_hidden_layers)
+    wide = config.num_hidden_layers - config.num_kv_shared_layers
+    full = config.per_layer_config[1]
+    rope = config.rope_parameters
+    found = {
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }
+    if config.use_double_wide_mlp:
+        found["feed_forward_length"] = [config.intermediate_size * (1 + (layer >= wide)) for layer in layers]
+    if config.attention_k_eq_v:
+        found["attention.head_count_kv"] = [config.per_layer_config[layer].num_key_value_heads for layer in layers]
+    if config.enable_moe_block:
+        found |= {"expert_used_count": config.top_k_experts, "expert_feed_forward_length": config.moe_intermediate_size}
+    return found
+
+
+def _extra_tensors(config: Any, name: str) -> dict[str, list[float]]:
+    if name != "gemma4":
+        return {}
+    half = config.per_layer_config[1].head_dim // 2
+    turning = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return {"rope_freqs.weight": [1.0] * turning + [1e30] * (half - turning)}
 
 
 def _tensors(model: Any, name: str) -> list[tuple[str, torch.Tensor, Any, Any]]:
@@ -154,21 +258,47 @@ def _tensors(model: Any, name: str) -> list[tuple[str, torch.Tensor, Any, Any]]:
     names = gguf.get_tensor_name_map(architectures[name], model.config.num_hidden_layers)
     kind, found = model.config.model_type, []
     seen: set[int] = set()
-    for key, parameter in model.named_parameters():
+    for key, parameter in model.state_dict(keep_vars=True).items():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        if (layer := re.search(r"layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", key)) is not None:
-            prefix, same = f"blk.{layer[1]}.ffn_", lambda one: one
-            if layer[2] == "down_proj":
-                found.append((f"{prefix}down_exps.weight", parameter, same, same))
-            else:
-                gate, up = parameter.chunk(2, 1)
-                found += [(f"{prefix}gate_exps.weight", gate, same, same), (f"{prefix}up_exps.weight", up, same, same)]
+        if (layer := re.search(r"layers\.(\d+)\.(mlp\.)?experts\.(\w+)", key)) is not None:
+            found += _experts(f"blk.{layer[1]}.ffn_", layer[3], parameter, name)
             continue
-        base, dot, suffix = key.rpartition(".")
-        found.append((names.get_name(base) + dot + suffix, parameter, *_changes(kind, key, model.config)))
+        found.append((_gguf_name(names, key, name), parameter, *_changes(kind, key, model.config)))
     return found
+
+
+def _gguf_name(names: Any, key: str, name: str) -> str:
+    """The tensor's name; what llama.cpp's converters rename before they look it up is renamed."""
+    if (router := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", key)) is not None:
+        return f"blk.{router[1]}.{'ffn_gate_inp' if router[2] == 'scale' else 'ffn_down_exps'}.scale"
+    if key.endswith(("sinks", "layer_scalar")):
+        key += ".weight"
+    key = key.replace("mlp.e_score_correction_bias", "block_sparse_moe.e_score_correction.bias")
+    if name == "bloom":
+        key = key.removeprefix("transformer.")
+    base, dot, suffix = key.rpartition(".")
+    return names.get_name(base) + dot + suffix if suffix in ("weight", "bias") else names.get_name(key)
+
+
+def _experts(prefix: str, part: str, parameter: torch.Tensor, name: str) -> list[tuple[str, torch.Tensor, Any, Any]]:
+    def same(one: np.ndarray) -> np.ndarray:
+        return one
+
+    def turned(one: np.ndarray) -> np.ndarray:
+        return one.swapaxes(-1, -2)
+
+    if name == "gemma4":
+        return [(f"{prefix}{part.removesuffix('_proj')}_exps.weight", parameter, same, same)]
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    turn = turned if name == "gpt-oss" and suffix == "weight" else same
+    if part.startswith("down"):
+        return [(f"{prefix}down_exps.{suffix}", parameter, turn, turn)]
+    halves = (parameter[..., ::2], parameter[..., 1::2]) if name == "gpt-oss" else parameter.chunk(2, 1)
+    return [
+        (f"{prefix}{one}_exps.{suffix}", half, turn, turn) for one, half in zip(("gate", "up"), halves, strict=True)
+    ]
 
 
 def _changes(kind: str, key: str, config: Any) -> tuple[Any, Any]:
@@ -179,9 +309,34 @@ def _changes(kind: str, key: str, config: Any) -> tuple[Any, Any]:
         return (lambda one: one + np.float32(1)), (lambda one: one - np.float32(1))
     if kind == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", key):
         return (lambda one: one.T), (lambda one: one.T)
+    if "query_key_value" in key:
+        return _apart(config, kind)
+    if key.endswith("A_log"):
+        return (lambda one: -np.exp(one)), (lambda one: torch.from_numpy(-one).log().numpy())
+    if key.endswith(("conv1d.weight", "conv.conv.weight")):
+        return (lambda one: one.squeeze(1)), (lambda one: one[:, None])
     if key.endswith("shared_expert_gate.weight"):
         return (lambda one: one[0]), (lambda one: one[None])
     return (lambda one: one), (lambda one: one)
+
+
+def _apart(config: Any, kind: str) -> tuple[Any, Any]:
+    """Queries of all groups, then keys, then values; and back."""
+    groups = config.num_kv_heads if kind == "falcon" else config.n_head
+    queries = config.num_attention_heads // groups
+
+    def apart(one: np.ndarray) -> np.ndarray:
+        by_group = one.reshape(groups, queries + 2, -1, *one.shape[1:])
+        parts = (by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:])
+        return np.concatenate([part.reshape(-1, *one.shape[1:]) for part in parts])
+
+    def together(one: np.ndarray) -> np.ndarray:
+        width = one.shape[0] // groups // (queries + 2)
+        cuts = [groups * queries * width, groups * (queries + 1) * width]
+        parts = [part.reshape(groups, -1, width, *one.shape[1:]) for part in np.split(one, cuts)]
+        return np.concatenate(parts, 1).reshape(one.shape)
+
+    return apart, together
 
 
 def _swapped(one: np.ndarray, heads: int, first: int, second: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Seven architectures with no code of their own: what Transformers generates, in float32 on a CPU, exactly.
+"""Eight architectures with no code of their own: what Transformers generates, in float32 on a CPU, exactly.
 
 Tiny random models, served through Engine in batches of mixed lengths, long prompts in chunks; windows are shorter than
 the texts.
@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[int], float]] = {
         0.0,
     ),
     "gemma2": ({"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}, [_EVERY, -1] * 2, 2.0),
+    "gemma4_text": ({"global_head_dim": 32, "num_kv_shared_layers": 2}, [_EVERY, -1] * 2, 0.0),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
         [-1] * 4,

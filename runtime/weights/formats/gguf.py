@@ -27,38 +27,28 @@ class GgufBlocks(Format):
     roles: ClassVar[Roles] = {VALUES: ""}
     values_dtypes = (torch.uint8,)
 
-    def __init__(self, kind: BlockType, decode: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, kind: BlockType) -> None:
         self.name = format_name(kind)  # type: ignore[misc]  # an instance a type
-        self._kind, self._decode = kind, decode
+        self._kind = kind
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
         *rows, num_bytes = stored[VALUES].shape
         return (*rows, num_bytes // self._kind.num_bytes * self._kind.block), {}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
-        rows = tensors[VALUES][start:stop]
-        blocks = rows.reshape(-1, self._kind.num_bytes)
-        return self._decode(blocks).view(*rows.shape[:-1], -1)
-
-
-class NormPlusOne(Format):
-    """A norm's weight that a file has with one added, as gemma and nemotron compute it."""
-
-    name = "gguf norms with one added"
-    plain = ""
-    roles: ClassVar[Roles] = {VALUES: ""}
-    values_dtypes = (torch.float32, torch.float16, torch.bfloat16)
-
-    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
-        return stored[VALUES].shape, {}
-
-    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
-        return tensors[VALUES][start:stop].float() - 1
+        return decoded_rows(tensors[VALUES][start:stop], self._kind)
 
 
 def format_name(kind: BlockType) -> str:
     """The name of the format of a block type."""
     return f"gguf {kind.name.lower()}"
+
+
+def decoded_rows(rows: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """float32 of rows of plain numbers, or of blocks: [..., bytes of a row] uint8."""
+    if kind.dtype is not None:
+        return rows.float()
+    return _DECODERS[kind.name](rows.reshape(-1, kind.num_bytes)).view(*rows.shape[:-1], -1)
 
 
 def _halves(blocks: torch.Tensor, begin: int, count: int = 1) -> torch.Tensor:
@@ -188,4 +178,4 @@ _DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-GGUF_FORMATS = tuple(GgufBlocks(kind, _DECODERS[kind.name]) for kind in BLOCK_TYPES.values() if kind.dtype is None)
+GGUF_FORMATS = tuple(GgufBlocks(kind) for kind in BLOCK_TYPES.values() if kind.dtype is None)

@@ -17,7 +17,8 @@ from mllm_compile.runtime.weights.formats.float8 import (
     ModelOptFloat8,
     ScaledFloat8,
 )
-from mllm_compile.runtime.weights.formats.gguf import GGUF_FORMATS, NormPlusOne
+from mllm_compile.runtime.weights.formats.gguf import GGUF_FORMATS
+from mllm_compile.runtime.weights.formats.gguf_changes import GGUF_CHANGES
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
 from mllm_compile.runtime.weights.formats.mxfp4 import CompressedMxfp4, Mxfp4
 from mllm_compile.runtime.weights.formats.nf4 import Nf4
@@ -39,8 +40,8 @@ FORMATS: dict[str, Format] = {
         ModelOptFloat8(),
         ModelOptNvfp4(),
         Nf4(),
-        NormPlusOne(),
         *GGUF_FORMATS,
+        *GGUF_CHANGES,
     )
 }
 _MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight

@@ -1,0 +1,52 @@
+"""Methods of a model's modules that compute the same in another way while the model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+_CUT = "_maybe_slice_kv_shared_inputs"
+
+
+@contextmanager
+def norms_by_formula(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context torch's own RMS norms are computed by their formula: of the op T's strides are asked."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    with _replaced([(norm, "forward", partial(_rms_norm, norm)) for norm in norms]):
+        yield
+
+
+@contextmanager
+def keeping_all_tokens(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context layers that take keys of earlier layers compute all tokens: a model may cut its tokens and
+    masks to those whose logits are wanted, by a branch on T."""
+    with _replaced([(module, _CUT, _all_tokens) for module in model.modules() if hasattr(module, _CUT)]):
+        yield
+
+
+@contextmanager
+def _replaced(methods: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    for module, name, method in methods:
+        setattr(module, name, method)
+    try:
+        yield
+    finally:
+        for module, name, _ in methods:
+            delattr(module, name)
+
+
+def _rms_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    dims = [-1 - index for index in range(len(norm.normalized_shape))]
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(dims, keepdim=True) + eps)
+    return (exact if norm.weight is None else exact * norm.weight).to(x.dtype)
+
+
+def _all_tokens(*inputs: Any, **others: Any) -> tuple[Any, ...]:
+    """The inputs as they are; the last says which rows of logits are wanted."""
+    return inputs[:-1]
