@@ -22,7 +22,7 @@ _INTERNAL = {
     *("Engine.from_parts", "SamplingParams.of_answer", "SamplingParams.check_vocab", "SamplingParams.has_penalties"),
     *("StructuredOutputsParams.kind", "StructuredOutputsParams.text", "StructuredOutputsParams.options"),
 }
-# What a user begins with is first.
+# The first names that a user needs are first.
 ORDER = (
     "Engine",
     "AsyncEngine",

@@ -44,7 +44,7 @@ SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 
 
 def output_of(arguments: tuple[str, ...]) -> str:
-    """What a terminal of COLUMNS columns is sent."""
+    """The bytes that a terminal of COLUMNS columns gets."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "mllm_compile", *arguments]
@@ -63,7 +63,7 @@ def output_of(arguments: tuple[str, ...]) -> str:
 
 
 def shown(sent: str) -> str:
-    """What is left to read: progress bars go up (CSI A) and erase themselves (CSI 2K), and cursors are no text."""
+    """The visible text: progress bars go up (CSI A) and erase themselves (CSI 2K), and cursors are no text."""
     lines: list[str] = []
     for line in sent.split("\n"):
         up = sum(int(number or 1) for number in re.findall(r"\x1b\[(\d*)A", line))

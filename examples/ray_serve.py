@@ -120,7 +120,7 @@ class Ingress:
 
 
 def _prompt_of(body: bytes) -> str:
-    """The text by which prompts are found to begin alike."""
+    """The text whose beginning is compared among prompts."""
     try:
         given = json.loads(body)
         prompt = given.get("prompt") or given.get("messages") or given.get("input") or ""

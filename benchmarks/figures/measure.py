@@ -1,7 +1,7 @@
 """Measures shapes and engines one after another: each in a process of its own with caches of its own, within a time.
 
 A start with empty caches, the batches of decodes and prompts, and prompts of 2,048 tokens come from one process, warm
-starts from further ones with the same caches. What a file has already is not measured again.
+starts from further ones with the same caches. Figures that a file has are not measured again.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TRAILER = "Slower"  # of a commit: `Slower: STAGE: the reason`
 
 
 class NoBaseError(ConfigError):
-    """There is nothing to compare with."""
+    """No base exists to compare with."""
 
 
 def find_base(root: Path, asked: str | None) -> tuple[str, str]:
@@ -26,7 +26,7 @@ def find_base(root: Path, asked: str | None) -> tuple[str, str]:
     the base; without, the last tag is, or the commit twenty ahead of it.
 
     Raises:
-        NoBaseError: there is none.
+        NoBaseError: no base exists.
     """
     head = _git(root, "rev-parse", "HEAD")
     if head is None:

@@ -1,4 +1,4 @@
-"""Compares the stages of this tree with those of its base, by turns in one run: `python -m benchmarks.guard.compare`.
+"""Compares this tree's stages with its base's, by turns in one run: `python -m benchmarks.guard.compare`.
 
 Each tree has a process of its own. They time a round in turns, and what counts is the median of the ratios of
 neighbours: other work on the machine comes and goes, and meets both of a pair. A stage over its threshold is measured
@@ -259,7 +259,7 @@ def _has_gpu() -> bool:
 
 
 def _told(verdicts: Sequence[Verdict], base: str, record: Path | None) -> int:
-    """Writes the record and returns the exit code. Where nothing was compared there is nothing to call right."""
+    """Writes the record and returns the exit code. A run that compared nothing is a failure."""
     if record is not None:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(as_record(verdicts, base), indent=1) + "\n", encoding="utf-8")

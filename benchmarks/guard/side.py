@@ -1,8 +1,7 @@
 """The process that runs one tree's stages: `python -P benchmarks/guard/side.py KIND FOLDER`.
 
-The product is that of PYTHONPATH; the stages are always those beside this file. A line `ready NAME` on stdin makes a
-stage ready, `time NAME` times one round of it. The answer is a line of JSON on stdout: {"seconds": …}, or
-{"failed": why}.
+The product is PYTHONPATH's; the stages are always the ones beside this file. A line `ready NAME` on stdin makes a stage
+ready, `time NAME` times one round of it. The answer is a line of JSON on stdout: {"seconds": …}, or {"failed": why}.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Stages:
         try:
             if what == "ready":
                 self._rounds[name] = self._stages[name].ready(self._tree)
-                seconds = self._rounds[name].seconds()  # what is only done once is no part of a round
+                seconds = self._rounds[name].seconds()  # work that is done once is no part of a round
                 gc.freeze()
             else:
                 gc.collect()

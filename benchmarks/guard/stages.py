@@ -167,7 +167,7 @@ def server_front(tree: Tree) -> Round:
     command = [sys.executable, "-P", "-m", "mllm_compile", "serve", str(path), "--port", str(port), "--quiet"]
     process = Popen(command, stdout=DEVNULL, stderr=DEVNULL)
     tree.ending.callback(process.wait)
-    tree.ending.callback(process.terminate)  # by which its engine's process ends too
+    tree.ending.callback(process.terminate)  # so that its engine's process ends too
     _wait_until_ready(process, port)
     ids = {"prompt": list(range(2, 66)), "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
     chat = {"messages": [{"role": "user", "content": "What does shutil.copytree do?"}], "max_tokens": 1}
@@ -213,7 +213,7 @@ def _wait_until_ready(process: Popen[bytes], port: int) -> None:
     raise RuntimeError(f"the server is not ready; its exit code is {process.poll()}")
 
 
-# A process that has torch imported, and forks for each start: a start's CPU time without that of `import torch`.
+# A process that has torch imported, and forks for each start: a start's CPU time without `import torch`.
 STARTS = """
 import os, sys, time
 import torch

@@ -6,11 +6,10 @@
 Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests is on
 this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
 (runtime/attention/hopper/). Each graph runs several layers with KV of their own, more than the L2 cache holds, over
-random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
-these kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own
-and the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is
-chosen. With --ours FlashInfer's and the Triton kernel's other forms are left out, and clusters are timed with fewer
-blocks each too (clusters/2, clusters/4).
+random page tables. Before each layer a small kernel runs, as in a model. The time of these kernels alone is taken off.
+XQA splits as FlashInfer does by default. The last columns are the fastest of our own, its read rate, and the Triton
+kernel's fastest form and split beside the chosen one. With --ours FlashInfer's and the Triton kernel's other forms are
+left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4).
 """
 
 from __future__ import annotations

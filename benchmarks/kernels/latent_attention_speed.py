@@ -1,14 +1,14 @@
-"""Microseconds of one layer's attention over latents (MLA), inside a CUDA graph, and the rate at which it reads.
+"""Microseconds of one layer's attention over latents (MLA), inside a CUDA graph, and its read rate.
 
     python -m benchmarks.kernels.latent_attention_speed [--heads 16 32 128] [--tiles] [--prefill] [--json FILE]
     python -m benchmarks.kernels.latent_attention_speed --forms [--heads 16 128] [--tiles] [--json FILE]
 
 Needs an NVIDIA GPU and the `cuda` extra. Each graph runs several layers with latents of their own, more than the L2
-cache holds, over random page tables, and before each of them a kernel that does nearly nothing, as a model has one
-there. The time of these kernels alone is taken off. `--tiles` times other tiles and splits than those that are chosen;
-runtime/attention/latent/tiles.py and split/splits.py are on that table. `--prefill` times a prompt. `--forms` times
-all that a layer does for a prompt, over latents and over keys and values made of them, and says which is chosen:
-runtime/attention/latent/choice.py is on that.
+cache holds, over random page tables. Before each layer a small kernel runs, as in a model. The time of these kernels
+alone is taken off. `--tiles` times other tiles and splits than those that are chosen; runtime/attention/latent/tiles.py
+and split/splits.py are on that table. `--prefill` times a prompt. `--forms` times all that a layer does for a prompt,
+over latents and over keys and values made of them, and says which is chosen: runtime/attention/latent/choice.py is on
+that.
 """
 
 from __future__ import annotations

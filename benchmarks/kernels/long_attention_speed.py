@@ -6,8 +6,8 @@ Needs an NVIDIA Hopper GPU and the `cuda` extra. Shapes are REQUESTSxNEW+BEFORE,
 
 - pages: FlashInfer's fa3 over the pages of the KV cache;
 - in a row: its fa3 over keys and values that are one after another, and the time of copying them out of their pages;
-- parts: what is before the chunk in so many parts, each seen whole by all queries, and the chunk's own keys; the
-  results are merged. With few queries more multiprocessors have work then;
+- parts: the keys before the chunk in so many parts, each seen whole by all queries, and the chunk's own keys; results
+    are merged. With few queries more multiprocessors have work then;
 - cuDNN: torch's, of the same heads and with nothing before, to compare with.
 """
 

@@ -5,8 +5,8 @@
 
 Needs an NVIDIA GPU. A CUDA graph runs both linears of a layer (without what chooses and orders rows) for several sets
 of choices, so that weights come from the GPU's memory. Of fp8, `row` weights have a scale a row, `group` weights one
-for 128 inputs, as `int4` ones. GB/s are of the weights of the experts that were chosen, each once; an `error` is the
-distance from float32 over that of torch in bfloat16. --sweep times other sizes of tiles too.
+for 128 inputs, as `int4` ones. GB/s are of the chosen experts' weights, each once; an `error` is the distance from
+float32 over torch's distance in bfloat16. --sweep times other sizes of tiles too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Experts:
         return op("quantised_grouped_linear")(x, order, blocks, *weight, *how)
 
     def error(self, x: torch.Tensor, ids: torch.Tensor) -> float:
-        """The distance from float32, over that of torch in bfloat16."""
+        """The distance from float32, over torch's in bfloat16."""
         shape = self.shape
         found = []
         for dtype in (torch.float32, torch.bfloat16):

@@ -2,14 +2,14 @@
 
     python -m benchmarks.kernels.quantised_linears_speed [--tokens 1,8,16,32,64] [--each] [--sweep] [--shape 8b]
 
-Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of their own, so that weights come from
-the GPU's memory: qkv, o with its residual and the next norm, gate_up with its activation, down with its residual and
-norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones; `zeros` are those
-with zero points, `mxfp4` and `nvfp4` floats of four bits. --each times the four linears apart, each in
-a chain of its own kind, and gives the rate at which its weight is read, in GB/s and as a share of what a sum over a
-gigabyte reads at, and its error. --head times the shape's head, which stays in bfloat16. --sweep does all that for
-several divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an
-`error` is the worst token's distance over that of torch in bfloat16.
+Needs a Hopper GPU. A CUDA graph runs the linears of many layers with their own weights, so that weights come from the
+GPU's memory. They are qkv, o with its residual and the next norm, gate_up with its activation, down with its residual
+and norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones. `zeros` have
+zero points too; `mxfp4` and `nvfp4` are floats of four bits. --each times the four linears apart, each in a chain of
+its own kind. It gives the rate of reading its weight, in GB/s and as a share of the rate of a sum over a gigabyte, and
+its error. --head times the shape's head, which stays in bfloat16. --sweep does all that for several divisions of the
+work beside the chosen one. Every form's outputs are compared with float32 first; an `error` is the worst token's
+distance over torch's in bfloat16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MOST_LAYERS, LEAST_BYTES = 36, 1 << 30  # of a chain: many times the L2 cache
 
 @dataclass
 class Weight:
-    """A linear's weight in one form: one tensor, or those of a scheme."""
+    """A linear's weight in one form: one tensor, or a scheme's."""
 
     tensors: tuple[torch.Tensor | None, ...]
     columns: int
@@ -151,7 +151,7 @@ class Chain:
             self.run_one(name, weights[name], self.x[name], self.squares.get(name), self.residual)
 
     def errors(self) -> dict[str, float]:
-        """The distance from float32 of each linear, over that of torch in bfloat16."""
+        """The distance from float32 of each linear, over torch's in bfloat16."""
         found = {}
         for name, weight in self.layers[0].items():
             x, exact_weight = self.x[name], weight.exact()

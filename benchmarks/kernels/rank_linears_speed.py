@@ -3,15 +3,15 @@
     python -m benchmarks.kernels.rank_linears_speed [--ranks 2] [--shape 8b] [--tokens 8,64,128,256] [--best 4]
     python -m benchmarks.kernels.rank_linears_speed --sums [--tokens 1,8,64,256]           # a GPU for each rank
 
-Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of their own, so that weights come from
-the GPU's memory: qkv, o, residual and norm, gate_up with its activation, down, residual and norm, as between two
-attentions of a rank, but that nothing is summed over ranks. First all linears are divided as they are chosen; then one
-of them at a time in every other way that is possible, or computed by cuBLAS (gate_up by gated.cu). A line has what a
-layer takes less than with the chosen way; at the end all of the fastest ways are taken at once. An output that is off
-from torch's is said.
+Needs a Hopper GPU. A CUDA graph runs the linears of many layers with their own weights, so that weights come from the
+GPU's memory. They are qkv, o, residual and norm, gate_up with its activation, down, residual and norm: a rank's work
+between two attentions, without sums over ranks. First all linears are divided as they are chosen; then one of them at a
+time in every other way that is possible, or computed by cuBLAS (gate_up by gated.cu). A line has what a layer takes
+less than with the chosen way; at the end all of the fastest ways are taken at once. An output that is off from torch's
+is said.
 
-With --sums all linears are divided as they are chosen, and a line has what a layer takes with its two sums over ranks,
-by kernels of ours and by NCCL, and without them.
+With --sums all linears have the chosen division. A line has a layer's time with its two sums over ranks, by kernels of
+ours and by NCCL, and without them.
 """
 
 from __future__ import annotations

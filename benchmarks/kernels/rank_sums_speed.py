@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.rank_sums_speed [COLUMNS [RANKS]]          # 4096 and 2
 
-Needs a Hopper GPU for each rank. A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds
-behind two linears as a rank of Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on
-a stream of its own beside the other half's linears, or ("copied") each half has a stream, and its sums are copied, as
-steps in halves have them (runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
+Needs a Hopper GPU for each rank. A line a way has µs of a call, captured 40 times in a CUDA graph; then the time that
+it adds behind two linears of a rank of Qwen3-8B; then the time that it adds if the tokens are two halves. There a
+half's sum is on its own stream beside the other half's linears. Or ("copied") each half has a stream and its sums are
+copied, as in steps in halves (runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m benchmarks.kernels.scaled_linears_speed [--tokens 128,256,1024,8192] [--sweep]
 
 Needs a Hopper GPU. `row` has a scale a token and a row, as a step computes it, and `library` the same by the library;
-`group` has one for 128 inputs of either. What makes inputs of fp8 is not in it. --sweep times each division of `row`.
+`group` has one for 128 inputs of either. Conversion of inputs to fp8 is not in it. --sweep times each division of
+`row`.
 """
 
 from __future__ import annotations

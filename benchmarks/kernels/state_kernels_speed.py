@@ -3,12 +3,12 @@
     python -m benchmarks.kernels.state_kernels_speed [--json FILE] [--prompts] [--apart] [--layers "gated delta" ssd …]
         [--copies] [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
 
-Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
-Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
+Needs an NVIDIA GPU and Triton. The shapes are Transformers' defaults for qwen3_5_text, and Nemotron-H-8B's,
+Kimi-Linear's and Falcon-Mamba-7B's. A graph runs each kernel over several layers' states, more than the L2 cache holds.
 Kernels are launched before those ahead have ended, as in a step; --apart has each begin when the one ahead has ended.
 TB/s are the bytes of states and tokens, read and written once, over the time; the last column is their share of the
-rate at which the GPU reads one large tensor. --copies adds what a plain copy of as many bytes takes, half of them read
-and half written, in a graph too. A variant sets constants of modules of runtime/ops/states/.
+GPU's rate of reading one large tensor. --copies adds the time of a plain copy of as many bytes, half of them read and
+half written, in a graph too. A variant sets constants of modules of runtime/ops/states/.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 Needs a Hopper GPU, NVRTC and Triton. A CUDA graph runs several layers, each with weights and states of its own, by the
 kernels that a package has: no model is compiled. A variant sets constants of modules of runtime/ops/states/. With the
 first variant, `--without` leaves kernels out (of conv, norm and recurrence, which takes the norm along), so that their
-cost to all others shows. With --each `end` is what a kernel adds to the time of a layer: from the end of the one ahead
-to its own, the median of the layers; `µs` is from its own start, which may be before that end.
+cost to all others shows. With --each `end` is the time that a kernel adds to a layer: from the previous kernel's end to
+its own, the median of the layers. `µs` is from its own start, which may be before that end.
 """
 
 from __future__ import annotations

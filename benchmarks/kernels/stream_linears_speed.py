@@ -1,13 +1,13 @@
-"""Microseconds of linears of few tokens by shape and by division of the work, and the rate at which weights are read.
+"""Microseconds of linears of few tokens by shape and by division of the work, and the rate of reading weights.
 
     python -m benchmarks.kernels.stream_linears_speed [--tokens 1,8] [--linears 4096x21504:residual …]
         [--rows 4,66,8,2 …]
 
 Needs a Hopper GPU. A linear is NxK, with `residual` (and the sums for a norm behind it), `norm` (ahead of it), `gated`
-or `squared_relu`, joined by +; by default those of Nemotron-H-8B. A CUDA graph runs it with one weight after another, a
+or `squared_relu`, joined by +; by default Nemotron-H-8B's. A CUDA graph runs it with one weight after another, a
 gigabyte of them and more, so that they come from the GPU's memory. --rows are divisions of rows.cu besides the chosen
 one: SPLIT,CLUSTERS,WARPS,RESIDENT. The last line of each runs all linears one behind another, as layers do. An error is
-the worst token's distance from float32 over that of torch in bfloat16.
+    the worst token's distance from float32 over torch's in bfloat16.
 """
 
 from __future__ import annotations

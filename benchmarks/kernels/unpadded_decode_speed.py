@@ -3,10 +3,9 @@
     python -m benchmarks.kernels.unpadded_decode_speed
 
 Needs an NVIDIA GPU. Models with such heads have as many KV heads as query heads (phi-2 and phi-3-mini have 32). One
-Triton kernel reads caches of 80, 96 and 128 numbers a head; it has a block for each head of a request, which are enough
-for all multiprocessors, so that no keys are split. Beside it are the kernels that serve padded heads: `shares` on
-Hopper, and runtime/ops/attention/split_decode.py. Each graph runs layers with caches of their own, more than the L2
-cache holds.
+Triton kernel reads caches of 80, 96 and 128 numbers a head. It has a block for each head of a request: enough for all
+multiprocessors, so that no keys are split. Beside it are the kernels that serve padded heads: `shares` on Hopper, and
+runtime/ops/attention/split_decode.py. Each graph runs layers with caches of their own, more than the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def reader() -> Callable[..., None]:
         row = tl.program_id(1)
         dims = tl.arange(0, PADDED)
         block = tl.arange(0, BLOCK)
-        heads = tl.arange(0, 16)  # of which the first is one: tl.dot takes no fewer rows
+        heads = tl.arange(0, 16)  # the first is real: tl.dot takes no fewer rows
         is_dim = dims < D
         q_ptrs = q_ptr + (row * H + head) * D + dims[None, :]
         q = tl.load(q_ptrs + heads[:, None] * 0, mask=(heads[:, None] == 0) & is_dim[None, :], other=0.0)

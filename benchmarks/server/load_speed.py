@@ -4,9 +4,8 @@
 
 Writes a checkpoint of each shape of configs/shapes, with as many layers as make so many GB (a dense 8B has 16), as
 their authors publish them: experts one by one, tensors in the order of their names. The files are in the page cache
-when they are read, as those of a second start are. Each is read into its final place on the device by the loader's own
-plan, in turns; the last figures are the medians. The table is what a runtime stores of this plan: where each tensor
-goes.
+when they are read, as in a second start. Each is read into its final place on the device by the loader's own plan, in
+turns; the last figures are the medians. The table is what a runtime stores of this plan: where each tensor goes.
 """
 
 from __future__ import annotations

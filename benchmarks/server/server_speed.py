@@ -5,9 +5,8 @@
 
 Prompts are token ids, and so are the answers of a model without a tokenizer. All requests begin at once; engine and
 server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their
-own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection, or when
-the engine is called.
-`--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
+own (`bench serve`). A first token counts from the sending of its request on an open connection, or from the engine's
+call. `--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
 """
 
 from __future__ import annotations

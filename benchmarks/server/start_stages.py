@@ -3,8 +3,8 @@
     python -m benchmarks.server.start_stages configs/qwen-8b-shape.yaml --ranks 1 2 [--repeats 3] [--timeline]
 
 It is compiled first if necessary, once for each number of ranks. Then new processes start it by turns, each until its
-engine takes requests. Seconds are from the process's begin; those of ranks are how long after it they were through a
-stage. With `--timeline` the last start of each number of ranks is drawn as well.
+engine takes requests. Seconds are from the process's begin; a rank's seconds are from then to its end of a stage. With
+`--timeline` the last start of each number of ranks is drawn as well.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Way:
     Attributes:
         pays: as `choosing` takes it.
         seconds: of generating the fewer and the more tokens.
-        tokens: those of each request.
+        tokens: of each request.
         is_cascade: whether some step was one.
     """
 

@@ -1,12 +1,12 @@
-"""The steps in which a long prompt comes in beside running answers: what each took, and by which kernels.
+"""The steps of a long prompt beside running answers: each step's time and kernels.
 
     python -m benchmarks.steps.chunk_steps configs/qwen-8b-shape.yaml [--bounds 25 auto none]
         [--prompt 32000] [--profile 24000]
 
 One engine for all bounds: it captures the sizes of the first, and `runtime.max_step_ms` is set anew for each of them.
-The work is that of `bench gaps`: first the prompt alone, then beside the answers. A step's estimate is what the
-scheduler expected before it saw the step (runtime/schedule/step_cost.py). With --profile N the kernels of six steps
-from N tokens of context on are summed, on a GPU; a profiled step takes longer.
+The work is `bench gaps`': first the prompt alone, then beside the answers. A step's estimate is what the scheduler
+expected before it saw the step (runtime/schedule/step_cost.py). With --profile N the kernels of six steps from N tokens
+of context on are summed, on a GPU; a profiled step takes longer.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Without a GPU it gives the host's parts alone. The parts overlap with the GPU, so they do not add up to the whole; a
 part that holds others is followed by them, indented. Each is timed, with when it began after the call did. With
---piecewise no whole step with prompts is captured, with --whole those of any model are that it is possible for. With
+--piecewise no whole step with prompts is captured; with --whole all possible ones are, for any model. With
 --layers a shape is cut down to so many, for the shares of its kernels alone. With --cached each prompt has so many
 tokens ahead that the prefix cache holds.
 """

@@ -3,8 +3,8 @@
     python -m benchmarks.steps.graph_modes_speed configs/qwen.yaml [--tokens 512] [--batches 1 8 64 256]
 
 Needs an NVIDIA GPU. A step is planning attention and running the model; sampling is left out. Steps are issued one
-behind another, as in serving. "breakable" is a capture that stops at each attention, runs it, and goes on: what
-splitting the graph at attentions is measured against.
+behind another, as in serving. "breakable" is a capture that stops at each attention, runs it, and goes on. Graphs that
+are split at attentions are compared with it.
 """
 
 from __future__ import annotations

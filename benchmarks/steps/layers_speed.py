@@ -4,8 +4,8 @@
         [--batches 1 8 64 256] [--prompts 32x2048] [--tensor-parallel-size 2] [--vocabulary 16384]
 
 The weights are random, the vocabulary is small, and `--layers` are kinds of layers as the model's config.json names
-them, or how many layers there are: a model of one kind has none of the others' kernels to compile. Steps of decodes are
-shown kernel by kernel, those of prompts by the sum of each kernel's times. Of several ranks they are rank 0's.
+them, or the number of layers: a model of one kind compiles no kernels of the others. Steps of decodes are shown kernel
+by kernel, steps of prompts by the sum of each kernel's times. Of several ranks they are rank 0's.
 """
 
 from __future__ import annotations

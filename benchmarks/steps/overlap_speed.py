@@ -4,8 +4,8 @@
         [--prompts 32x2048] [--steps 8192 16384]
 
 With --layers the shape has as many, and the rest of the work is less: compare the two ways, not tokens a second with
-those of the whole model. One line for each number of tokens in a step and each way: the median of some calls, the
-fastest and the slowest; then how far log-probabilities of the first tokens are apart on average.
+the whole model's. One line for each number of tokens in a step and each way: the median of some calls, the fastest and
+the slowest; then the mean distance of the first tokens' log-probabilities.
 """
 
 from __future__ import annotations

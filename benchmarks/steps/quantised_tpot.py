@@ -3,11 +3,11 @@
     python -m benchmarks.steps.quantised_tpot [CONFIG.yaml] [--variants bf16,fp8,fp8-kv,int4] [--batch 1,8,64,256]
         [--input-len 512] [--output-len 129] [--repeats 1] [--prefill] [--start]
 
-Of each variant `mllm-compile bench latency` is run on the config, Qwen3-8B's shape with random weights unless another
-is named, with `model.quantization` and `runtime.kv_cache_dtype` of the variant; --prefill runs `bench throughput` too,
-for its prefill of 32 prompts of 2048 tokens. --start starts fresh processes from what is compiled by then, and gives
-the seconds from the first line to the first token of each. Each variant compiles the model first, where no runtime of
-it is there yet.
+For each variant `mllm-compile bench latency` runs on the config with the variant's `model.quantization` and
+`runtime.kv_cache_dtype`; by default the config is Qwen3-8B's shape with random weights. --prefill runs `bench
+throughput` too, for its prefill of 32 prompts of 2048 tokens. --start starts fresh processes from the compiled
+runtimes, and gives the seconds from the first line to the first token of each. Each variant compiles the model first,
+where no runtime of it is there yet.
 
 Needs an NVIDIA GPU for its default config, no GPU for a small one. On a CPU name the sizes of its work as well, as
 `configs/tiny.yaml --batch 1,4 --input-len 32 --output-len 9` does.

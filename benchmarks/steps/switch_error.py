@@ -68,7 +68,7 @@ Prompts = list[str] | list[list[int]]
 
 
 def random_prompts(count: int) -> Prompts:
-    """Token ids, with lengths as those of the texts are."""
+    """Token ids, with the texts' lengths."""
     rng = random.Random(0)
     return [[rng.randrange(1000) for _ in range(rng.randint(20, 200))] for _ in range(count)]
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.steps.two_streams_speed configs/qwen-8b-shape.yaml [--batched 2048 8192]
 
-Needs an NVIDIA GPU with room for the weights twice. Of two engines of one process, with a model each, one makes answers
-on a stream of high priority, and the other takes the prompt in, in steps of so many tokens on a stream of low priority.
-So the GPU runs both steps side by side as it likes. `bench gaps` measures the same work in one engine, whose steps hold
-tokens of both and read the weights once for them.
+Needs an NVIDIA GPU with room for the weights twice. One process has two engines, with a model each. One generates
+answers on a stream of high priority. The other takes the prompt, in steps of so many tokens on a stream of low
+priority. So the GPU runs both steps side by side as it likes. `bench gaps` measures the same work in one engine, whose
+steps hold tokens of both and read the weights once for them.
 """
 
 from __future__ import annotations

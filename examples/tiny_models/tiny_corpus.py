@@ -1,8 +1,8 @@
 """The text that the embedded model is trained on: what every Python carries, as documents.
 
-Owns reading the language reference (``pydoc_data``), the docstrings of the standard library (parsed, never imported)
-and those of a few built-in modules; removing what is said twice; and the split by document. Deterministic for one
-Python release. Plain Python: no torch. Read next: train_tiny.py, which makes tokens and a model of it.
+Reads the language reference (``pydoc_data``), and the docstrings of the standard library (parsed, never imported) and
+of a few built-in modules. Removes repeated text, and splits by document. Deterministic for one Python release. Plain
+Python: no torch. Read next: train_tiny.py, which makes tokens and a model of it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Corpus:
 def read_corpus() -> Corpus:
     """Reads, deduplicates and splits the corpus; a few seconds.
 
-    Held-out and validation documents take their text first: a paragraph that they share with others, and the
-    reference repeats itself a lot, is dropped from the training text, so that no figure rests on a copy.
+    Held-out and validation documents take their text first. Paragraphs that they share with others (the reference
+    repeats itself a lot) are dropped from the training text, so that no figure depends on a copy.
     """
     documents = [*_topics(), *_modules(), *_builtins()]
     rank = {"held_out": 0, "validation": 1, "train": 2}

@@ -6,9 +6,9 @@
 
 Without --out it replaces the embedded model.
 
-Owns the tokenizer and the training. The text comes from tiny_corpus.py, the model card is tiny_card.py's. There is far
-less text than such a model could learn from, so several recipes (passes over the text, weight decay) are run, each
-with its own learning-rate schedule and until its validation loss turns; the best checkpoint of all is saved.
+Owns the tokenizer and the training. The text comes from tiny_corpus.py, the model card is tiny_card.py's. The text is
+far less than such a model could learn from. So several recipes (passes over the text, weight decay) run, each with its
+own learning-rate schedule, until its validation loss turns. The best checkpoint of all is saved.
 
 Shape legend: N tokens of a stream, B windows of a batch, T context.
 """
@@ -92,7 +92,7 @@ def main() -> None:
     facts = facts_of(corpus, streams, best, args, time.monotonic() - started)
     save(model, best, tokenizer, args.out)
 
-    # What is measured is what was saved: bf16 weights, read back.
+    # The saved bf16 weights are read back and measured.
     torch.set_float32_matmul_precision("highest")
     saved = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
@@ -172,8 +172,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """2.95 M parameters, 5.9 MB in bf16. Head dim 128 and groups of 2 are shapes that the GPU's kernels serve; two KV
-    heads, not one, so that a wrong mapping of query heads to KV heads is seen."""
+    """2.95 M parameters, 5.9 MB in bf16. Head dim 128 and groups of 2 are shapes that the GPU's kernels serve. Two KV
+    heads, not one, show a wrong mapping of query heads to KV heads."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
@@ -224,8 +224,8 @@ def train_one(
 ) -> None:
     """One run; mutates `model`, and `best` where it beats it.
 
-    Where `seconds` would end before the steps do, the schedule follows the clock instead, so that the learning rate
-    always comes down (and the result then depends on the machine's speed).
+    If `seconds` end before the steps do, the schedule follows the clock instead, so that the learning rate always comes
+    down. The result then depends on the machine's speed.
     """
     optimizer = make_optimizer(model, recipe)
     batches = torch.Generator().manual_seed(SEED)

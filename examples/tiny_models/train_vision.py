@@ -182,7 +182,7 @@ def patches_of(pixels: np.ndarray) -> np.ndarray:
 
 
 class Batches(Dataset[dict[str, torch.Tensor]]):
-    """Batches of pictures, none of which comes twice; the n-th is that of the n-th seeds."""
+    """Batches of pictures without repetition; the n-th is of the n-th seeds."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, config: Qwen3VLConfig, size: int) -> None:
         self._tokenizer = tokenizer
@@ -233,7 +233,7 @@ def draw_batch(tokenizer: PreTrainedTokenizerFast, seeds: range) -> dict[str, to
 
 
 def chat_of(turns: list[tuple[str, str]], placeholder: str) -> list[str]:
-    """What is told and what is to be answered, in turn, as CHAT_TEMPLATE writes it."""
+    """Questions and answers, in turn, as CHAT_TEMPLATE writes them."""
     parts = []
     for index, (question, answer) in enumerate(turns):
         before = "" if index == 0 else "\n"

@@ -1,8 +1,8 @@
 """Pictures of shapes and digits, and questions about them: what the embedded vision model learns from.
 
-Owns drawing and asking. A picture is a grid of cells of 16 pixels, some of which hold one thing: a circle, square or
-triangle, or a digit, in one of five colours, at a place and of a size of its own in its cell. Everything follows from
-a seed. Numpy alone: no torch, no Pillow. Read next: train_vision.py, which trains on them.
+Owns drawing and asking. A picture is a grid of cells of 16 pixels; some cells hold one thing. It is a circle, square or
+triangle, or a digit, in one of five colours, with its own place and size in its cell. Everything follows from a seed.
+Numpy alone: no torch, no Pillow. Read next: train_vision.py, which trains on them.
 """
 
 from __future__ import annotations

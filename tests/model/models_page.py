@@ -23,15 +23,14 @@ _SUMMARY = """\
 
 No list in the code says which models are served. A model's own forward, as Transformers has it, is traced. A gate
 then decides whether the trace will be served right, and a self-check compares what was compiled with Transformers.
-What fails either is refused with the reason. So it is a model's config that decides, not its name.
+A model that fails either is refused with the reason. So it is a model's config that decides, not its name.
 
 {counts}
 
 *Served right* means here: a small random model of the architecture, in float32 on a CPU, gives Transformers'
 log-probabilities within {tolerance:g} (Transformers {transformers}, torch {torch}, {date}). No published checkpoint
 is meant by it, and no speed. Through Inductor {by_inductor} were tried too, and {on_gpu} on a GPU in bfloat16. [The
-lab](lab/models.md) has each architecture's error, its kinds of layers, what attends for it on a GPU, and the reason
-of each refusal.
+lab](lab/models.md) has each architecture's error, kinds of layers, attention on a GPU, and reason of refusal.
 
 | | architectures |
 |---|---|

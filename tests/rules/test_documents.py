@@ -89,7 +89,7 @@ def test_the_scripts_former_folder_is_named_beside_a_commit_alone():
 
 
 def test_the_picture_of_floors_has_every_room():
-    picture = text_of("docs/architecture.md").partition("## Who may import whom")[2].split("```")[1]
+    picture = text_of("docs/architecture.md").partition("## The order of imports")[2].split("```")[1]
     rooms = {room for package in ("mllm_compile", "runtime") for room in (ROOT / package).iterdir() if room.is_dir()}
     named = {room.name for room in rooms if not room.is_symlink() and (room / "__init__.py").is_file()}
     assert len(named) > 25
