@@ -147,14 +147,17 @@ def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, variant, ch
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this Transformers has no {name}")
     folder = tmp_path / "model"
-    save_tiny_model(tiny_config(name, **POSITIONS | changes), folder)
+    config = tiny_config(name, **POSITIONS | changes)
+    save_tiny_model(config, folder)
+    # Transformers leaves padding out of the roberta family's positions, but counts it behind a cache.
+    bias = {config.pad_token_id: -100.0} if name == "roberta" else None
     exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
     prompts = [random_ids(length, FIRST_SPECIAL_TOKEN, length) for length in LENGTHS]
     with served(folder, tmp_path / "cache") as engine:
         (artifact,) = (open_artifact(path.parent) for path in tmp_path.rglob("program.json"))
         assert artifact.manifest.config["runtime"]["attention_backend"] == "flashinfer"
         read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-        asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+        asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0, logit_bias=bias)
         written = engine.generate(prompts, asked)
     ours = torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)][1:])
     of_prompts = compare(
