@@ -59,7 +59,7 @@ def test_a_limit_is_seen(code):
 
 
 @pytest.mark.parametrize("code", ["event.wait(HANG_S)", "thread.join()", "', '.join(names)", "time.time()"])
-def test_what_is_none_is_not_taken_for_one(code):
+def test_other_waits_are_not_taken_for_limits(code):
     assert list(limits(ast.parse(code))) == []
 
 

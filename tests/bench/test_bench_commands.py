@@ -123,7 +123,7 @@ def test_long_and_gaps_take_small_sizes_on_a_cpu_unless_told_otherwise(monkeypat
 
 
 @pytest.mark.parametrize("points", ["", "8", "1x2x3", "1xtwo"])
-def test_points_that_are_none_are_refused(points, capsys):
+def test_malformed_points_are_refused(points, capsys):
     assert command_line(["bench", "long", "c.yaml", "--points", points]) == 2
     assert f"--points is {points!r}; expected requests x tokens" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from mllm_compile.errors import ConfigError
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_the_tables_of_a_page_are_those_of_the_kept_results(path):
+def test_the_tables_of_a_page_match_the_kept_results(path):
     page = path.read_text(encoding="utf-8")
     assert with_tables(page) == page, f"{path.name} is old: make figures-pages"
 

@@ -70,7 +70,7 @@ def test_one_batch_size_is_bars_with_what_they_say() -> None:
     assert "6.00 ms, 50% of the limit" in written
 
 
-def test_values_of_many_batch_sizes_do_not_stand_on_each_other() -> None:
+def test_values_of_many_batch_sizes_do_not_overlap() -> None:
     sizes = list(range(1, 257, 4))
     kept = _apart(sizes)
     assert kept[0] == 1 and kept[-1] == sizes[-1] and 5 <= len(kept) <= 10

@@ -52,5 +52,5 @@ def test_the_share_of_the_limit_of_a_time_and_of_a_rate():
     assert tpot(1, 4.0).share_of_limit is None
 
 
-def test_the_spread_is_that_of_all_samples():
+def test_the_spread_is_over_all_samples():
     assert tpot(1, 4.0, 5.0, 4.5).spread == pytest.approx(1 / 4.5)

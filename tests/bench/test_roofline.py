@@ -119,7 +119,7 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
     ],
 )
-def test_what_goes_between_ranks_has_a_line_of_its_own(name):
+def test_traffic_between_ranks_has_a_line_of_its_own(name):
     step = [kernel("triton_poi_fused_embedding_0", 2, 0), kernel(name, 50, 0), kernel("nvjet_tst_64x8", 9, 0)]
     assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", BETWEEN_RANKS, QKV.name]
 
@@ -233,7 +233,7 @@ def test_products_in_fp8_are_held_against_the_rate_of_fp8(name, us):
     assert head.limit_us == pytest.approx(2 * 256 * 151_936 * 4096 / 787e12 * 1e6), "which is in bfloat16"
 
 
-def test_products_in_fp8_are_held_against_the_only_rate_where_that_of_fp8_was_not_measured():
+def test_products_in_fp8_are_held_against_the_only_rate_if_fp8_was_not_measured():
     facts = StepFacts(256, (PieceFacts(0, 0, 0, (DOWN_IN_FP8,)),), (), 0)
     step = [kernel("aten::mm", 9e3, 0)]
     (row,) = roofline_rows(step, assign_jobs(step, facts), replace(H200, fp8_flops_s=None))
@@ -324,7 +324,7 @@ def map_of(*steps: StepMap) -> Roofline:
     )
 
 
-def test_several_steps_stand_side_by_side():
+def test_several_steps_are_side_by_side():
     def row(label: str, name: str, count: int, us: float) -> RooflineRow:
         return RooflineRow(label, name, count, us, num_bytes=10, flops=0, limit_us=1.0)
 

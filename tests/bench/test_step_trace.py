@@ -92,7 +92,7 @@ def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
     assert piece.in_bytes == ids.nbytes + (2 * angles.nbytes if num_slots else 0)
 
 
-def test_of_several_ranks_that_of_this_process_is_traced():
+def test_of_several_ranks_this_process_is_traced():
     runner = object()
     alone = SimpleNamespace(_runner=runner)
     for steps in (alone, RankedStepRunner(alone, None)):

@@ -110,7 +110,7 @@ def test_launches_are_timed_from_the_first_kernel_to_the_last(stream):
     assert gpu_seconds(work) == pytest.approx(0.003)
 
 
-def test_the_rate_of_reading_is_that_of_a_gigabyte_s_sum(stream, monkeypatch):
+def test_the_rate_of_reading_is_measured_by_a_gigabyte_s_sum(stream, monkeypatch):
     class Gigabyte:
         nbytes = 1 << 30
 

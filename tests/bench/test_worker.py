@@ -87,7 +87,7 @@ def test_batches_whose_kv_does_not_fit_at_once_are_left_out_and_said(engine, tmp
     assert "left out, as requests would wait for the KV cache at batch 3" in capsys.readouterr().err
 
 
-def test_work_of_which_nothing_fits_is_an_error(engine, tmp_path):
+def test_work_that_does_not_fit_at_all_is_an_error(engine, tmp_path):
     engine.kv_tokens = 7
     sizes = LongWork(points=((1, 5), (2, 5)), output_len=3, repeats=1)
     assert "the KV cache holds none of the batches at once" in work("long", tmp_path, work=asdict(sizes))["error"]
@@ -183,7 +183,7 @@ def test_an_engine_that_makes_other_numbers_of_tokens_has_no_time():
         check_output(call, [3, 2])
 
 
-def test_the_kind_of_device_is_that_of_the_config(tmp_path):
+def test_the_kind_of_device_matches_the_config(tmp_path):
     path = tmp_path / "m.yaml"
     path.write_text("model: {path: ./m}\nruntime: {device: cpu}")
     assert work("device", tmp_path, config=str(path)) == {"is_cpu": True}

@@ -33,7 +33,7 @@ def test_a_misspelled_key_is_told_in_one_line(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
-def test_a_number_that_is_none_is_told_with_its_option(value, monkeypatch, capsys):
+def test_a_malformed_number_is_told_with_its_option(value, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run("steps.fp8_kv_error", monkeypatch, "configs/tiny.yaml", "--tokens", value)
     assert f"argument --tokens: '{value}'; expected a number of at least 1" in capsys.readouterr().err

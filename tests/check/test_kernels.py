@@ -267,7 +267,7 @@ def test_a_program_without_such_pieces_has_nothing_to_check():
         (DecodeVariant(None, "many", OF_MANY), 33, "many", "split_decode"),
     ],
 )
-def test_who_decodes_is_named_with_the_setting_that_does_without_it(variant, num_requests, name, switch):
+def test_the_decode_kernel_is_named_with_the_setting_that_leaves_it_out(variant, num_requests, name, switch):
     assert _who_decodes(variant, 8 * num_requests) == (name, f"runtime.without: [{switch}]")
 
 

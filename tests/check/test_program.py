@@ -99,7 +99,7 @@ def test_what_a_pass_raises_is_told_of_the_pass_and_not_of_the_model(monkeypatch
     assert "compile.disable_passes: [pack_projections]" in str(error.value)
 
 
-def test_a_program_that_does_not_run_is_no_fault_of_the_model(monkeypatch, tmp_path):
+def test_a_program_that_does_not_run_is_not_the_models_fault(monkeypatch, tmp_path):
     def run(*arguments: Any) -> None:
         raise RuntimeError("shape '[1, 8, 64]' is invalid for input of size 256")
 
@@ -150,7 +150,7 @@ def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monke
         compile_tiny(tmp_path / "exact", "float32")
 
 
-def test_what_would_make_transformers_faster_is_no_news_of_a_compile(tmp_path, monkeypatch):
+def test_hints_to_make_transformers_faster_are_not_shown_by_a_compile(tmp_path, monkeypatch):
     told = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", told.append)

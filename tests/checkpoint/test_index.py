@@ -65,7 +65,7 @@ def test_of_copies_in_several_files_the_one_that_the_index_names_is_read(meant, 
 
 
 @pytest.mark.parametrize("named", [None, FILES[2]])
-def test_copies_in_files_of_which_the_index_names_none_are_an_error(named, parts, tmp_path):
+def test_copies_in_files_that_the_index_does_not_name_are_an_error(named, parts, tmp_path):
     copies = [part | {Q: torch.zeros(64, 64)} for part in parts[:2]] + [parts[2]]
     weight_map = {name: file for name, file in listed(parts).items() if name != Q} | ({Q: named} if named else {})
     copies[2].pop(Q, None)

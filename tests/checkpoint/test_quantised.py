@@ -161,7 +161,7 @@ def test_packed_weights_are_dequantised_into_their_rows(tmp_path):
     assert torch.equal(loaded(spec, tmp_path), torch.cat(list(weights.values())))
 
 
-def test_scales_may_lie_in_another_file(tmp_path):
+def test_scales_may_be_in_another_file(tmp_path):
     expected = write(tmp_path, LINEARS["awq"], random_weight(320, 192))
     stored = load_file(tmp_path / FILE)
     save_file({P + ".scales": stored.pop(P + ".scales")}, tmp_path / "more.safetensors")
@@ -638,7 +638,7 @@ def test_what_linears_do_not_compute_with_has_no_scheme(name, tmp_path):
     assert scheme_of(plan(tmp_path).planned[NAME]) is None
 
 
-def test_experts_that_lie_transposed_have_a_scheme_as_linears_and_plain_weights_none(tmp_path):
+def test_transposed_experts_have_a_scheme_as_linears_and_plain_weights_have_none(tmp_path):
     write(tmp_path, MXFP4, random_weight(3, 96, 40), "layers.0.mlp.experts.down_proj")
     (planned,) = plan(tmp_path).planned.values()
     assert scheme_of(planned) is None and not can_be_quantised(planned)

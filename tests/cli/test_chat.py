@@ -99,6 +99,6 @@ def test_a_server_that_refuses_or_is_not_there_is_one_line(server, monkeypatch, 
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "http://127.0.0.1:80a0", "http://127.0.0.1:70000", "http://[::1"]
 )
-def test_what_is_no_url_of_a_server_is_one_line(url, capsys):
+def test_a_malformed_url_of_a_server_is_one_line(url, capsys):
     assert run(["chat", url]) == 2
     assert "is no URL of a server; expected such as http://127.0.0.1:8000" in capsys.readouterr().err

@@ -313,7 +313,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_prompt_stands_before_the_text_on_a_terminal_and_where_it_is_asked_for(engine, config, capsys, monkeypatch):
+def test_the_prompt_is_before_the_text_on_a_terminal_and_where_it_is_asked_for(engine, config, capsys, monkeypatch):
     command = ["generate", config, "--prompt", "once"]
     assert run(command) == 0
     assert capsys.readouterr().out == "token\n", "a file gets what was generated"
@@ -328,7 +328,7 @@ def test_the_prompt_stands_before_the_text_on_a_terminal_and_where_it_is_asked_f
         assert terminal.getvalue() == shown
 
 
-def test_a_generation_of_which_quiet_was_asked_says_nothing_of_itself(engine, config, monkeypatch):
+def test_a_quiet_generation_prints_nothing_of_itself(engine, config, monkeypatch):
     for options, says in (([], True), (["--quiet"], False)):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)

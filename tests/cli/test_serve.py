@@ -62,6 +62,6 @@ def test_times_have_units(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "m", "x5", "5d"])
-def test_what_is_no_time_is_refused(text):
+def test_a_malformed_time_is_refused(text):
     with pytest.raises(ConfigError, match="expected a time"):
         seconds_of("--x", text)

@@ -152,7 +152,7 @@ def test_an_exception_on_the_way_is_harmless(tmp_path, config, expected, monkeyp
     assert contents(tmp_path) == expected
 
 
-def test_an_error_is_that_of_the_models_own_piece(tmp_path):
+def test_the_models_own_piece_raises_the_error(tmp_path):
     class Failing(FakeWorkers):
         def _compile(self, job: PieceJob) -> None:
             raise CompileError(f"piece {job.piece} does not compile (its source: {job.source_path})")

@@ -31,9 +31,7 @@ def test_a_config_for_machines_with_no_hub_names_a_folder_of_the_repository(name
     ("folder", "hidden", "ffn", "layers", "heads", "tied"),
     [("qwen3-0.6b", 1024, 3072, 28, 16, True), ("qwen3-8b", 4096, 12288, 36, 32, False)],
 )
-def test_a_shape_is_that_of_the_model_that_it_stands_for(
-    folder: str, hidden: int, ffn: int, layers: int, heads: int, tied: bool
-) -> None:
+def test_a_shape_matches_its_model(folder: str, hidden: int, ffn: int, layers: int, heads: int, tied: bool) -> None:
     config = json.loads((CONFIGS / "shapes" / folder / "config.json").read_text())
     assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (hidden, ffn, layers)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (heads, 8, 128)
@@ -42,7 +40,7 @@ def test_a_shape_is_that_of_the_model_that_it_stands_for(
     assert config["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
 
 
-def test_four_layers_of_a_mixture_of_experts_are_those_of_the_whole_one() -> None:
+def test_four_layers_of_a_mixture_of_experts_match_the_whole_one() -> None:
     whole, cut = (
         json.loads((CONFIGS / "shapes" / f"qwen3-30b-a3b{layers}" / "config.json").read_text())
         for layers in ("", "-4-layers")

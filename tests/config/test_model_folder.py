@@ -42,7 +42,7 @@ def test_a_local_folder_is_taken_as_it_is(folder):
     assert model.weight_files == (folder / "model.safetensors",)
 
 
-def test_the_dtype_is_the_configs_else_that_of_the_first_float_weight(folder):
+def test_the_dtype_is_the_configs_else_the_first_float_weights(folder):
     assert open_folder(folder).checkpoint_dtype() == "float16"
     add_to_config(folder, torch_dtype="bfloat16")
     assert open_folder(folder).checkpoint_dtype() == "bfloat16"
@@ -56,7 +56,7 @@ def test_a_damaged_weight_file_is_named_when_its_dtype_is_needed(folder):
         open_folder(folder).checkpoint_dtype()
 
 
-def test_the_shards_are_those_of_the_index(folder):
+def test_the_shards_match_the_index(folder):
     (folder / "model.safetensors").rename(folder / "model-2.safetensors")
     save_file({"b": np.zeros(1, np.float32)}, folder / "model-1.safetensors")
     index = folder / "model.safetensors.index.json"

@@ -35,7 +35,7 @@ def test_a_scheme_is_called_what_it_is(name, tmp_path):
     assert found.name == NAMES[name]
 
 
-def test_the_section_may_lie_in_the_text_models_and_have_the_older_name(tmp_path):
+def test_the_section_may_be_in_the_text_models_and_have_the_older_name(tmp_path):
     nested = read_scheme(tmp_path, {"text_config": {"quantization_config": MXFP4.config}})
     assert nested == scheme(MXFP4.config, folder=tmp_path) == scheme(MXFP4.config, "compression_config", tmp_path)
 
@@ -201,7 +201,7 @@ def test_an_odd_value_anywhere_in_the_section_is_read_or_refused_in_one_short_li
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_read_is_refused_by_name(what, tmp_path):
+def test_unread_keys_are_refused_by_name(what, tmp_path):
     section, message = REFUSED[what]
     with pytest.raises(CheckpointError, match=message):
         scheme(section, folder=tmp_path)

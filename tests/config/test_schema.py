@@ -229,7 +229,7 @@ def test_a_missing_file_a_folder_and_a_binary_file_are_refused(tmp_path):
         EngineConfig.from_yaml(tmp_path / "model.yaml")
 
 
-def test_what_an_engine_is_made_from_is_known_by_what_is_there(tmp_path, monkeypatch):
+def test_the_kind_of_an_engines_source_is_known_by_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("model", "runtime", "other", "Qwen"):
         Path(name).mkdir()

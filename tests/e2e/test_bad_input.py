@@ -218,7 +218,7 @@ def assert_refused(command: list[str], said: str, capsys: pytest.CaptureFixture[
         (None, "the model is None; expected a hub id, a model's folder, a YAML file"),
     ],
 )
-def test_what_is_no_model_is_refused_by_the_engine_with_what_to_give(source, said):
+def test_a_path_without_a_model_is_refused_by_the_engine_with_an_alternative(source, said):
     with pytest.raises(ConfigError, match=said):
         Engine(source)
 

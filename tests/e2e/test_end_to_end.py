@@ -98,7 +98,7 @@ def make_engine(inductor_cache: Path) -> Iterator[EngineMaker]:
 # --- equal to Transformers ------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_and_text_are_those_of_transformers(engine, cases):
+def test_greedy_tokens_and_text_match_transformers(engine, cases):
     for case in cases:
         (output,) = engine.generate(case.text, GREEDY)
         assert case.matches(output)

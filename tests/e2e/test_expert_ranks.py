@@ -75,7 +75,7 @@ def test_a_prefix_hit_gives_the_same_on_the_rank_that_has_it(ranks, alone):
     assert {tuple(output.token_ids) for output in outputs} == {tuple(tokens(alone, PROMPTS[2:3], GREEDY)[0])}
 
 
-def test_draws_penalties_and_scores_are_those_of_one_rank(ranks, alone):
+def test_draws_penalties_and_scores_match_one_rank(ranks, alone):
     how = {"max_tokens": 10, "ignore_eos": True, "detokenize": False}
     drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.2, logprobs=2, **how)
     ours, theirs = (engine.generate(PROMPTS, drawn) for engine in (ranks, alone))
@@ -86,7 +86,7 @@ def test_draws_penalties_and_scores_are_those_of_one_rank(ranks, alone):
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_scores_of_prompts_in_chunks_are_those_of_one_rank(ranks, alone):
+def test_scores_of_prompts_in_chunks_match_one_rank(ranks, alone):
     scored = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, prompt_logprobs=count)
               for count in (2, 0, 1, None)]  # fmt: skip
     ours, theirs = (engine.generate(PROMPTS, scored) for engine in (ranks, alone))
@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_every_request_with_its_reason(folder):
     assert set(followers()) == before
 
 
-def test_what_is_not_served_is_refused(folder, ranks):
+def test_unserved_settings_are_refused(folder, ranks):
     with pytest.raises(ConfigError, match="expert_parallel_size is 3, and this model has no experts that can be dealt"):
         load_or_compile(config_of(folder, 3))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2 and runtime\.expert_parallel_size 2"):

@@ -32,7 +32,7 @@ def scores(output: RequestOutput) -> list[float]:
     return [entry[token].logprob for entry, token in pairs]
 
 
-def test_log_probabilities_stay_near_those_of_the_model_s_own_type(engine, eager_cache):
+def test_log_probabilities_stay_near_the_model_s_own_types(engine, eager_cache):
     with make(eager_cache, kv_cache_dtype="auto") as plain_engine:
         plain = scores(plain_engine.generate(TEXT, PARAMS)[0])
     differences = [abs(a - b) for a, b in zip(scores(engine.generate(TEXT, PARAMS)[0]), plain, strict=True)]

@@ -150,7 +150,7 @@ def test_every_protocol_has_models_among_these() -> None:
     assert not [name for name in MODELS if f"`{name}`" not in page]
 
 
-def test_answers_are_those_of_transformers_in_one_batch_and_alone(served: Served) -> None:
+def test_answers_match_transformers_in_one_batch_and_alone(served: Served) -> None:
     """One image, two with text between, and of different sizes, beside text."""
     with served.engine(enable_prefix_cache=False) as engine:
         assert tokens(engine, served.prompts.every) == served.answers

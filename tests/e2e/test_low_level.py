@@ -47,7 +47,7 @@ def test_a_prompt_by_hand_has_the_tokens_of_generate(config: Any, opened: OpenMo
         assert runner.forward_pass_id - before == len(output.token_ids)
 
 
-def test_top_logprobs_are_those_of_generate(config: Any, opened: OpenModel) -> None:
+def test_top_logprobs_match_generate(config: Any, opened: OpenModel) -> None:
     runner, ids = opened.runner, opened.read(PROMPTS[0]).token_ids
     slots = example()["take_slots"](runner, len(ids))
     length, none = (torch.tensor([count], dtype=torch.int32) for count in (len(ids), 0))

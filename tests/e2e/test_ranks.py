@@ -105,7 +105,7 @@ def test_a_prefix_hit_gives_the_same(ranks, alone):
     assert hit.token_ids == alone.generate(PROMPTS[2], GREEDY)[0].token_ids
 
 
-def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alone):
+def test_draws_penalties_and_scores_of_prompts_match_one_rank(ranks, alone):
     drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=10, ignore_eos=True, repetition_penalty=1.2)
     assert tokens(ranks, params=drawn) == tokens(alone, params=drawn)
     scored = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
@@ -183,7 +183,7 @@ def test_halves_of_steps_give_one_ranks_tokens_whatever_attention_there_is(name,
         ({"dbo_prefill_token_threshold": 33}, "max_num_batched_tokens is 32"),
     ],
 )
-def test_steps_in_halves_are_refused_where_there_are_none(cache, runtime: dict[str, Any], why):
+def test_steps_in_halves_are_refused_where_they_do_not_exist(cache, runtime: dict[str, Any], why):
     with pytest.raises(ConfigError, match=f"runtime.enable_dbo is true, but .*{why}"):
         load_or_compile(config_of(cache, enable_dbo=True, **({"dbo_prefill_token_threshold": 16} | runtime)))
 

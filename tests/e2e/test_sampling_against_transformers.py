@@ -138,7 +138,7 @@ def test_before_min_tokens_a_stop_text_does_not_end_the_answer(engine, reference
 # --- n, defaults and log-probabilities ------------------------------------------------------------------------------
 
 
-def test_n_answers_are_those_of_n_requests_with_seeds_one_apart(engine):
+def test_n_answers_match_n_requests_with_seeds_one_apart(engine):
     params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=12, logprobs=0)
     output = engine.generate(TEXTS[1], params)[0]
     assert [completion.index for completion in output.outputs] == [0, 1, 2]

@@ -95,19 +95,19 @@ def tokens_of(outputs) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def test_tokens_of_a_mixed_batch_in_chunks_are_those_of_transformers(served, engine, expected):
+def test_tokens_of_a_mixed_batch_in_chunks_match_transformers(served, engine, expected):
     assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
 
 
 @pytest.mark.slow  # a minute of two cores; tests/model/test_survey.py compiles one of such models in most runs
-def test_through_inductor_tokens_are_those_of_transformers_too(served, expected):
+def test_through_inductor_tokens_match_transformers_too(served, expected):
     if served.model.config.model_type != ARCHITECTURES[0]:
         pytest.skip("one whose projections are packed, so that values of wider rows go from piece to piece")
     with served.engine(backend="inductor") as engine:
         assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
 
 
-def test_log_probabilities_are_those_of_transformers(served, engine):
+def test_log_probabilities_match_transformers(served, engine):
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=3)
     for prompt, output in zip(served.prompts, engine.generate(served.prompts, params), strict=True):
         with torch.no_grad():

@@ -79,7 +79,7 @@ def test_a_chat_goes_through_the_template():
         ([[{"role": "user", "content": "x"}]], "message 0 is no message"),
     ],
 )
-def test_what_is_no_conversation_is_refused(messages, said):
+def test_a_malformed_conversation_is_refused(messages, said):
     async def test(engine, runner):
         with pytest.raises(RequestError, match=said):
             await collect(engine.chat(messages, params()))

@@ -30,7 +30,7 @@ NO_CONVERSATION = [
 
 
 @pytest.mark.parametrize("messages", NO_CONVERSATIONS, ids=repr)
-def test_what_is_no_list_of_messages_is_no_chat(engine, messages):
+def test_a_chat_needs_a_list_of_messages(engine, messages):
     said = r"messages: expected a list of \{'role': …, 'content': …\}, or a list of such lists, got "
     with pytest.raises(RequestError, match=said + type(messages).__name__):
         engine.chat(messages, params())

@@ -58,7 +58,7 @@ def chosen_by_transformers(folder, texts) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_counts_are_those_of_the_tokens_that_were_computed(folder, tmp_path, num_ranks):
+def test_counts_match_the_tokens_that_were_computed(folder, tmp_path, num_ranks):
     how = {"expert_parallel_size": num_ranks, "enable_prefix_cache": False}
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     with engine(folder, tmp_path, expert_stats=True, **how) as served:

@@ -193,7 +193,7 @@ def test_a_single_prompt_and_a_stream_without_numbers_raise(engine, runner):
     assert tokens == expected_tokens([7, 8], 2)
 
 
-def test_a_reader_that_comes_late_gets_what_came_before_the_failure(engine, runner):
+def test_a_late_reader_gets_the_tokens_before_the_failure(engine, runner):
     runner.next_token = without_numbers_after(7, 8, count=2)
     stream = engine.stream([7, 8], params())
     until(lambda: engine.stats().broken_logits == 1)

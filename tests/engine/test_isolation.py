@@ -118,7 +118,7 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
 
 
 @pytest.mark.parametrize("prompt", [[5], PROMPT], ids=["queued at once", "after the first"])
-def test_who_comes_after_many_answers_to_one_prompt_waits_for_those_that_run_alone(prompt):
+def test_a_request_after_many_answers_to_one_prompt_waits_for_the_running_ones_alone(prompt):
     runner = FakeStepRunner(gate_from=5)
     runner.gate.clear()
     with fake_engine(runner) as engine:  # runs four at once

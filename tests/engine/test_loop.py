@@ -437,7 +437,7 @@ def test_a_bar_is_shown_for_long_work_when_asked_for(engine, runner, monkeypatch
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_aborts_what_runs_and_refuses_what_comes(runner):
+def test_closing_aborts_running_requests_and_refuses_new_ones(runner):
     closed = []
     engine = fake_engine(runner, shutdown=lambda: closed.append(True))
     runner.gate.clear()

@@ -42,7 +42,7 @@ def test_each_thing_has_a_cell_of_its_colour(drawn):
             assert np.abs(cell - drawn.COLOURS[thing.colour]).max(1).min() < 30
 
 
-def test_answers_are_what_is_there(drawn):
+def test_answers_are_the_things_in_the_picture(drawn):
     asked = Counter()
     for seed in range(300):
         picture, rng = drawn.draw_picture(seed), random.Random(seed)
@@ -63,6 +63,6 @@ def test_answers_are_what_is_there(drawn):
     assert len(asked) == 4 and min(asked.values()) > 10
 
 
-def test_held_out_pictures_are_none_of_those_that_are_trained_on(drawn):
+def test_no_held_out_picture_is_trained_on(drawn):
     assert len(drawn.held_out(3)) == 3
     assert drawn.held_out(1)[0][0].things == drawn.draw_picture(drawn.HELD_OUT).things

@@ -30,7 +30,7 @@ def config_of(path, cache, **runtime):
 
 
 @pytest.mark.parametrize("name", slow_but_a_sample(MODELS, 1))
-def test_tokens_are_those_of_transformers(name, tmp_path):
+def test_tokens_match_transformers(name, tmp_path):
     model = tiny_model(name)
     write_model(model, name, tmp_path / "model.gguf", mixed)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -57,7 +57,7 @@ def greedy(model, prompt):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-def test_answers_are_those_of_transformers(served):
+def test_answers_match_transformers(served):
     engine, model = served
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     chats = engine.chat([[{"role": "user", "content": text}] for text in QUESTIONS], params, progress=False)

@@ -99,7 +99,7 @@ def step_of(runner: ModelRunner, batch: ForwardBatch, lengths: Lengths) -> tuple
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
+def test_their_logits_match_a_step_that_is_not_captured(runner, size):
     table, launches = runner.req_to_token_pool.req_to_token, 0
     for seed, lengths in enumerate(lengths_of(size)):
         batch = batch_of(runner, lengths, seed)

@@ -76,7 +76,7 @@ def random_logits(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_tokens_are_those_of_all_logits_whatever_the_rows(group, columns):
+def test_tokens_match_all_logits_whatever_the_rows(group, columns):
     for seed, rows in enumerate((1, 9, 1, 256, 64, 1, 1, 300, 2)):
         whole = random_logits(rows, columns, seed)  # in bfloat16 many are equal
         whole[0, [columns + 1, 3 * columns - 1]] = 40.0

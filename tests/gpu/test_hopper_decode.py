@@ -114,7 +114,7 @@ def poison(cache: Cache) -> None:
     HEADS,
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
+def test_numbers_match_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
     lengths = (LENGTHS * 3)[:num_requests]
     for case in (lengths, lengths[::-1], [640] * num_requests):
         cache = Cache(case, kv_heads, 128, page_size, torch.bfloat16)

@@ -39,7 +39,7 @@ def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("num_requests", [1, 3, 17])
 @pytest.mark.parametrize(("heads", "kv_heads", "page_size"), HEADS)
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
+def test_numbers_match_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
     lengths = (LENGTHS * 3)[:num_requests]
     decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True)
     for case in (lengths, lengths[::-1], [640] * num_requests):
@@ -49,7 +49,7 @@ def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(16, 4, 64), (16, 2, 16), (24, 3, 64)])
-def test_numbers_of_heads_of_256_are_those_of_float32(decoders, heads, kv_heads, page_size):
+def test_numbers_of_heads_of_256_match_float32(decoders, heads, kv_heads, page_size):
     decoder: Decode = decoders(SHARES, heads, kv_heads, page_size, fp8=True, head_dim=256)
     for lengths in (LENGTHS, LENGTHS[::-1] * 2, [640] * 17):
         cache = fp8_cache(lengths, kv_heads, page_size, 256)

@@ -75,7 +75,7 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("heads", "width", "value_width", "page_size", "dtype"), WIDTHS)
-def test_decodes_are_those_of_float32_however_keys_are_split(heads, width, value_width, page_size, dtype):
+def test_decodes_match_float32_however_keys_are_split(heads, width, value_width, page_size, dtype):
     cache = Cache(LENGTHS, 1, width, page_size, dtype)
     q = 2 * torch.randn(len(LENGTHS), heads, width, device="cuda").to(dtype)
     want = torch.cat([in_float32(cache, q[row, None], row, value_width) for row in range(len(LENGTHS))])
@@ -84,7 +84,7 @@ def test_decodes_are_those_of_float32_however_keys_are_split(heads, width, value
 
 
 @pytest.mark.parametrize(("heads", "width", "value_width", "page_size", "dtype"), WIDTHS)
-def test_prompts_are_those_of_float32_with_and_without_a_prefix(heads, width, value_width, page_size, dtype):
+def test_prompts_match_float32_with_and_without_a_prefix(heads, width, value_width, page_size, dtype):
     lengths, new = [1, 70, 300, 577, 1100], [1, 70, 3, 200, 64]
     cache = Cache(lengths, 1, width, page_size, dtype)
     q = 2 * torch.randn(sum(new), heads, width, device="cuda").to(dtype)
@@ -102,9 +102,7 @@ EXPANDED = [
 
 
 @pytest.mark.parametrize(("heads", "own", "rotated", "value", "rank", "dtype"), EXPANDED)
-def test_prompts_over_keys_and_values_are_those_of_float32_in_one_part_and_in_several(
-    heads, own, rotated, value, rank, dtype
-):
+def test_prompts_over_keys_and_values_match_float32_in_one_part_and_in_several(heads, own, rotated, value, rank, dtype):
     import mllm_compile.runtime.ops.attention.expanded  # noqa: F401  (needs Triton)
 
     new, before = np.array([1, 70, 300, 129, 1]), np.array([0, 0, 1200, 1, 63])

@@ -71,7 +71,7 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("is_biased", "chunk"), KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "page_size", "dtype"), HEADS)
-def test_prompts_are_those_of_float32(heads, kv_heads, width, page_size, dtype, is_biased, chunk):
+def test_prompts_match_float32(heads, kv_heads, width, page_size, dtype, is_biased, chunk):
     cache = Cache(LENGTHS, kv_heads, width, page_size, dtype)
     q = 2 * torch.randn(sum(NEW), heads, width, device="cuda").to(dtype)
     slopes = slopes_of(heads) if is_biased else None
@@ -81,7 +81,7 @@ def test_prompts_are_those_of_float32(heads, kv_heads, width, page_size, dtype, 
 
 @pytest.mark.parametrize(("is_biased", "chunk"), KINDS[:3])
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "page_size", "dtype"), HEADS)
-def test_decodes_are_those_of_float32(heads, kv_heads, width, page_size, dtype, is_biased, chunk):
+def test_decodes_match_float32(heads, kv_heads, width, page_size, dtype, is_biased, chunk):
     cache = Cache(LENGTHS, kv_heads, width, page_size, dtype)
     q = 2 * torch.randn(len(LENGTHS), heads, width, device="cuda").to(dtype)
     slopes = slopes_of(heads) if is_biased else None

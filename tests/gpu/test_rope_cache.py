@@ -77,7 +77,7 @@ def random_inputs(num_tokens: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
-def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_tokens):
+def test_numbers_match_float32_and_only_the_slots_change(piece, num_tokens):
     values = random_inputs(num_tokens)
     x, weight, cos, sin, q_weight, k_weight, _, keys, cached_values = values
     values[6] = slots = torch.randperm(SLOTS, device="cuda")[:num_tokens]

@@ -82,7 +82,7 @@ def test_the_cuda_argmax_takes_the_first_of_equal_logits():
 
 
 @pytest.mark.parametrize("params", KINDS)
-def test_tokens_are_those_of_the_cpu(params):
+def test_tokens_match_the_cpu(params):
     logits = random_logits(1, vocab_size=2000)[0]
     on_cpu, on_gpu = (
         draws(params_within(params, 2000), logits, 4000),

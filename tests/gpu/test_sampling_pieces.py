@@ -58,7 +58,7 @@ def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 3, 256, 600])
-def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(pieces, kind, count):
+def test_tokens_match_torchs_operations_from_logits_and_from_scores(pieces, kind, count):
     logits, temperatures, seeds, positions = rows_of(count, kind)
     scores = scores_of(logits, temperatures)
     expected = draw_tokens(scores, seeds, positions)
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(piece
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, 256, 600])
-def test_greedy_tokens_are_those_of_torchs_argmax(pieces, kind, count):
+def test_greedy_tokens_match_torchs_argmax(pieces, kind, count):
     logits = rows_of(count, kind)[0]
     tokens = pieces.greedy([logits])[0]
     assert tokens.dtype == torch.int64

@@ -108,7 +108,7 @@ def in_float32(
         (16, 8, 128, 64, torch.bfloat16, 0.0, 4095),
     ],
 )
-def test_numbers_are_those_of_float32(heads, kv_heads, head_dim, page_size, dtype, soft_cap, window_left, fetch_first):
+def test_numbers_match_float32(heads, kv_heads, head_dim, page_size, dtype, soft_cap, window_left, fetch_first):
     cache = Cache(LENGTHS, kv_heads, head_dim, page_size, dtype)
     q = 2 * torch.randn(len(LENGTHS), heads, head_dim, device="cuda").to(dtype)
     want = in_float32(cache, q, soft_cap, window_left)

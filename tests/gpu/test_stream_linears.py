@@ -114,7 +114,7 @@ def test_a_norms_weight_with_one_added_is_rounded_once(tmp_path, rows, columns, 
 
 @pytest.mark.parametrize("num_tokens", [5, 40, 150])
 @pytest.mark.parametrize(("rows", "columns"), [(1024, 2048), (12288, 4096)])
-def test_the_square_of_a_relu_is_that_of_the_rounded_sums(tmp_path, rows, columns, num_tokens):
+def test_the_square_of_a_relu_matches_the_rounded_sums(tmp_path, rows, columns, num_tokens):
     plain = LinearKind(rows, columns, bias=True)
     load([plain, replace(plain, squared_relu=True)], tmp_path, (num_tokens,))
     x, weight, bias = random_inputs([("T", columns), (rows, columns), (rows,)], num_tokens)
@@ -165,7 +165,7 @@ def test_a_gated_one_without_a_norm(tmp_path, rows, columns):
 
 @pytest.mark.parametrize("count", [8, 140])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 256), (6144, 1536)])
-def test_an_input_may_lie_anywhere(tmp_path, rows, columns, count):
+def test_an_input_may_be_anywhere(tmp_path, rows, columns, count):
     plain = LinearKind(rows, columns)
     load([plain, replace(plain, residual=True)], tmp_path)
     x, weight = random_inputs([(count, columns + 1), (rows, columns)], count)
@@ -222,7 +222,7 @@ def test_a_thread_without_a_context_loads_kernels(tmp_path):
     assert off_by(ours, product) <= MARGIN * off_by(linear(x, weight), product)
 
 
-def test_what_is_not_loaded_is_named():
+def test_a_kernel_that_is_not_loaded_is_named():
     x, weight = random_inputs([("T", 768), (192, 768)], 2)
     with pytest.raises(RuntimeError, match=r"192x768.*load_kernels"):
         torch.ops.mllm.stream_linear(x, weight, None, EPS, False)

@@ -279,7 +279,7 @@ def test_inputs_of_all_sizes_keep_theirs(tmp_path, scheme):
 
 
 @by_scheme
-def test_an_input_may_lie_anywhere(tmp_path, scheme):
+def test_an_input_may_be_anywhere(tmp_path, scheme):
     rows, columns = 256, 512
     weight = Weight(rows, columns, scheme)
     load([weight.kind], tmp_path)
@@ -312,7 +312,7 @@ def test_what_the_kernel_ahead_writes_late_is_waited_for(tmp_path, shape, scheme
                 assert torch.equal(ours, theirs)
 
 
-def test_what_is_not_loaded_is_named():
+def test_a_kernel_that_is_not_loaded_is_named():
     weight = Weight(192, 768, SCHEMES["fp8 groups"])
     with pytest.raises(RuntimeError, match=r"fp8g128_192x768.*load_kernels"):
         torch.ops.mllm.stream_quantised_linear(random(2, 768), *weight.tensors, None, EPS, False)

@@ -121,7 +121,7 @@ def test_two_gpus_answer_as_one_in_every_graph_mode(cache, small, alone, mode):
         assert_alike(answers(engine), alone)  # with hits of the prefix cache
 
 
-def test_tokens_that_ranks_choose_together_are_those_of_gathered_logits(cache, small):
+def test_tokens_that_ranks_choose_together_match_gathered_logits(cache, small):
     kinds = (
         GREEDY,
         replace(GREEDY, logprobs=None),

@@ -107,7 +107,7 @@ def job_of(folder: Path, name: str) -> PieceJob:
     return PieceJob(name, folder / f"{name}.py", (), folder / f"{name}.pt2")
 
 
-def test_leaving_ends_what_runs_and_what_waits(tmp_path):
+def test_leaving_ends_running_and_waiting_jobs(tmp_path):
     with PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=2) as workers:
         futures = [workers.submit(job_of(tmp_path, f"piece_{number}")) for number in range(5)]
     assert all(future.done() for future in futures)

@@ -20,7 +20,7 @@ def test_each_kind_is_a_field_of_a_layers_kernels_is_written_and_is_checked(kind
         assert callable(getattr(module, f"{verb}_{kind}_attention"))
 
 
-def test_every_field_but_that_of_states_is_in_the_list():
+def test_every_field_except_states_is_in_the_list():
     assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state"}
 
 

@@ -110,7 +110,7 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])
-def test_wide_heads_are_shared_out_but_for_few_requests(has_kernels, kv_heads):
+def test_wide_heads_are_shared_out_except_for_few_requests(has_kernels, kv_heads):
     has_kernels(True)
     layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=256, v_head_dim=256)
     config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})

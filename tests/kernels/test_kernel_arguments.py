@@ -30,7 +30,7 @@ def is_pointer_or_count(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", OP_FILES, ids=lambda path: path.stem)
-def test_what_is_no_constant_is_a_pointer_or_a_whole_number(path):
+def test_arguments_that_are_not_constants_are_pointers_or_whole_numbers(path):
     for kernel in kernels(path):
         names = [argument.arg for argument in kernel.args.args if not is_constant(argument)]
         assert all(is_pointer_or_count(name) for name in names), (kernel.name, names)

@@ -52,7 +52,7 @@ def test_layers_with_their_up_projection_have_a_third_piece_whatever_its_weight_
     [(CPU, {}), (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}})],
     ids=["cpu", "torch"],
 )
-def test_where_torch_attends_there_are_none(device, sections):
+def test_torchs_attention_has_no_kernels(device, sections):
     assert add_latent_attention(resolved(device, **sections), program(LAYER)) == (program(LAYER), ())
 
 

@@ -40,7 +40,7 @@ def test_without_the_library_the_package_is_named(monkeypatch):
         nvrtc.compile_cuda("", "nothing", "sm_90a")
 
 
-def test_who_cannot_compile_a_linear_is_told_how_to_do_without(monkeypatch, tmp_path):
+def test_an_error_of_compiling_a_linear_says_how_to_do_without(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "find_nvrtc", lambda: None)
     with KernelCompiler() as compiler, pytest.raises(CompileError, match=r"disable_passes: \[stream_linears\]"):
         compiler.write([choose_tiling(LinearKind(64, 256), 8)], tmp_path, NullReporter())

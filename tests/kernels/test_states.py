@@ -116,7 +116,7 @@ def test_kernels_of_layers_whose_constants_a_piece_makes_wait_before_they_read()
     assert found == {name: name in waiting for name in (*variants[0], *variants[1], *variants[2])}
 
 
-def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
+def test_layers_with_operands_elsewhere_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
     with_variants, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)

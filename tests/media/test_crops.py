@@ -82,7 +82,7 @@ def test_frames_of_a_video_have_a_quarter_of_the_features_and_one_end() -> None:
         ({"pixel_values_videos": np.zeros((1, 2, 3, 32, 32))}, "takes images, and no videos"),
     ],
 )
-def test_what_is_no_image_of_the_tower_is_refused(tensors: dict[str, Any], said: str) -> None:
+def test_an_image_that_the_tower_cannot_take_is_refused(tensors: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         NEXT.read(tensors)
 

@@ -70,7 +70,7 @@ def test_sixteen_bits_of_grey_become_eight():
     ],
     ids=["text", "svg", "eps", "10^10 pixels", "10^9 pixels", "no data"],
 )
-def test_what_is_no_image_is_refused(data, reason):
+def test_a_file_without_an_image_is_refused(data, reason):
     with pytest.raises(Refused, match=reason):
         decode(data)
 

@@ -108,7 +108,7 @@ def test_no_address_is_fetched_unless_its_host_is_allowed(host):
         "http://[127.0.0.1/cat.png",
     ],
 )
-def test_an_address_that_may_be_read_in_two_ways_is_none(url):
+def test_an_ambiguous_address_is_refused(url):
     assert "is no" in refusal(url)
 
 
@@ -123,7 +123,7 @@ def test_an_answer_leads_to_allowed_hosts_alone(host):
     assert "is no plain address over http or https" in refusal(f"{host}/moved?ftp://127.0.0.1/cat.png")
 
 
-def test_what_is_not_there_too_large_or_too_slow_costs_its_request(host, monkeypatch):
+def test_a_missing_or_large_or_slow_address_costs_its_request_alone(host, monkeypatch):
     assert "answers with status 404" in refusal(f"{host}/dog.png")
     monkeypatch.setattr(sources, "MAX_FILE_BYTES", 2000)
     monkeypatch.setattr(fetch, "MAX_FILE_BYTES", 2000)

@@ -19,7 +19,7 @@ def tensors(places: list[tuple[int, int]], width: int = 3) -> dict[str, np.ndarr
     return {"pixel_values": pixels[None].astype(np.float32), "image_position_ids": padded[None]}
 
 
-def test_those_of_a_feature_are_together() -> None:
+def test_patches_of_a_feature_are_together() -> None:
     for places in (PLACES, PLACES[::-1]):
         ((pixels, grid),) = TOWER.read(tensors(places)).images
         assert grid == (1, 2, 4)
@@ -38,7 +38,7 @@ def test_those_of_a_feature_are_together() -> None:
         ([(column, row) for row in range(3) for column in range(4)], "multiples of 2"),
     ],
 )
-def test_what_is_no_whole_image_is_refused(places: list[tuple[int, int]], said: str) -> None:
+def test_a_truncated_image_is_refused(places: list[tuple[int, int]], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         TOWER.read(tensors(places))
 

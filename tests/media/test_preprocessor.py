@@ -198,7 +198,7 @@ sys.stdin.read()
 """
 
 
-def test_segments_belong_to_who_holds_their_lock_whatever_its_number():
+def test_segments_belong_to_the_holder_of_their_lock_whatever_its_number():
     """Containers that share /dev/shm have process numbers of their own: another's is not to be found here."""
     with subprocess.Popen([sys.executable, "-c", _OWNER], stdin=PIPE, stdout=PIPE, text=True) as owner:
         names = owner.stdout.readline().split()

@@ -61,7 +61,7 @@ def test_a_path_to_no_file_says_why(tmp_path):
     assert "cannot be read" in refusal("a\0b")
 
 
-def test_a_data_url_that_is_none_says_what_is_expected():
+def test_a_malformed_data_url_says_what_is_expected():
     assert "expected data:image/…;base64,…" in refusal("data:image/png,abc")
     assert "expected data:image/…;base64,…" in refusal(data_url(b"x", "text/html"))
     assert "no base64" in refusal("data:image/png;base64,a*b=")

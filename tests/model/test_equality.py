@@ -117,13 +117,13 @@ def served(request, tmp_path_factory):
         yield Served(engine, layers, model, windows, soft_cap, prompts)
 
 
-def test_greedy_tokens_of_a_mixed_batch_are_those_of_transformers(served):
+def test_greedy_tokens_of_a_mixed_batch_match_transformers(served):
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     outputs = served.engine.generate(served.prompts, params)
     assert [output.token_ids for output in outputs] == [served.greedy(prompt) for prompt in served.prompts]
 
 
-def test_log_probabilities_are_those_of_transformers(served):
+def test_log_probabilities_match_transformers(served):
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=5)
     for prompt, output in zip(served.prompts, served.engine.generate(served.prompts, params), strict=True):
         expected = served.log_probs([*prompt, *output.token_ids])[len(prompt) - 1 : -1]

@@ -37,7 +37,7 @@ def constants_of_loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_rotary_frequencies_are_those_of_a_loaded_model(rope, tmp_path):
+def test_rotary_frequencies_match_a_loaded_model(rope, tmp_path):
     save_tiny_model(tiny_config("llama", rope_parameters=ROPES[rope]), tmp_path)
     expected = constants_of_loaded(tmp_path)
     built = build_on_meta(tmp_path, torch.float32)
@@ -48,7 +48,7 @@ def test_rotary_frequencies_are_those_of_a_loaded_model(rope, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3n_text", "modernbert-decoder", "gpt_oss"])
-def test_constants_of_every_kind_are_those_of_a_loaded_model(model_type, tmp_path):
+def test_constants_of_every_kind_match_a_loaded_model(model_type, tmp_path):
     save_tiny_model(tiny_config(model_type), tmp_path)
     built = build_on_meta(tmp_path, torch.float32)
     for name, value in constants_of_loaded(tmp_path).items():

@@ -241,7 +241,7 @@ def test_the_pages_of_models_are_their_record():
     assert render_summary(record) == SUMMARY.read_text(encoding="utf-8")
 
 
-def test_a_page_that_is_right_but_for_figures_differs_in_nothing():
+def test_a_page_that_is_right_except_for_figures_differs_in_nothing():
     page = render_models_page(Record.of_here(OUTCOMES)).replace("2.0e-06", "4.1e-07").replace("off by 1.1", "off by 1")
     assert differences(page, OUTCOMES, is_whole=True) == []
     assert differences(page, OUTCOMES[:1]) == []

@@ -574,7 +574,7 @@ class DropOtherScales(DropScales):
 
 
 @pytest.mark.parametrize(("graph_pass", "is_right"), [(DropScales, True), (DropOtherScales, False)])
-def test_a_wrong_pass_is_found_and_a_right_one_is_none_beside_writes(graph_pass, is_right):
+def test_a_wrong_pass_is_found_beside_writes_and_a_right_one_is_not(graph_pass, is_right):
     gm = in_place_neighbours()
     numbers = [run(gm, tokens) for tokens in TOKENS]
     gm, _ = apply(Canonicalise, gm, numbers, ["canonicalise"])

@@ -25,7 +25,7 @@ from tests.passes.test_pipeline import KERNEL_PASSES
 
 
 @pytest.mark.parametrize("how", ["scatter", "cat", "without rotation"])
-def test_queries_and_outputs_are_those_of_heads_again_and_the_numbers_stay(how):
+def test_queries_and_outputs_are_the_heads_again_and_the_numbers_stay(how):
     gm = apply(AbsorbLatents(), model(how, how))
     before = run(gm)
     assert ExpandLatents()(gm).matches == 2

@@ -136,7 +136,7 @@ def calls(gm):
     return [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
-def test_a_variant_for_fewer_tokens_does_not_stand_in_the_way():
+def test_a_variant_for_fewer_tokens_is_no_obstacle():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     gm.meta[VARIANTS] = {"piece_a": {8: "piece_a_streamed"}}
     assert FuseFewTokens()(gm).matches == 1

@@ -36,7 +36,7 @@ def test_the_piece_itself_is_rewritten_and_computes_the_same():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(after(*inputs), before, strict=True))
 
 
-def test_the_gate_may_stand_on_either_side():
+def test_the_gate_may_be_on_either_side():
     block = Block()
     halves = block.call(torch.split, block.input("x", 3, 2 * FFN), [FFN, FFN], dim=-1)
     gate, up = block.call(operator.getitem, halves, 0), block.call(operator.getitem, halves, 1)

@@ -86,7 +86,7 @@ def test_an_output_with_several_readers_keeps_them_all():
 
 
 @pytest.mark.parametrize("said", [{}, {"window_left": 2, "logits_soft_cap": 5.0}])
-def test_numbers_are_those_of_the_trace_time_op(said):
+def test_numbers_match_the_trace_time_op(said):
     builder = GraphBuilder()
     x = builder.layer(builder.layer(builder.embed(), 0, **said), 1)
     gm = builder.canonical(builder.head(x))

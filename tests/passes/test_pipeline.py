@@ -52,7 +52,7 @@ def test_a_pass_is_one_file_one_class_one_test_of_one_name_and_shows_what_it_doe
         assert heading in inspect.getdoc(graph_pass)
 
 
-def test_numbers_are_those_of_the_trace_and_each_pass_reports():
+def test_numbers_match_the_trace_and_each_pass_reports():
     builder, logits = model_of_layers(3)
     gm = builder.finish(logits)
     before = run(gm)

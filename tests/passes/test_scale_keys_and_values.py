@@ -93,7 +93,7 @@ def test_where_there_are_no_norms_the_projections_carry_them(bias):
     assert factors(Layer().whole(norms=False, bias=bias)) == expected("k_proj", "q_proj", *kinds)
 
 
-def test_norms_weights_carry_those_of_keys():
+def test_norms_weights_carry_the_scales_of_keys():
     found = factors(Layer().whole())
     values = expected("k_proj", "q_proj", "weight")
     assert found == {name: one for name, one in values.items() if one.scale == V_SCALE} | {
@@ -121,11 +121,11 @@ def test_no_number_behind_attention_changes(norms, monkeypatch):
     assert not torch.equal(run(gm), plain)
 
 
-def test_a_norm_of_one_plus_its_weight_leaves_those_of_keys_out():
+def test_a_norm_of_one_plus_its_weight_leaves_the_scales_of_keys_out():
     assert {one.scale for one in factors(Layer().whole(one_more=True)).values()} == {V_SCALE}
 
 
-def test_a_scale_that_is_not_there_is_none():
+def test_a_missing_scale_gives_no_factor():
     found = factors(Layer().whole(), replace(BOTH, keys=None))
     assert {one.scale for one in found.values()} == {V_SCALE}
 
@@ -142,7 +142,7 @@ def test_what_something_else_reads_is_left_alone():
     assert set(found) == {"attn.v_proj.weight", "attn.o_proj.weight"}
 
 
-def test_a_norm_behind_attention_leaves_those_of_values_out():
+def test_a_norm_behind_attention_leaves_the_scales_of_values_out():
     builder = Layer()
     x = builder.embed()
     q = builder.linear(x, "attn.q_proj", HIDDEN)

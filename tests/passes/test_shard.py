@@ -115,7 +115,7 @@ def test_weights_are_cut_as_transformers_plans_to():
         assert checked == wanted * config.num_hidden_layers
 
 
-def test_a_sum_over_ranks_stands_behind_attention_and_behind_the_feed_forward_and_nowhere_else():
+def test_a_sum_over_ranks_is_behind_attention_and_behind_the_feed_forward_and_nowhere_else():
     found = cut_model("qwen3", 2)
     layers = tiny_config("qwen3").num_hidden_layers
     assert found.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1, "rank_index": 1}  # one for the vocabulary
@@ -178,7 +178,7 @@ def test_inputs_that_share_a_scale_are_on_one_rank(scheme, ranges):
     )
 
 
-def test_what_does_not_divide_is_whole_and_the_rest_is_cut():
+def test_weights_that_do_not_divide_are_whole_and_the_rest_is_cut():
     builder = GraphBuilder()
     x = builder.layer(builder.embed(), 0)
     found = cut(builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 9)))), 2)
@@ -186,7 +186,7 @@ def test_what_does_not_divide_is_whole_and_the_rest_is_cut():
     assert {name.partition(".")[0] for name in found.cuts} == {"layers"}
 
 
-def test_what_has_no_rule_is_computed_by_every_rank():
+def test_ops_without_a_rule_are_computed_by_every_rank():
     builder = GraphBuilder()
     x = builder.embed()
     gate = builder.call(torch.cumsum, builder.linear(x, "ff.gate", 12), -1)

@@ -272,7 +272,7 @@ def test_a_start_that_is_interrupted_leaves_no_process(start, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "ranks"]
 
 
-def test_who_joins_in_vain_has_no_communicator():
+def test_a_rank_that_fails_to_join_has_no_communicator():
     def fail() -> Any:
         raise RuntimeError("no way")
 

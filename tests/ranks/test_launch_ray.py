@@ -10,7 +10,7 @@ from mllm_compile.process import child_python
 from mllm_compile.ranks import follower, launch_ray
 
 
-def test_an_actor_finds_modules_as_rank_0_does_and_those_of_python_first(monkeypatch, tmp_path):
+def test_an_actor_finds_modules_as_rank_0_does_and_pythons_first(monkeypatch, tmp_path):
     """Ray's workers have Python's folders already, and those of the caller would else come ahead of them."""
     standard, of_ray = os.path.dirname(os.__file__), str(tmp_path / "ray")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as where the caller's script is there

@@ -97,7 +97,7 @@ def test_no_line_of_a_graph_is_a_signature_of_hundreds_of_characters(runtime):
         assert signatures and set(signatures) == {"def forward("}
 
 
-def test_the_memory_is_that_of_the_config_and_not_of_the_last_start(runtime, tmp_path):
+def test_the_memory_is_the_configs_and_not_the_last_starts(runtime, tmp_path):
     length, requests = runtime.config.runtime.max_model_len, runtime.config.runtime.max_running_requests
     other = {"max_model_len": 256, "max_running_requests": 3}
     Engine(tiny_config(Path(runtime.config.cache.dir), compile={"backend": "eager"}, runtime=other)).close()
@@ -131,7 +131,7 @@ def memory_of(html: str) -> list[str]:
     return re.findall(r'aria-label="memory: ([^"]+)"', html)
 
 
-def test_the_parts_bytes_are_those_of_the_models_step(runtime):
+def test_the_parts_bytes_match_the_models_step(runtime):
     figures = model_figures(TINY, "float32")
     step = decode_step(runtime.artifact, runtime.config, None)
     assert step.weight_bytes == figures.weight_bytes(1)
@@ -140,7 +140,7 @@ def test_the_parts_bytes_are_those_of_the_models_step(runtime):
     assert load.num_bytes == figures.weight_bytes(4) + 4 * load.context * figures.kv_bytes_per_token
 
 
-def test_every_part_of_the_step_stands_in_a_place_of_its_own(page):
+def test_every_part_of_the_step_is_in_a_place_of_its_own(page):
     table = page.read_text().partition("Every part of the step, in order")[2].partition("</table>")[0]
     places = re.findall(r"<tr>\s*<t[hd][^>]*>(.*?)</t[hd]>", table, re.DOTALL)[1:]
     assert len(places) == len(set(places)) == 10

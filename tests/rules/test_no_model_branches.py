@@ -73,7 +73,7 @@ def test_no_module_branches_on_an_architecture():
     assert not found
 
 
-def test_sources_are_those_of_all_rooms():
+def test_sources_come_from_all_rooms():
     names = {path.parent.name for path in sources()}
     assert {"mllm_compile", "passes", "runtime", "attention", "cli"} <= names
 

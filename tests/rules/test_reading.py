@@ -39,7 +39,7 @@ def test_sentences_end_where_a_reader_stops():
     ]
 
 
-def test_what_is_not_prose_is_no_sentence():
+def test_only_prose_has_sentences():
     text = "# Head\n\n| a | b |\n|---|---|\n\n```\ncode here.\n```\n\n![A picture](a.svg)\n<!-- hidden -->\n"
     assert list(sentences_of(f"{text}\nSee [a b](c.md#d).\n")) == ["See a b."]
 

@@ -11,7 +11,7 @@ from mllm_compile.runtime.files.regular_file import open_regular, read_regular
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "link to a device", "socket"])
-def test_what_is_no_regular_file_is_refused_at_once(kind, tmp_path):
+def test_other_than_regular_files_are_refused_at_once(kind, tmp_path):
     path = tmp_path / "config.json"
     if kind == "fifo":
         os.mkfifo(path)

@@ -328,7 +328,7 @@ def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
 
 
 @pytest.mark.parametrize(("running", "taken"), [(0, 10), (5, 5), (8, 2), (9, 2)])
-def test_what_has_a_slot_at_once_is_not_bounded(running, taken):
+def test_requests_with_a_slot_at_once_are_not_bounded(running, taken):
     admission = Admission(2, lambda: running)
     admission.engine_ready(8)
     for _ in range(taken):
@@ -338,7 +338,7 @@ def test_what_has_a_slot_at_once_is_not_bounded(running, taken):
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(None, 256), (2, 258)])
-def test_what_comes_before_the_engine_is_ready_is_bounded_too(asked, taken):
+def test_requests_before_the_engine_is_ready_are_bounded_too(asked, taken):
     admission = Admission(asked, lambda: 0)
     for _ in range(taken):
         admission.enter(1)

@@ -195,7 +195,7 @@ def test_sglangs_forms_are_forms(server):
     assert server.complete(regex="a", guided_json={}).status == 400
 
 
-def test_a_name_elsewhere_is_that_of_the_field(server):
+def test_a_name_elsewhere_matches_the_field(server):
     assert server.complete(rid="job-9").json["id"] == "cmpl-job-9"
     assert server.complete(rid="a", request_id="b").error["param"] == "rid"
     shown = server.complete(prompt="def", stop="e", no_stop_trim=True, max_tokens=200, ignore_eos=True).json["choices"][
@@ -309,7 +309,7 @@ def test_no_error_over_http_has_words_of_python(kind):
         ("a: got 'it\\'s None' or None", "a: got 'it\\'s None' or null"),
     ],
 )
-def test_words_of_python_are_those_of_json_but_for_a_clients_own(message, shown):
+def test_words_of_python_become_jsons_except_a_clients_own(message, shown):
     assert ApiError(400, message).message == shown
 
 

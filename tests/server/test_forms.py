@@ -99,7 +99,7 @@ def test_a_message_has_the_form_of_its_output_config(tiny_server):
         ("responses", {"input": "x", "text": {"verbosity": "low"}}, "text"),
     ],
 )
-def test_a_form_that_is_none_is_refused_by_the_fields_name(tiny_server, path, fields, param):
+def test_a_malformed_form_is_refused_by_the_fields_name(tiny_server, path, fields, param):
     answer = tiny_server.post(f"/v1/{path}", ({} if "input" in fields else {"messages": HELLO}) | fields)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
     assert answer.error["type"] == "invalid_request_error"

@@ -54,7 +54,7 @@ def test_a_browser_may_ask_from_the_origins_that_are_allowed(server):
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_what_is_not_there_is_said_in_openais_shape(server):
+def test_a_missing_path_is_reported_in_openais_shape(server):
     key = {"authorization": f"Bearer {KEY}"}
     missing = server.get("/v1/nothing", headers=key)
     assert (missing.status, missing.error["message"]) == (404, "there is no /v1/nothing")
@@ -131,7 +131,7 @@ def test_a_path_that_is_nearly_right_is_told_the_right_one_and_leads_nowhere_els
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://[::1", "//", "file://", ""])
-def test_an_origin_that_is_none_is_refused(server, origin):
+def test_a_malformed_origin_is_refused(server, origin):
     headers = {"authorization": f"Bearer {KEY}", "origin": origin}
     assert server.get("/v1/models", headers=headers).error["code"] == "origin"
 
@@ -217,7 +217,7 @@ def test_the_log_has_no_prompts(server):
     assert "secret" not in server.said
 
 
-def test_what_comes_to_no_endpoint_has_a_line_too(server):
+def test_requests_without_an_endpoint_have_a_line_too(server):
     key = {"authorization": f"Bearer {KEY}", "user-agent": "curl/8"}
     server.get("/v1/models", headers={"user-agent": "scanner"})
     server.get("/v1/models", headers=key | {"origin": "http://elsewhere"})

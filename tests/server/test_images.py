@@ -96,7 +96,7 @@ def test_an_address_of_an_allowed_host_is_its_image(server, tmp_path):
     ],
     ids=["text", "a mark alone", "nothing", "cut off", "0 pixels", "10^9 pixels", "500 times as wide as high"],
 )
-def test_what_is_no_image_is_a_bad_request_of_one_line(server, data, said):
+def test_a_malformed_image_is_a_bad_request_of_one_line(server, data, said):
     answer = ask(server, data_url(data))
     assert answer.status == 400
     assert said in answer.error["message"] and "\n" not in answer.error["message"]
@@ -242,7 +242,7 @@ def test_a_video_is_its_frames(server):
         ({"type": "video", "video": ["https://host/1.png"]}, "video 0, frame 0: 'https://host/1.png' is an address"),
     ],
 )
-def test_a_video_that_is_none_is_a_bad_request(server, part, said):
+def test_a_malformed_video_is_a_bad_request(server, part, said):
     answer = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4})
     assert answer.status == 400
     assert said in answer.error["message"]

@@ -169,6 +169,6 @@ def test_sizes_have_units(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1.5M", "10G", "٣M", "1" * 30])
-def test_what_is_no_size_is_refused(text):
+def test_a_malformed_size_is_refused(text):
     with pytest.raises(ConfigError, match="--max-body: expected a size"):
         bytes_of("--max-body", text)

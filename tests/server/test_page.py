@@ -10,7 +10,7 @@ import mllm_compile.server
 PAGE = (Path(mllm_compile.server.__file__).parent / "page.html").read_text(encoding="utf-8")
 
 
-def test_no_heading_is_empty_nor_stands_above_nothing():
+def test_no_heading_is_empty_nor_is_above_nothing():
     headings = re.findall(r"<h[1-6][^>]*>(.*?)</h[1-6]>", PAGE, re.DOTALL)
     assert len(headings) >= 4 and all(heading.strip(" …") for heading in headings)
     assert PAGE.count("<h1") == 1

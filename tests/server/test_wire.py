@@ -55,7 +55,7 @@ def test_events_are_read_as_they_were_written():
     assert messages.decode_event(messages.encode_event(pulse)) == pulse
 
 
-def test_what_is_no_message_is_refused():
+def test_a_malformed_message_is_refused():
     with pytest.raises(msgspec.MsgspecError):
         messages.decode_commands(b"\x91\x93\x09\x01\x02")
 

@@ -129,7 +129,7 @@ def test_verify_says_where_nothing_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["list", "prune", "verify"])
-def test_what_is_no_cache_folder_is_refused_by_every_command(tmp_path, capsys, command):
+def test_another_folder_than_a_cache_is_refused_by_every_command(tmp_path, capsys, command):
     (tmp_path / "file").write_text("x")
     for name, what in (("file", "is no folder"), ("none", "does not exist")):
         assert run(["cache", command, "--dir", str(tmp_path / name)]) == 2
@@ -239,7 +239,7 @@ def test_sizes_are_read(text, num_bytes):
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1 0", "1X"])
-def test_what_is_no_size_is_refused(text):
+def test_a_malformed_size_is_refused(text):
     with pytest.raises(ConfigError, match="is no size"):
         parse_bytes(text)
 
@@ -251,7 +251,7 @@ def test_sizes_are_shown(num_bytes, text):
     assert format_bytes(num_bytes) == text
 
 
-def test_bytecode_goes_but_nothing_else_that_lies_there(cache):
+def test_bytecode_goes_but_nothing_else_of_the_folder(cache):
     folder = cache / "bytecode" / "0123456789abcdef" / "opt"
     folder.mkdir(parents=True)
     (folder / "module.cpython-312.pyc").write_bytes(b"12345")

@@ -157,7 +157,7 @@ def test_a_miss_says_what_changed_from_what_to_what():
     assert miss_note({"torch": "2.13"}, None) == "nothing was compiled for this model yet"
 
 
-def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
+def test_the_decode_kernel_is_a_part_of_attention_where_there_is_a_choice():
     def attention_of(*without: str, backend: str = "inductor", cascades: bool = False, **sizes: int) -> str:
         keys = {"max_model_len": 4096, "max_running_requests": 256, "cascade_attention": cascades, "without": without}
         return _attention(resolved(H200, compile={"backend": backend}, runtime=keys | sizes))

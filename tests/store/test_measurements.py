@@ -39,6 +39,6 @@ def test_only_the_last_few_configs_are_kept(config):
 
 
 @pytest.mark.parametrize("starts", [None, 5, "text", [5, None], {"settings": 1}])
-def test_what_is_no_start_is_as_good_as_none(config, starts):
+def test_a_malformed_start_counts_as_none(config, starts):
     assert start_with({"starts": starts}, config) == {}
     assert start_with(with_start({"starts": starts}, config, {"kv_tokens": 1}), config)["kv_tokens"] == 1

@@ -53,7 +53,7 @@ def test_a_body_that_fails_leaves_nothing(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_what_lay_there_is_replaced(tmp_path):
+def test_an_earlier_runtime_is_replaced(tmp_path):
     final = tmp_path / "runtimes" / "key"
     (final / "pieces").mkdir(parents=True)
     (final / "pieces" / "old").write_text("x")
@@ -138,7 +138,7 @@ def test_a_copy_that_does_not_fit_is_told_by_where_it_was_to_go(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "/model/tokenizer.json", None, "/elsewhere/copy")
 
 
-def test_what_goes_wrong_with_telling_that_one_waits_is_no_matter_of_the_cache(tmp_path):
+def test_an_error_of_telling_a_waiter_is_not_blamed_on_the_cache(tmp_path):
     def closed() -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
@@ -147,7 +147,7 @@ def test_what_goes_wrong_with_telling_that_one_waits_is_no_matter_of_the_cache(t
         pass
 
 
-def test_what_cannot_be_read_meanwhile_is_no_matter_of_the_cache(tmp_path):
+def test_an_unreadable_checkpoint_is_not_blamed_on_the_cache(tmp_path):
     with pytest.raises(PermissionError), new_artifact_folder(tmp_path / "key"):
         raise PermissionError(errno.EACCES, "Permission denied", "a checkpoint")
 

@@ -63,13 +63,13 @@ def check_same(folder: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ids_are_those_of_transformers_whichever_file_names_a_token(folder, form):  # noqa: F811
+def test_ids_match_transformers_whichever_file_names_a_token(folder, form):  # noqa: F811
     write(folder, *FORMS[form])
     check_same(folder)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_ids_are_those_of_transformers_for_any_mix_of_files(folder, seed):  # noqa: F811
+def test_ids_match_transformers_for_any_mix_of_files(folder, seed):  # noqa: F811
     chance = random.Random(seed)
     contents = ["<tool>", "<img>", "<eot>", "<|im_end|>", "<|im_start|>", "<TOOL>", "the", "[one]", "<pad>"]
 

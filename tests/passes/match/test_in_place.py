@@ -323,7 +323,7 @@ def into_the_table_of_an_embedding(builder, x):
         (of_another_shape, "changes the shape"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(body, said):
+def test_unknown_ops_are_refused_by_name(body, said):
     with pytest.raises(InPlaceError, match=said):
         make_functional(model(body))
 

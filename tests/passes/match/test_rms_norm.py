@@ -54,13 +54,13 @@ def test_a_weight_of_another_type_is_not_what_kernels_read(form):
     assert matched(block, normed(block, block.input("x", 1, 4, HIDDEN), form, torch.float32)) is None
 
 
-def test_a_result_of_another_type_is_none():
+def test_a_result_of_another_type_does_not_match():
     block = Block()
     node = normed(block, block.input("x", 1, 4, HIDDEN))
     assert matched(block, block.call("to", node.args[0], torch.float16)) is None
 
 
-def test_a_weight_that_is_computed_is_none():
+def test_a_computed_weight_does_not_match():
     block = Block()
     x, weight = block.input("x", 1, 4, HIDDEN), block.input("norm", HIDDEN)
     assert matched(block, block.norm(x, block.call(torch.relu, weight), "rounded last")) is None

@@ -52,7 +52,7 @@ def test_what_was_not_captured_is_not_replayed():
         steps.replay(3, torch.zeros(3), DecodeBatch(torch.ones(3), no_pages))
 
 
-def test_a_capture_that_failed_is_none():
+def test_a_failed_capture_does_not_count():
     class Refusing(Group):
         def plan_capture(self, bs, seq_lens, buffers):
             raise ValueError("no room")

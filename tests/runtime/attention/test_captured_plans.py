@@ -32,7 +32,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
-def test_prompts_alone_are_those_of_their_kind_and_have_no_decodes(has_prefix):
+def test_prompts_alone_have_their_kind_and_no_decodes(has_prefix):
     planned = earlier()
     prompts = CapturedPrompts(Steps("new", 64), Steps("cached", 128), planned)
     name = "cached" if has_prefix else "new"

@@ -47,6 +47,6 @@ def test_prompts_alone_are_the_first_rows():
     assert num_keys == [7, 13, 0, 0, 0, 0]
 
 
-def test_a_plan_that_lies_elsewhere_is_refused():
+def test_a_plan_that_is_elsewhere_is_refused():
     with pytest.raises(RuntimeError, match=r"plan has moved from .* Set cudagraph.mixed_tokens: \[\]"):
         planned(LAYOUT[::-1], first_row=0)

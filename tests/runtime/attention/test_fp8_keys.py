@@ -13,7 +13,7 @@ import mllm_compile.runtime.attention.hopper.kernel as kernel
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("num_keys", [(1, 15, 17, 32, 33), pytest.param((8, 16, 31, 47, 64), marks=pytest.mark.slow)])
-def test_a_warp_attends_to_the_keys_that_are_there_whatever_stands_behind_them(tmp_path, num_keys):
+def test_a_warp_attends_to_the_keys_that_are_there_whatever_is_behind_them(tmp_path, num_keys):
     header = Path(kernel.__file__).with_name("fp8_keys.cuh").read_text(encoding="utf-8")
     functions = header[header.index("// Adds the products of sixteen keys") :]  # those before are instructions
     walk = Path(__file__).with_name("fp8_keys.cpp").read_text(encoding="utf-8")

@@ -211,7 +211,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
 
-def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_cannot_count(made):
+def test_any_batch_is_shared_by_as_many_blocks_except_one_that_the_kernel_cannot_count(made):
     kernel = ShareKernel(8, 4, 16)
     decode = decoder.ShareDecode(kernel, {kernel.name: b"binary"}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))

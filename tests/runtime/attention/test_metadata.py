@@ -63,7 +63,7 @@ def test_the_threshold_of_what_counts_as_a_decode_can_be_raised():
     ("prefix", "new", "is_so"),
     [([0], [7], True), ([0, 0], [7, 1], True), ([0, 3], [7, 2], False), ([0], [1], False), ([5, 0], [1, 9], False)],
 )
-def test_a_batch_is_fresh_if_it_is_prompts_alone_of_which_nothing_is_in_the_cache(prefix, new, is_so):
+def test_a_batch_is_fresh_if_it_is_prompts_alone_without_cached_tokens(prefix, new, is_so):
     assert CommonAttentionMetadata.of(make_case(LAYER, prefix, new).batch).is_fresh is is_so
 
 

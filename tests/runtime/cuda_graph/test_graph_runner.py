@@ -78,7 +78,7 @@ def test_ranks_with_requests_of_their_own_run_the_pieces_of_the_one_that_has_mos
     assert graphs.run(batch_of(num_tokens=2, dp_metadata=DPMetadata((2, 9)))) == "PIECEWISE of 32"
 
 
-def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkeypatch):
+def test_attention_that_knows_of_no_graphs_is_between_captured_pieces(monkeypatch):
     monkeypatch.setattr(graph_runner, "GraphCapturer", lambda *args: None)
     monkeypatch.setattr(padding, "StepInputs", lambda *args: None)
     runner = SimpleNamespace(

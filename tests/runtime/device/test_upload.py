@@ -19,7 +19,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part_bytes", [1, 200, 4 << 20])
-def test_rows_are_those_of_the_arrays_one_after_another(monkeypatch, device, part_bytes):
+def test_rows_hold_the_arrays_one_after_another(monkeypatch, device, part_bytes):
     monkeypatch.setattr(upload, "_PART_BYTES", part_bytes)
     uploads = RowUploads(torch.device(device))
     generator = np.random.default_rng(0)

@@ -43,7 +43,7 @@ def test_placeholders_that_do_not_fit_are_refused(ids, starts, grids, reason) ->
         find_images(TOWER, np.array(ids), np.array(starts), grids)
 
 
-def test_images_that_see_ahead_stand_apart() -> None:
+def test_images_that_see_ahead_are_kept_apart() -> None:
     ids = np.array([1, *[90] * 12])
     assert len(find_images(TOWER, ids, np.array([0, 13]), [GRID] * 2)) == 2
     with pytest.raises(RequestError, match="two images follow each other at token 7"):

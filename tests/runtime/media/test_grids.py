@@ -26,7 +26,7 @@ def tensor(grids: list[Grid]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_places_and_windows_and_taps_are_those_of_transformers(grid: Grid) -> None:
+def test_places_and_windows_and_taps_match_transformers(grid: Grid) -> None:
     from transformers.vision_utils import (
         get_vision_interpolation_indices_and_weights,
         get_vision_position_ids,
@@ -62,7 +62,7 @@ def test_several_images_are_one_run_of_the_tower() -> None:
     assert segments["cu_seqlens"].longest == 16 * 22
 
 
-def test_positions_are_those_of_transformers() -> None:
+def test_positions_match_transformers() -> None:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
     ids = [1, 2, *[90] * 6, 3, *[90] * 88, 4, 5, 6]
@@ -80,7 +80,7 @@ def test_positions_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_bicubic_taps_are_those_of_grid_sample(grid: Grid) -> None:
+def test_bicubic_taps_match_grid_sample(grid: Grid) -> None:
     side, merge = 5, 2
     table = torch.randn(side * side, 3)
     places = torch.from_numpy(patch_places(grid, merge)).float()

@@ -123,7 +123,7 @@ def test_rows_are_sent_whole_and_a_block_has_threads_that_send_beside_those_that
     assert kernel.constants()["THREADS"] == PushNormKernel(columns).num_threads
 
 
-def test_a_sum_with_residual_and_norm_is_that_of_its_parts():
+def test_a_sum_with_residual_and_norm_matches_its_parts():
     given = parts(2)
     residual, weight = parts(1)[0] * 3, torch.linspace(0.5, 2, 4)
     found = run_lockstep(2, lambda rank: op("all_reduce_residual_norm")(given[rank], residual, weight, 1e-6))
@@ -143,7 +143,7 @@ def test_a_kernel_compiles(kernel):
     assert compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
 
 
-def test_parts_of_a_sum_are_those_of_the_ranks():
+def test_parts_of_a_sum_match_the_ranks():
     given = [torch.cat((part, part + 1)) for part in parts(2)]
     found = run_lockstep(2, lambda rank: op("reduce_scatter")(given[rank], 2))
     torch.testing.assert_close(torch.cat(found), torch.stack(given).sum(0))

@@ -193,7 +193,7 @@ def test_a_kernel_multiplies_what_is_taken_and_the_library_all_else(monkeypatch,
     assert torch.equal(ours, ops.scaled_linear_reference(*operands))
 
 
-def test_inputs_that_do_not_lie_as_a_kernel_reads_them_are_copied(monkeypatch):
+def test_inputs_in_another_layout_than_the_kernels_are_copied(monkeypatch):
     multipliers = Multipliers(monkeypatch, 64, 256)
     x, x_scales, *weight = operands_of(20, 64, 512, groups=2)
     values, scales = weight[0][:, :256].contiguous(), weight[1][:, :1].contiguous()
@@ -218,7 +218,7 @@ def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):
         family("scaled_linear").load(scaled_kernels(64, 256), {}, _GPU)
 
 
-def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
+def test_an_error_of_loading_a_kernel_says_how_to_do_without(driver, monkeypatch):
     driver(fails="cuModuleLoadData")
     monkeypatch.setattr(ops, "_LOADED", {})
     binaries = {tiling.name: b"" for tiling in scaled_kernels(64, 256)}

@@ -321,7 +321,7 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
-def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
+def test_an_error_of_loading_a_kernel_says_how_to_do_without(driver, monkeypatch):
     driver(fails="cuModuleLoadData")
     monkeypatch.setattr(STREAMED, "_loaded", {})
     tiling = choose_tiling(LinearKind(64, 256), 8)

@@ -69,7 +69,7 @@ def test_any_other_member_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x05\x06", b"no zip at all", package(*OURS)[:-30]])
-def test_what_is_no_package_is_refused(data):
+def test_another_file_than_a_package_is_refused(data):
     with pytest.raises(ArtifactError, match=r"is no package|cannot be loaded"):
         load_piece("piece.pt2", data)
 

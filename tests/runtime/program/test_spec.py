@@ -298,7 +298,7 @@ def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots(
         {"most_sequences": None, "piece": "many", "splits": None, "kernels": [ShareKernel(8, 4, 64).to_json()]},
     ],
 )
-def test_a_variant_that_says_not_who_decodes_is_not_read(variant):
+def test_a_variant_without_its_decode_kernel_is_not_read(variant):
     data = PROGRAM.to_json() | {"layer_kernels": {LAYER.name: LayerKernels().to_json() | {"decode": [variant]}}}
     with pytest.raises(ArtifactError):
         Program.from_json(data)
@@ -370,7 +370,7 @@ def test_json_of_another_kind_is_refused():
         (changed(variants={"close": (PieceVariant("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )
-def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(program, missing):
+def test_a_program_that_names_missing_parts_is_refused_when_it_is_linked(program, missing):
     with pytest.raises(ArtifactError, match=rf"the program needs .*{missing}"):
         executor_of(program)
 

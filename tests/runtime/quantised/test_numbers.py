@@ -83,7 +83,7 @@ def test_rows_of_zeros_stay_zeros(name):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_is_no_number_shows_in_the_scales(name, value):
+def test_nan_shows_in_the_scales(name, value):
     weight = weight_of(4, 200)
     weight[2, 7] = value
     assert not quantised(weight, SCHEMES[name])["scales"][2].isfinite().all()

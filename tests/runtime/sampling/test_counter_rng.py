@@ -22,7 +22,7 @@ def test_derived_seeds_are_seeds_and_differ():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_values_are_uniform_and_those_of_neighbouring_seeds_positions_and_tokens_are_unrelated():
+def test_values_are_uniform_and_unrelated_for_neighbouring_seeds_positions_and_tokens():
     def values(seeds, positions):
         return uniform(row_keys(seeds, positions), 2000)
 

@@ -42,7 +42,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED)
-def test_a_bad_value_is_refused_with_the_field_what_was_expected_and_what_came(field, value):
+def test_a_bad_value_is_refused_with_the_field_the_expected_and_the_actual_value(field, value):
     with pytest.raises(RequestError, match=rf"^{re.escape(field)}.*: expected .+, got .+\."):
         SamplingParams(**{field: value})
 
@@ -151,7 +151,7 @@ def test_a_top_p_that_float32_has_not_is_kept_as_the_least_that_it_has(top_p):
     assert np.float32(kept) == np.finfo(np.float32).tiny
 
 
-def test_a_limit_that_python_does_not_write_out_is_no_error_of_its_own():
+def test_a_limit_that_python_does_not_write_out_raises_no_second_error():
     params = SamplingParams(max_tokens=10**5000, top_k=10**5000)
     assert params.max_tokens == params.top_k == 2**31 - 1
     with pytest.raises(RequestError, match="min_tokens"):

@@ -45,7 +45,7 @@ def test_rows_without_a_mask_keep_theirs():
     assert (masked[[1, 3]] == -torch.inf).sum() == 78
 
 
-def test_what_is_no_number_stays_none_where_it_is_forbidden():
+def test_nan_stays_nan_where_its_token_is_forbidden():
     logits = torch.tensor([[torch.nan, 1.0, torch.inf, 2.0]])
     masked = mask_of(np.array([[False, True, False, True]])).forbid_others(logits)
     assert masked.isnan().tolist() == [[True, False, True, False]]

@@ -153,7 +153,7 @@ def test_a_request_that_forbids_all_that_it_allows_ends_alone():
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_numbers_that_are_none_are_told_from_tokens_that_are_forbidden(temperature):
+def test_nan_and_inf_are_told_from_forbidden_tokens(temperature):
     params = SamplingParams(temperature=temperature, allowed_token_ids=[1], min_tokens=2, max_tokens=4)
     state = make_state(*[params] * 4, stop_ids=(1,), vocab_size=2)
     logits = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])

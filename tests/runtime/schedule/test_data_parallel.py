@@ -90,7 +90,7 @@ def test_a_rank_takes_what_has_least_to_do():
     assert np.bincount(ranks_of(batch.rows, ROWS)).tolist() == [1, 3]
 
 
-def test_an_ended_request_is_forgotten_and_a_lost_step_ends_those_of_all_ranks():
+def test_an_ended_request_is_forgotten_and_a_lost_step_ends_requests_of_all_ranks():
     dp = scheduler()
     requests = [request(length, 8) for length in (2, 3, 4)]
     for one in requests:
@@ -195,7 +195,7 @@ def test_captured_decodes_are_told_how_far_positions_are_from_places():
     assert plan.media.deltas.tolist() == plan.fields.req_pool_indices.tolist()
 
 
-def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():
+def test_scores_of_prompts_find_their_logits_among_all_ranks():
     dp = scheduler()
     for length in (6, 3, 4):
         dp.add(request(length, prompt_logprobs=None if length == 4 else 1))

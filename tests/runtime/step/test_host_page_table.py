@@ -13,7 +13,7 @@ def test_slots_follow_the_page_writes_of_each_row():
     assert slots.dtype == np.int64
 
 
-def test_the_pages_of_rows_are_those_of_their_tokens():
+def test_the_pages_of_rows_hold_their_tokens():
     table = HostPageTable(num_rows=4, max_tokens=12, page_size=4)
     table.write(np.array([2, 2, 2, 1]), np.array([0, 1, 2, 0]), np.array([9, 4, 7, 5]))
     assert table.pages_of(np.array([2, 1, 2]), np.array([5, 4, 9])).tolist() == [9, 4, 5, 9, 4, 7]

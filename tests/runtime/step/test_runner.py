@@ -135,7 +135,7 @@ def test_flags_of_requests_that_left_are_dropped_though_nobody_takes_their_slot(
     assert loop.steps.sampling.state.flags.max_logprobs is None
 
 
-def test_logprobs_are_those_of_the_model_and_as_many_as_each_request_asked_for():
+def test_logprobs_match_the_model_and_as_many_as_each_request_asked_for():
     model = TinyModel()
     loop = Loop(make_runner(model))
     wants_2, wants_0, wants_none = (
@@ -317,7 +317,7 @@ def test_every_token_is_one_of_the_vocabulary():
     assert all(0 <= token < VOCAB for tokens in outputs(requests) for token in tokens)
 
 
-def test_a_chunk_says_where_its_prompt_lies_if_its_pages_follow_each_other(monkeypatch):
+def test_a_chunk_says_where_its_prompt_is_if_its_pages_follow_each_other(monkeypatch):
     runner = make_runner(max_num_batched_tokens=16)
     loop, seen = Loop(runner), []
     forward = runner.forward

@@ -152,7 +152,7 @@ def test_a_forged_table_is_refused_by_the_name_of_its_weight(forged, tmp_path):
         check(tables)
 
 
-def test_parts_of_one_weight_lie_in_memory_alike(tmp_path):
+def test_parts_of_one_weight_are_in_memory_alike(tmp_path):
     [values, _] = table("fp8 blocks", tmp_path, is_kept=True)
     part = values["parts"]["all"]
     plain = part | {"kept": None, "quantised": None}

@@ -38,7 +38,7 @@ def load(folder: Path, *specs: WeightSpec) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_packed_parts_stand_in_row_order(folder):
+def test_packed_parts_are_in_row_order(folder):
     parts = (WeightPart("q", FILE, 0, (4, 3)), WeightPart("k", FILE, 4, (2, 3)))
     weights = load(folder, WeightSpec("q+k", (6, 3), torch.float32, parts))
     assert torch.equal(weights["q+k"], torch.cat([matrix(4, 3), matrix(2, 3, 100.0)]))
@@ -208,7 +208,7 @@ def test_of_a_part_of_a_tensor_no_other_byte_is_read(folder, monkeypatch, dim, s
     assert spec.num_bytes_read == part.numel() * dtype.itemsize
 
 
-def test_random_weights_of_parts_are_those_of_the_whole():
+def test_random_weights_of_parts_match_the_whole():
     whole = WeightSpec("w", (6, 4), torch.float32, (WeightPart("w", "", 0, (6, 4)),))
     rows = tuple(WeightPart("w", "", place, (6, 4), (("narrow", 0, start, 1),)) for place, start in enumerate((1, 4)))
     columns = (WeightPart("w", "", 0, (6, 4), (("narrow", 1, 2, 2),)),)
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_has_changed_since_is_named(folder):
             load(folder, spec)
 
 
-def test_random_values_are_those_of_the_tensor_however_it_is_packed():
+def test_random_values_match_the_tensor_however_it_is_packed():
     q, k = WeightPart("q", "", 0, (4, 3)), WeightPart("k", "", 0, (2, 3))
     packed = WeightSpec("q+k", (6, 3), torch.float32, (q, WeightPart("k", "", 4, (2, 3))))
     specs = [packed, WeightSpec("k", (2, 3), torch.float32, (k,))]

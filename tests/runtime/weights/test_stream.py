@@ -55,7 +55,7 @@ def test_every_tensor_arrives_whole(file):
     assert sum(advanced) == sum(value.nbytes for value in expected.values())
 
 
-def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once(tmp_path, monkeypatch):
+def test_contiguous_small_tensors_are_read_at_once(tmp_path, monkeypatch):
     tensors = {f"expert{number}": torch.randn(5, 3) for number in range(10)}
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)

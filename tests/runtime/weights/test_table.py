@@ -119,6 +119,6 @@ def test_a_column_of_mappings_without_keys_does_not_lose_parts():
 
 
 @pytest.mark.parametrize("data", [{}, 7, None, [7], [[]]])
-def test_what_is_no_list_of_tables_is_refused(data):
+def test_a_malformed_list_of_tables_is_refused(data):
     with pytest.raises(ValueError, match="expected"):
         weights_from_json(data)

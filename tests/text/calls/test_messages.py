@@ -105,7 +105,7 @@ def test_ids_are_of_the_template_s_form_and_the_same_for_call_and_result():
         ({"role": "tool", "tool_call_id": "i"}, "messages: message 0, of a tool, has no content; expected the call's"),
     ],
 )
-def test_what_is_no_call_and_no_result_is_refused(message, said):
+def test_a_malformed_call_or_result_is_refused(message, said):
     with pytest.raises(RequestError, match="^" + re.escape(said)):
         for_template([message], syntax("QWEN3"))
 

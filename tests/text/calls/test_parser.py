@@ -165,7 +165,7 @@ def test_reasoning_is_told_from_the_answer(text, is_open, expected):
     assert (found.reasoning, found.content) == expected
 
 
-def test_a_call_in_the_reasoning_is_none():
+def test_a_call_in_the_reasoning_is_text():
     found = read(HERMES, '<think><tool_call>\n{"name": "now", "arguments": {}}</tool_call></think>No.')
     assert (found.calls, found.content) == ([], "No.")
 

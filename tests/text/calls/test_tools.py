@@ -46,7 +46,7 @@ def nested(levels):
         ([function(parameters={"properties": {"a": b""}})], "tools: expected plain JSON data: "),
     ],
 )
-def test_tools_that_are_none_are_refused(tools, said):
+def test_malformed_tools_are_refused(tools, said):
     with pytest.raises(RequestError, match=said if "\\d" in said else "^" + re.escape(said)):
         read_tools(tools)
 
@@ -107,6 +107,6 @@ def test_a_choice_is_read(value, tools, expected):
         ({"type": "function", "function": {"name": "f"}}, [], "tool_choice: 'f' is not among the tools: none. Offer"),
     ],
 )
-def test_a_choice_that_is_none_is_refused(value, tools, said):
+def test_a_malformed_choice_is_refused(value, tools, said):
     with pytest.raises(RequestError, match="^" + re.escape(said)):
         read_tool_choice(value, read_tools(tools))
