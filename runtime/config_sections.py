@@ -17,7 +17,15 @@ GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_p
 MaxStepMs = float | Literal["tenfold", "none"]
 # Parts that `runtime.without` can leave out, to find a fault or measure a part; docs/debugging.md says what runs
 # instead.
-Switch = Literal["split_decode", "hopper_decode", "sample_in_graph", "whole_prompts", "copy_prefix", "divide_prefix"]
+Switch = Literal[
+    "split_decode",
+    "hopper_decode",
+    "sample_in_graph",
+    "whole_prompts",
+    "copy_prefix",
+    "divide_prefix",
+    "paged_attention",
+]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 

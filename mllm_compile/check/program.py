@@ -49,7 +49,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
-from mllm_compile.store.artifact import CUBINS, PIECES
+from mllm_compile.store.artifact import BINARIES, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
@@ -103,7 +103,7 @@ def self_check(
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
         by_name = _quantise(hf_model.model, materialise(hf_model, device), lowered.quantised)
-        binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
+        binaries = {path.stem: path.read_bytes() for path in (folder / BINARIES).glob("*")}
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
@@ -432,6 +432,9 @@ class _PackedRequests:
             segments=segments,
             num_actual_tokens=starts[-1],
         )
+
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        return False
 
     def forward_state(self, inputs: StateInputs) -> None:
         self.states.forward(inputs)

@@ -37,6 +37,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, CompileError
 from mllm_compile.files.json_file import read_file
 from mllm_compile.inductor.workers import PieceWorkers
+from mllm_compile.kernels.cpu import write_libraries
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
 from mllm_compile.media.files import PROCESSOR_FILES
@@ -47,7 +48,7 @@ from mllm_compile.runtime.device.memory import give_back_unused
 from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
-    CUBINS,
+    BINARIES,
     GRAPHS,
     KERNELS,
     MANIFEST,
@@ -260,15 +261,18 @@ def _kernels(
     config: ResolvedConfig, lowered: Lowered, scratch: Path, compiler: KernelCompiler, timeline: Timeline
 ) -> Iterator[None]:
     """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
-    FlashInfer has them), the program's own by NVRTC."""
+    FlashInfer has them), the program's own by NVRTC, and its C++ for the CPU."""
     with ThreadPoolExecutor(2, thread_name_prefix="kernels") as threads:
         running = []
         if config.runtime.attention_backend == "flashinfer":
             running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
-        own = lowered.program.every_cuda_kernel()
+        own, libraries = lowered.program.every_cuda_kernel(), lowered.program.every_library()
+        if own or libraries:
+            (scratch / BINARIES).mkdir()
         if own:
-            (scratch / CUBINS).mkdir()
-            running.append(threads.submit(compiler.write, own, scratch / CUBINS, timeline))
+            running.append(threads.submit(compiler.write, own, scratch / BINARIES, timeline))
+        if libraries:
+            running.append(threads.submit(write_libraries, config, libraries, scratch / BINARIES, timeline))
         yield
         for built in running:
             built.result()

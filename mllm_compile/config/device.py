@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.process.cpp_compiler import compiler_command
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 
@@ -162,3 +163,13 @@ def is_hopper(device: str) -> bool:
 
 def _cpu() -> DeviceInfo:
     return DeviceInfo("cpu", platform.machine())
+
+
+def has_libraries(device: str, backend: str) -> bool:
+    """True if programs on `device` call C++ of our own (runtime/cpu/): on a CPU, where there is a compiler, which
+    packages need anyway.
+
+    Args:
+        backend: compile.backend.
+    """
+    return device == "cpu" and (backend != "eager" or compiler_command() is not None)

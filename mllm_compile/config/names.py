@@ -19,15 +19,8 @@ def source_name(source: str) -> str:
 
 
 def is_hub_id(text: str) -> bool:
-    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones; or one of its
-    GGUF files: `Qwen/Qwen3-0.6B-GGUF:Q8_0`."""
-    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+(:[\w.-]+)?)?", text, re.ASCII) is not None
-
-
-def repository_and_tag(hub_id: str) -> tuple[str, str | None]:
-    """The repository, and the GGUF file that is named behind a colon, or None."""
-    repository, _, tag = hub_id.partition(":")
-    return repository, tag or None
+    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
+    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
 
 
 def nearest_path(text: str) -> str:

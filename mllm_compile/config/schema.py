@@ -19,7 +19,6 @@ from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode, Switch
-from mllm_compile.runtime.weights.file_names import is_gguf
 
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
@@ -197,7 +196,7 @@ class RuntimeConfig(Section):
 
     without: SwitchList = ()
     """Parts of serving to leave out, to find a faulty one: split_decode, hopper_decode, sample_in_graph, whole_prompts,
-    copy_prefix, divide_prefix. docs/debugging.md says what runs instead."""
+    copy_prefix, divide_prefix, paged_attention. docs/debugging.md says what runs instead."""
 
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""
@@ -318,8 +317,7 @@ class EngineConfig(Section):
 
 def _anchored_model_path(text: str, folder: Path) -> str:
     candidate = os.path.normpath(folder / user_path(text))
-    is_there = os.path.isdir(candidate) or (is_gguf(Path(candidate)) and os.path.isfile(candidate))
-    return candidate if is_local_path(text) or is_there else text
+    return candidate if is_local_path(text) or os.path.isdir(candidate) else text
 
 
 def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:

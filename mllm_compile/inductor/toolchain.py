@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mllm_compile.errors import CompileError
+from mllm_compile.process.cpp_compiler import SYSTEM_CXX, compiler_command
 
-SYSTEM_CXX = "/usr/bin/g++"
 # The wrapper around the kernels is compiled without optimisation. It only calls them, and is most of a package's
 # compile time (CPU, one decoder layer: 31 s → 11 s, same time a call).
 WRAPPER_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
@@ -21,8 +19,8 @@ def check_compiler() -> None:
     Raises:
         CompileError: there is no C++ compiler, which every package needs.
     """
-    asked = os.environ.get("CXX") or "g++"
-    if not os.path.exists(SYSTEM_CXX) and shutil.which(next(iter(shlex.split(asked)), "")) is None:
+    if compiler_command() is None:
+        asked = os.environ.get("CXX") or "g++"
         raise CompileError(
             f"there is no C++ compiler here: neither {SYSTEM_CXX} nor {asked}. Install g++ (Debian and Ubuntu: apt-get "
             "install g++), or name another one in CXX. A runtime needs none once it is compiled, so it may come from a "

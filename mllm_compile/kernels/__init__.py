@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 # In the order in which they are written: a cascade and a prefill are beside a layer's decode.
-ATTENTION_KERNELS = ("decode", "cascade", "prefill", "latent")
+ATTENTION_KERNELS = ("decode", "cascade", "prefill", "latent", "paged")
 
 
 def of_every_kind(package: str, verb: str) -> list[Callable[..., Any]]:

@@ -62,7 +62,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
             deterministic=runtime.deterministic,
             kernels={
                 name: replace(kernels, cascade=None).linked(
-                    lambda variant: _NO_DECODER, lambda piece: _NO_DECODER.piece
+                    lambda variant: _NO_DECODER, lambda piece: _NO_DECODER.piece, lambda library: None
                 )
                 for name, kernels in program.layer_kernels.items()
             },

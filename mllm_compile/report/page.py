@@ -218,7 +218,7 @@ def _cuda_kernels(artifact: Artifact) -> list[str]:
         parts.folded(
             kernel.name,
             f"of runtime/{' and runtime/'.join((*kernel.headers, kernel.source))}",
-            format_bytes(len(artifact.cubins[kernel.name])),
+            format_bytes(len(artifact.binaries[kernel.name])),
             parts.source("\n".join(f"#define {name} {value}" for name, value in kernel.constants().items())),
         )
         for kernel in artifact.program.every_cuda_kernel()

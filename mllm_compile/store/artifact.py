@@ -5,7 +5,8 @@
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
     kernels/               FlashInfer's kernels that the model's layers need; absent where none do
-    cubins/                CUDA kernels of its own for few tokens (program.every_cuda_kernel); absent where it has none
+    binaries/              kernels of its own: in CUDA C++ (program.every_cuda_kernel), and libraries of C++ for the CPU
+                           (every_library); absent where it has none
     tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
     graphs/                the graph after each pass, as text
     config.json, …         the model's own, for people who read the folder
@@ -52,7 +53,7 @@ PROGRAM = "program.json"
 CONSTANTS = "constants.safetensors"
 PIECES = "pieces"
 KERNELS = "kernels"
-CUBINS = "cubins"
+BINARIES = "binaries"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
 WEIGHTS = "weights"
@@ -110,7 +111,7 @@ class Artifact:
         further_weights: the other ranks'.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
-        cubins: the binaries of program.every_cuda_kernel() by name, as they were checked.
+        binaries: those of program.every_cuda_kernel() and every_library() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
         texts: texts by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the
             model's own config files.
@@ -123,7 +124,7 @@ class Artifact:
     weights: tuple[WeightSpec, ...]
     constants: tuple[str, ...]
     pieces: Mapping[str, bytes]
-    cubins: Mapping[str, bytes]
+    binaries: Mapping[str, bytes]
     constants_data: bytes
     texts: Mapping[str, bytes]
     trusted: TrustedFolder
@@ -227,15 +228,15 @@ def open_artifact(folder: Path) -> Artifact:
     manifest = _read_manifest(trusted)
     _check_listing(trusted, set(manifest.files) | {MANIFEST} | manifest.weights.packed_names)
     used = {PROGRAM: b"", CONSTANTS: b""}
-    pieces, cubins, texts = {}, {}, {}
+    pieces, binaries, texts = {}, {}, {}
     for name, facts in manifest.files.items():
         data = trusted.read(name, facts)
         if name in used:
             used[name] = data
         elif name.startswith(PIECES + "/") and name.endswith(manifest.piece_suffix):
             pieces[name.removeprefix(PIECES + "/").removesuffix(manifest.piece_suffix)] = data
-        elif name.startswith(CUBINS + "/"):
-            cubins[Path(name).stem] = data
+        elif name.startswith(BINARIES + "/"):
+            binaries[Path(name).stem] = data
         elif not name.startswith(KERNELS + "/"):
             texts[name] = data
     try:
@@ -254,7 +255,7 @@ def open_artifact(folder: Path) -> Artifact:
             further_weights=tuple(further_weights),
             constants=from_json(tuple[str, ...], content["constants"]),
             pieces={piece: pieces[piece] for piece in program.every_piece_id()},
-            cubins=cubins,
+            binaries=binaries,
             constants_data=used[CONSTANTS],
             texts=texts,
             trusted=trusted,

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from mllm_compile.checkpoint.files import WeightFiles
+from mllm_compile.config.device import has_libraries
 from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
@@ -48,6 +49,7 @@ _SHAPING_ROOMS = (
     "model",
     "runtime/attention",
     "runtime/collectives",
+    "runtime/cpu",
     "runtime/cuda",
     "runtime/media",
     "runtime/ops",
@@ -57,7 +59,7 @@ _SHAPING_ROOMS = (
     "runtime/state",
     "runtime/weights",
 )
-_SOURCE_SUFFIXES = (".py", ".cu", ".cuh")  # what Python and editors leave beside them is no source
+_SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")  # what Python and editors leave beside them is no source
 # Factors of the machine that loads a runtime's binaries.
 MACHINE_FACTORS = (
     "mllm_compile",
@@ -209,7 +211,8 @@ def _attention(config: ResolvedConfig) -> str:
     mode = ["deterministic"] if runtime.deterministic else []
     if runtime.attention_backend == "torch":
         kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
-        return ", ".join(["torch", *kv_cache, *mode])
+        is_plain = runtime.device == "cpu" and not has_libraries(runtime.device, config.compile.backend)
+        return ", ".join(["torch", *kv_cache, *mode, *(["no C++ compiler"] if is_plain else [])])
     if not config.compile.split_decode:
         mode.append("decodes by FlashInfer")
     elif not config.compile.hopper_decode:

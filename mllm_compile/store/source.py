@@ -94,7 +94,7 @@ class ArtifactSource:
         suffix = artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
             pieces = {piece: load_piece(piece + suffix, data) for piece, data in artifact.pieces.items()}
-            return link(artifact.program, pieces, artifact.cubins, device)
+            return link(artifact.program, pieces, artifact.binaries, device)
 
     def _find_kernels(self) -> None:
         """Imports FlashInfer, which takes seconds and so begins first, and finds the runtime's kernels."""

@@ -37,9 +37,10 @@ class AttentionInputs:
     """One layer's attention in a step.
 
     Attributes:
-        q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv]; k and v are in the cache already.
+        q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv].
         out: [T, H, Dv], written.
         batch: the one that was planned.
+        slots: [T] int64 where k and v are to be written first; None: they are in the cache already.
     """
 
     q: torch.Tensor
@@ -48,6 +49,7 @@ class AttentionInputs:
     out: torch.Tensor
     layer: AttentionLayer
     batch: ForwardBatch
+    slots: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -63,7 +65,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_extend(self, inputs: AttentionInputs) -> None:
-        """EXTEND and MIXED: causal over each request's prefix and new tokens, whose k and v are in the cache."""
+        """EXTEND and MIXED: causal over each request's prefix and new tokens."""
 
     @abstractmethod
     def forward_decode(self, inputs: AttentionInputs) -> None:
@@ -77,6 +79,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: no layer reads keys or values of `batch` where the table of slots says that they are."""
+
+    @abstractmethod
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        """True: `forward` writes the layer's new keys and values too, where its inputs say where."""
 
     @property
     @abstractmethod

@@ -44,7 +44,9 @@ def make_attention_backend(
     """
     runtime = config.runtime
     if runtime.attention_backend == "torch":
-        return TorchAttnBackend(deterministic=runtime.deterministic)
+        libraries = of_kind(model.layer_kernels, "paged") if runtime.takes("paged_attention") else {}
+        bound = {one.name: libraries[one.name].of(one, config.dtype) for one in model.layers if one.name in libraries}
+        return TorchAttnBackend(deterministic=runtime.deterministic, paged=bound)
     if runtime.attention_backend == "flashinfer" and all(layer.is_latent for layer in model.layers):
         return LatentAttnBackend(
             model.layers,

@@ -202,6 +202,9 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         rows = batch.req_pool_indices[num_decodes : common.num_reqs]
         return make_paged_view(common.block_table, rows, *lengths, -1, page_size=1).indices
 
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        return False
+
     def reads_pages(self, batch: ForwardBatch) -> bool:
         is_captured = self._captured_mixed is not None and self._captured_mixed.steps.holds(batch.num_tokens)
         reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
 from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
 from mllm_compile.runtime.attention.split.splits import Splits
+from mllm_compile.runtime.cpu.library import CpuLibrary
 from mllm_compile.runtime.files.json_data import from_json
 
 Piece = TypeVar("Piece")
@@ -95,6 +96,7 @@ class LayerKernels(Generic[Decode, Piece]):
         cascade: decodes that begin with the same pages.
         prefill: prompts, of a layer that no other library's kernel serves.
         latent: all of its attention, over latents.
+        paged: the library that does all of its attention on a CPU; where linked, attention/paged/attend.py's.
         state: a layer with a state, and none of the others.
     """
 
@@ -102,15 +104,23 @@ class LayerKernels(Generic[Decode, Piece]):
     cascade: Piece | None = field(default=None, metadata={WHAT: "attention of decodes of one prefix"})
     prefill: Piece | None = field(default=None, metadata={WHAT: "attention of prompts"})
     latent: LatentKernels[Piece] | None = None
+    paged: Any = None  # CpuLibrary | None, and where linked PagedAttention | None
     state: StateKernels[Piece] | None = None
 
-    def linked(self, decode: Callable[[Any], Any], piece: Callable[[Any], Any]) -> LinkedKernels:
-        """The record with `decode` of each way of decoding, and `piece` of all else."""
-        return replace(_mapped(replace(self, decode=()), piece), decode=tuple(map(decode, self.decode)))
+    def linked(
+        self, decode: Callable[[Any], Any], piece: Callable[[Any], Any], paged: Callable[[CpuLibrary], Any]
+    ) -> LinkedKernels:
+        """The record with `decode` of each way of decoding, `paged` of the library, and `piece` of all else."""
+        pieces, decodes = _mapped(self._of_pieces(), piece), tuple(map(decode, self.decode))
+        return replace(pieces, decode=decodes, paged=None if self.paged is None else paged(self.paged))
+
+    def _of_pieces(self) -> LayerKernels[Any, Any]:
+        """The record without what is no piece."""
+        return replace(self, decode=(), paged=None)
 
     def pieces(self: StoredKernels) -> dict[str, str]:
         """The ids of its pieces, and what each computes."""
-        named = dict(_named(replace(self, decode=())))
+        named = dict(_named(self._of_pieces()))
         decodes = (variant.piece for variant in self.decode if variant.piece is not None)
         return dict.fromkeys(decodes, _what_of(self, "decode")) | named
 
@@ -121,7 +131,9 @@ class LayerKernels(Generic[Decode, Piece]):
     def from_json(cls, data: Mapping[str, Any]) -> StoredKernels:
         """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
         decode = tuple(map(DecodeVariant.from_json, data["decode"]))
-        return replace(from_json(LayerKernels[DecodeVariant, str], {**data, "decode": []}), decode=decode)
+        paged = from_json(CpuLibrary | None, data["paged"])
+        pieces = from_json(LayerKernels[DecodeVariant, str], {**data, "decode": [], "paged": None})
+        return replace(pieces, decode=decode, paged=paged)
 
 
 StoredKernels = LayerKernels[DecodeVariant, str]

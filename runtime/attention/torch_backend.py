@@ -1,5 +1,6 @@
 """Attention in plain torch over the paged cache: the CPU's backend, and on CUDA the reference for the others.
 
+On a CPU the compiled library attends (paged/), where the runtime holds it and it serves a layer. Torch does the others.
 Decodes of a batch run together, padded to the longest. Prefills run one request after another, in blocks of queries, so
 that no score matrix grows with the square of a prompt. PromptSizes over latents may get keys and values made of these
 first (latent/expanded.py). Slow beside a real kernel, right everywhere.
@@ -10,11 +11,12 @@ G = H / Hk, D head dim, Dv value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,7 @@ from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from mllm_compile.runtime.attention.paged.attend import PagedBatch, PagedLayer
 from mllm_compile.runtime.forward_batch import ForwardBatch
 
 # Bounds on what is gathered or scored at once: 64 Ki keys of 8 heads of 128 floats are 256 MiB, for K and for V.
@@ -45,6 +48,7 @@ class _Plan:
     # (shared tokens, window_left, chunk, Hk) → what _decode_view returns
     decode_views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     expanded: dict[Widths, ExpandedPrompts] = field(default_factory=dict)  # of layers with their up-projection
+    paged: dict[bool, PagedBatch] = field(default_factory=dict)  # by whether layers have a window
 
 
 class TorchAttnBackend(AttentionBackend, Cascades):
@@ -54,6 +58,7 @@ class TorchAttnBackend(AttentionBackend, Cascades):
         deterministic: compute each request by itself: padding a batch's decodes to the longest of them changes the
             shapes of the products, and with them the last bits of the others.
         choice, most_expanded_bytes: as LatentAttnBackend has them.
+        paged: layer → the library's attention, of those that it serves.
     """
 
     rope = decodes = captured_cascades = mixed = prompts = None
@@ -65,8 +70,10 @@ class TorchAttnBackend(AttentionBackend, Cascades):
         deterministic: bool = False,
         choice: ExpansionChoice = fewer_products,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
+        paged: Mapping[str, PagedLayer] | None = None,
     ) -> None:
         self._deterministic = deterministic
+        self._paged = paged or {}
         self._choice = choice
         self._most_expanded_bytes = most_expanded_bytes
         self._plan: _Plan | None = None
@@ -79,6 +86,9 @@ class TorchAttnBackend(AttentionBackend, Cascades):
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         return True
+
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        return layer.name in self._paged
 
     @property
     def cascades(self) -> Cascades:
@@ -94,6 +104,10 @@ class TorchAttnBackend(AttentionBackend, Cascades):
         plan, layer = self._plan, inputs.layer
         if plan is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
+        paged = self._paged.get(layer.name)
+        if paged is not None:
+            paged.run(inputs, _paged_batch(plan, inputs), _num_shared(plan, layer))
+            return
         if layer.up_projection is None:
             _attend_for(plan, range(plan.num_decodes, len(plan.seq_lens)), inputs)
             return
@@ -151,6 +165,23 @@ def _parts(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch, request: int
         at = block.end
     if at < end:
         yield _Part(request, at, end, seq_len, is_block=False)
+
+
+def _paged_batch(plan: _Plan, inputs: AttentionInputs) -> PagedBatch:
+    """The batch as the library reads it; made once for all layers without a window, and for all with one."""
+    layer, batch = inputs.layer, inputs.batch
+    has_window = layer.params.window_left >= 0
+    if has_window not in plan.paged:
+        rows, count = batch.req_pool_indices.numpy(), plan.num_decodes
+        starts, lens = np.array(plan.query_start), np.array(plan.seq_lens)
+        requests = np.stack((rows, starts[:-1], starts[1:] - starts[:-1], lens, np.zeros_like(lens)), axis=1)
+        if batch.media is not None:
+            prompts = (part for i in range(count, len(lens)) for part in _parts(plan, layer, batch, i))
+            parts = [(rows[p.request], p.start, p.end - p.start, p.seq_len, p.is_block) for p in prompts]
+            requests = np.array([*requests[:count], *parts])
+        table = CommonAttentionMetadata.of(batch).block_table
+        plan.paged[has_window] = PagedBatch.of(requests, table, count)
+    return plan.paged[has_window]
 
 
 def _num_shared(plan: _Plan, layer: AttentionLayer) -> int:

@@ -19,7 +19,10 @@ from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDe
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LinkedKernels, StoredKernels
+from mllm_compile.runtime.attention.paged.attend import PagedAttention
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, LinkedDecode
+from mllm_compile.runtime.cpu.library import CpuLibrary
+from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
@@ -71,21 +74,22 @@ class LinkedProgram:
 
 
 def link(
-    program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
+    program: Program, pieces: Mapping[str, PieceFunction], binaries: Mapping[str, bytes], device: torch.device
 ) -> LinkedProgram:
     """Loads the program's kernels onto `device`, and hands its pieces to their callers.
 
     Args:
         pieces: piece id → compiled function.
-        cubins: binaries of program.every_cuda_kernel() by name; checked by the caller: they are executed.
+        binaries: those of program.every_cuda_kernel() and every_library() by name; checked by the caller: they are
+            executed.
 
     Raises:
-        ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
+        ArtifactError, DeviceError: a kernel or a library is missing or cannot be loaded.
     """
     with current_device(device):
         for one in program.every:
-            load_kernels(one.kernels, cubins, device)
-        layer_kernels = _layer_kernels(program, pieces, cubins, device)
+            load_kernels(one.kernels, binaries, device)
+        layer_kernels = _layer_kernels(program, pieces, binaries, device)
     sampling, loop = program.sampling, program.decode_loop
     return LinkedProgram(
         program,
@@ -104,7 +108,7 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def _layer_kernels(
-    program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
+    program: Program, pieces: Mapping[str, PieceFunction], binaries: Mapping[str, bytes], device: torch.device
 ) -> dict[str, LinkedKernels]:
     """Each layer's own kernels; layers that are alike share them."""
 
@@ -114,15 +118,19 @@ def _layer_kernels(
         if variant.piece is not None:
             piece = pieces[variant.piece]
         elif isinstance(variant.kernels[0], ShareKernel):
-            piece = ShareDecode(variant.kernels[0], cubins, sm_scale, device)
+            piece = ShareDecode(variant.kernels[0], binaries, sm_scale, device)
         else:
             clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
-            piece = ClusterDecode(clusters, cubins, sm_scale, device)
+            piece = ClusterDecode(clusters, binaries, sm_scale, device)
         return LinkedDecode(piece, variant.most_sequences, variant.splits, fuses_rope=bool(variant.kernels))
 
     @cache
+    def paged(library: CpuLibrary) -> PagedAttention:
+        return PagedAttention(load_library(library, binaries))
+
+    @cache
     def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:
-        return kernels.linked(lambda variant: decoder_of(variant, sm_scale), lambda piece: pieces[piece])
+        return kernels.linked(lambda variant: decoder_of(variant, sm_scale), lambda piece: pieces[piece], paged)
 
     scales = {layer.name: layer.sm_scale for layer in program.layers}
     return {layer: linked(kernels, scales.get(layer, 0.0)) for layer, kernels in program.layer_kernels.items()}

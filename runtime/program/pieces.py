@@ -7,9 +7,7 @@ not as the name of a file that may have changed since.
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from torch.torch_version import TorchVersion
 
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.files.memory_file import as_file
 from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 
 PieceSuffix = Literal[".pt2", ".py"]
@@ -124,19 +123,5 @@ def _as_path(name: str, package: bytes) -> Iterator[tuple[str, Unpacked | None]]
         yield str(files.path), files
         return
     check_room(package)
-    with _as_file(name, package) as path:
+    with as_file(name, package) as path:
         yield path, None
-
-
-@contextmanager
-def _as_file(name: str, data: bytes) -> Iterator[str]:
-    """A path to these very bytes: a sealed file in memory, which cannot be changed any more."""
-    handle = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(handle, view) :]
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        yield f"/proc/self/fd/{handle}"
-    finally:
-        os.close(handle)

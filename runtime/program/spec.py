@@ -15,6 +15,7 @@ from typing import Any
 
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import NO_KERNELS, LayerKernels, StoredKernels
+from mllm_compile.runtime.cpu.library import CpuLibrary
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.files.json_data import from_json
@@ -252,6 +253,10 @@ class Program:
         """The names of the weights of all programs."""
         return list(dict.fromkeys(name for program in self.every for name in program.weights))
 
+    def every_library(self) -> tuple[CpuLibrary, ...]:
+        """The libraries of C++ that the runtime holds compiled, of all programs."""
+        return tuple(dict.fromkeys(library for program in self.every for library in program.libraries()))
+
     def every_cuda_kernel(self) -> tuple[CudaKernel, ...]:
         """The kernels that the runtime holds compiled by NVRTC, of all programs."""
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
@@ -270,6 +275,10 @@ class Program:
         variants = (variant for kernels in self.layer_kernels.values() for variant in kernels.decode)
         decodes = dict.fromkeys(kernel for variant in variants for kernel in variant.kernels)
         return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
+
+    def libraries(self) -> tuple[CpuLibrary, ...]:
+        """The libraries of C++ that this program calls."""
+        return tuple(dict.fromkeys(one.paged for one in self.layer_kernels.values() if one.paged is not None))
 
     def kernels_of_layer(self, name: str) -> StoredKernels:
         """The layer's own kernels; none of a layer that has none."""

@@ -17,6 +17,7 @@ from mllm_compile.runtime.attention.capture import (
     FusesRope,
     needed,
 )
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
@@ -64,6 +65,9 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
         self._of_attention.forward_decode(inputs)
+
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        return self._of_attention.writes_kv(layer)
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         return self._attention is not None and self._attention.reads_pages(batch)

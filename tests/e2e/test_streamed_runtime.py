@@ -29,7 +29,7 @@ from mllm_compile.runtime.ops.stream_linear.rows import RowTiling
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 from mllm_compile.runtime.program import link as linking
 from mllm_compile.runtime.program.spec import Program
-from mllm_compile.store.artifact import CUBINS, open_artifact
+from mllm_compile.store.artifact import BINARIES, open_artifact
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
 from tests.passes.support.stand_ins import only_kernel_passes, streamed_ops_on_cpu
@@ -91,7 +91,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     assert Program.from_json(program.to_json()) == program
     gated = {kernel.name for kernel in program.kernels["gated_linear"]}
     assert gated == {kernel.name for kernel in gated_kernels(1024, 256)}
-    assert {path.stem for path in (artifact.folder / CUBINS).iterdir()} == names | gated
+    assert {path.stem for path in (artifact.folder / BINARIES).iterdir()} == names | gated
     with Engine(config) as engine:
         output = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
     assert len(output.token_ids) == 8
@@ -135,7 +135,7 @@ def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monke
 
 def test_a_changed_kernel_is_not_loaded(loads, tmp_path):
     artifact = load_or_compile(config_of(tmp_path)).artifact
-    path = next((artifact.folder / CUBINS).iterdir())
+    path = next((artifact.folder / BINARIES).iterdir())
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match=path.name):
         open_artifact(artifact.folder)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mllm_compile.inductor.patches import precompiled_header
-from mllm_compile.inductor.toolchain import SYSTEM_CXX, WRAPPER_OPTIONS
+from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS
 from mllm_compile.inductor.toolchain import system_compiler as with_system_compiler
+from mllm_compile.process.cpp_compiler import SYSTEM_CXX
 from tests.fresh_process import FreshProcess, fresh_process
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's headers")]

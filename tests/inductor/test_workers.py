@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from mllm_compile.errors import CompileError, ConfigError
-from mllm_compile.inductor import toolchain
 from mllm_compile.inductor import workers as piece_workers
 from mllm_compile.inductor.job import PieceInput, PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
+from mllm_compile.process import cpp_compiler
 from tests.hang_guard import HANG_S, until
 
 SIZES = {"T": 8192, "S": 8192}
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(toolchain, "SYSTEM_CXX", str(tmp_path / "g++"))
+    monkeypatch.setattr(cpp_compiler, "SYSTEM_CXX", str(tmp_path / "g++"))
     monkeypatch.setattr(piece_workers, "_CompilerProcess", lambda *args: pytest.fail("a process was started"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CompileError, match=r"no C\+\+ compiler here: neither .* nor no-such-compiler"):
@@ -63,7 +63,7 @@ def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
 
 
 def test_a_compiler_may_be_named_with_its_options(tmp_path, monkeypatch):
-    monkeypatch.setattr(toolchain, "SYSTEM_CXX", str(tmp_path / "g++"))
+    monkeypatch.setattr(cpp_compiler, "SYSTEM_CXX", str(tmp_path / "g++"))
     started = []
     monkeypatch.setattr(piece_workers, "_CompilerProcess", lambda *args: started.append(args))
     monkeypatch.setenv("CXX", f"{sys.executable} -O1")

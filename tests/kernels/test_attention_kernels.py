@@ -85,7 +85,7 @@ def check_mean_attention(linked, served):
 }
 CHANGED = {
     "runtime/ops/__init__.py": ("OPS = {\n", 'OPS = {\n    "mean_decode": "mean_decode",\n'),
-    "mllm_compile/kernels/__init__.py": ('"latent")', '"latent", "mean")'),
+    "mllm_compile/kernels/__init__.py": ('"paged")', '"paged", "mean")'),
     "runtime/attention/layer_kernels.py": (
         "    state: StateKernels[Piece] | None = None\n",
         "    state: StateKernels[Piece] | None = None\n"
@@ -97,6 +97,7 @@ CHANGED = {
 SERVES = """
 import json
 import torch
+import mllm_compile.kernels.paged_attention
 from mllm_compile.check.kernels import check_written_pieces
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import of_every_kind
@@ -107,6 +108,7 @@ from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import CPU, resolved
 
+mllm_compile.kernels.paged_attention.has_libraries = lambda device, backend: False
 layers = tuple(LayerSpec(f"layers.{i}.attn", i, 4, 2, 16, 16, 0.25, 0.0, -1, None) for i in range(2))
 program, written = Program((), layers, (), "logits"), []
 for add in of_every_kind("mllm_compile.kernels", "add"):

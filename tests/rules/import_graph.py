@@ -67,6 +67,7 @@ FLOORS = (
     "runtime/quantised",
     "runtime/device",
     "runtime/collectives",
+    "runtime/cpu",
     "runtime/cuda",
     "runtime/media",
     "runtime",

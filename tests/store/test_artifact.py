@@ -190,7 +190,8 @@ def test_a_compile_that_is_interrupted_leaves_nothing(model, tmp_path, stage):
     with pytest.raises(KeyboardInterrupt):
         load_or_compile(config, recorder)
     assert recorder.stages[-1] == stage
-    assert files(tmp_path / "cache") == []
+    left = [path.name for path in files(tmp_path / "cache")]
+    assert left in ([], [".compilers.lock"]), "a lock's file is never removed"
 
 
 def test_a_compile_that_is_killed_leaves_nothing_that_is_taken_for_whole(config):

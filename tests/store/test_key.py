@@ -205,6 +205,7 @@ NOT_SHAPING = {
     "runtime/forward_context": "what runs between pieces",
     "runtime/graph_mode": "what runs pieces",
     "runtime/files/json_data": "how files are read",
+    "runtime/files/memory_file": "how bytes become files",
     "runtime/memory_pool": "where KV lies",
     "runtime/model_runner": "what runs pieces",
     "runtime/files/regular_file": "how files are read",
@@ -267,7 +268,7 @@ def test_one_byte_more_in_any_source_of_a_room_is_a_miss(room, tmp_path, monkeyp
         shutil.copyfile(PACKAGE / f"{room}.py", tmp_path / f"{room}.py")
     monkeypatch.setattr("mllm_compile.store.key.__file__", str(tmp_path / "store" / "key.py"))
     plain = _sources.__wrapped__()
-    files = [path for path in tmp_path.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    files = [path for path in tmp_path.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".cpp", ".h")]
     assert files
     for path in files:
         before = path.read_bytes()

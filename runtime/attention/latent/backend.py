@@ -161,6 +161,9 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
         tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
         return _Prompts(expanded, upload(tiles, self._table.pages.device))
 
+    def writes_kv(self, layer: AttentionLayer) -> bool:
+        return False
+
     def reads_pages(self, batch: ForwardBatch) -> bool:
         return True
 

@@ -72,9 +72,11 @@ def attention_with_output(
         return
     if num_tokens != q.shape[0]:
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    if save_kv_cache:
-        batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
-    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch))
+    slots = context.slot_mapping[layer_name][:num_tokens] if save_kv_cache else None
+    if slots is not None and not batch.attn_backend.writes_kv(layer):
+        batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
+        slots = None
+    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots))
 
 
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")

@@ -346,6 +346,6 @@ def _one_request(num_tokens: int) -> Any:
 
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None),
-        attn_backend=SimpleNamespace(forward=forward, rope=None),
+        attn_backend=SimpleNamespace(forward=forward, rope=None, writes_kv=lambda layer: False),
     )
     return SimpleNamespace(batch=batch, num_actual_tokens=num_tokens)

@@ -93,7 +93,7 @@ def attend_with_ones(inputs):
 def context():
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None),
-        attn_backend=SimpleNamespace(forward=attend_with_ones, rope=None),
+        attn_backend=SimpleNamespace(forward=attend_with_ones, rope=None, writes_kv=lambda layer: False),
     )
     with set_forward_context(
         {LAYER.name: SimpleNamespace(batch=batch, num_actual_tokens=3)},

@@ -1,0 +1,90 @@
+"""Compiles our own C++ for this machine's CPU (runtime/cpu/library.py) into a runtime, by the compiler of packages.
+
+A library is the same for all models, so it is kept in the compilers' cache: it is compiled once a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import CompileError
+from mllm_compile.files.cache_folders import make_private
+from mllm_compile.process.cpp_compiler import compiler_command
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.cpu.library import RUNTIME, CpuLibrary
+from mllm_compile.store.locks import using_compiler_cache
+
+LIBRARY_SUFFIX = ".so"
+# Not -ffast-math: infinity is what masks are made of, and g++ would have the library change how the whole process
+# rounds. -march=native is what packages are compiled with, and a factor of a runtime's key.
+_OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
+_TIMEOUT_S = 600
+_lock = threading.Lock()
+_binaries: dict[str, bytes] = {}  # by the hash of source, compiler and options
+
+
+def write_libraries(config: ResolvedConfig, libraries: Sequence[CpuLibrary], folder: Path, reporter: Reporter) -> None:
+    """Writes each as `<its name>.so` into `folder`.
+
+    Raises:
+        CompileError: the compiler refuses one.
+        ConfigError: the cache cannot be used.
+    """
+    with reporter.stage("C++ for the CPU"), using_compiler_cache(config.cache.dir) as kept:
+        for library in libraries:
+            (folder / (library.name + LIBRARY_SUFFIX)).write_bytes(compiled(library, kept / "cpu"))
+
+
+def compiled(library: CpuLibrary, kept: Path) -> bytes:
+    """The library's binary: this process's, or that in the folder `kept`, or compiled now.
+
+    Raises:
+        CompileError, ConfigError: as write_libraries.
+    """
+    command = compiler_command()
+    if command is None:
+        raise CompileError(f"there is no C++ compiler for {library.source}: install g++, or set {library.switch}")
+    key = hashlib.sha256("\0".join((library.text(), _version(command), *_OPTIONS)).encode()).hexdigest()
+    with _lock:
+        if key not in _binaries:
+            make_private(kept)
+            path = kept / (key + LIBRARY_SUFFIX)
+            if not path.is_file():
+                with TemporaryDirectory(dir=kept) as scratch:
+                    _compile(library, command, Path(scratch) / path.name).rename(path)
+            _binaries[key] = path.read_bytes()
+        return _binaries[key]
+
+
+def _compile(library: CpuLibrary, command: tuple[str, ...], output: Path) -> Path:
+    try:
+        done = subprocess.run(
+            [*command, *_OPTIONS, f"-I{RUNTIME}", str(library.path), "-o", str(output)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{command[0]} does not compile {library.source}: {error}. Set {library.switch}.") from error
+    if done.returncode or not output.is_file():
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()[:200]]
+        raise CompileError(f"{command[0]} refuses {library.source}: {lines[0]}. Set {library.switch}, and report this.")
+    os.chmod(output, 0o600)
+    return output
+
+
+@cache
+def _version(command: tuple[str, ...]) -> str:
+    """The compiler's version, and the machine that it compiles for."""
+    asked = [*command, "-march=native", "-Q", "--help=target", "--version"]
+    return subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=60, check=False).stdout

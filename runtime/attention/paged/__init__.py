@@ -1,0 +1,1 @@
+"""Attention of a CPU over the pages, in C++."""
