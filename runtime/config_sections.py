@@ -15,8 +15,7 @@ KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 # ms, or tenfold what a step's decodes take alone, which is known while serving (schedule/pace.py).
 MaxStepMs = float | Literal["tenfold", "none"]
-# Parts that `runtime.without` can leave out, to find a fault or measure a part; docs/debugging.md says what runs
-# instead.
+# Parts that `runtime.without` can leave out, to find a fault or measure a part; docs/debugging.md has the replacements.
 Switch = Literal[
     "split_decode",
     "hopper_decode",

@@ -1,4 +1,4 @@
-"""What several test files share. Fixtures that take long say so."""
+"""Fixtures that several test files share. Fixtures that take long say so."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _sendable(value: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def graphs_of_traces() -> dict[str, Any]:
-    """What this process has traced (remembered_traces.py)."""
+    """The traces of this process (remembered_traces.py)."""
     return {}
 
 
@@ -87,7 +87,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory, name: str, **section
     from tests.tiny_model import tiny_config
 
     own = tmp_path_factory.mktemp(name)
-    # pytest-xdist puts the workers' folders side by side into that of the run.
+    # pytest-xdist puts the workers' folders side by side into the run's folder.
     shared = own.parent.parent / name if "PYTEST_XDIST_WORKER" in os.environ else own
     load_or_compile(tiny_config(shared, **sections))
     if shared == own:

@@ -35,7 +35,7 @@ def hashed_token(token_ids: list[int]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, next_token: NextToken = hashed_token) -> list[int]:
-    """What FakeStepRunner samples after a prompt."""
+    """The tokens that FakeStepRunner samples after a prompt."""
     token_ids = list(prompt)
     for _ in range(count):
         token_ids.append(next_token(token_ids))
@@ -89,7 +89,7 @@ class ByteTokenizer:
 
 
 class StepFailed(RuntimeError):
-    """What a fake step raises when told to."""
+    """A fake step's error."""
 
 
 @dataclass

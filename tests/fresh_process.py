@@ -48,7 +48,7 @@ class FreshProcess:
         self._process = process
 
     def run(self, code: str) -> str:
-        """What the code prints in a fork; it has to end without an exception."""
+        """The code's output in a fork; it has to end without an exception."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(code), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()

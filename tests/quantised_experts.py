@@ -18,7 +18,7 @@ FORMATS = ("mxfp4", "fp8 blocks", "awq", "gptq", "compressed-tensors int4", "com
 
 
 def write_experts(name: str, folder: Path, changes: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes a model in the format of this name; returns its folder and that of its plain twin.
+    """Writes a model in the format of this name; returns its folder and its plain twin's.
 
     Args:
         changes: to the tiny model's config.

@@ -42,7 +42,7 @@ SCHEMES: dict[str, tuple[Callable[[int], WeightScheme], float]] = {
 
 
 class Cost(NamedTuple):
-    """What a scheme costs."""
+    """A scheme's cost."""
 
     perplexity: float
     mean_kl: float
@@ -87,7 +87,7 @@ def with_scheme(model: Any, make: Callable[[int], WeightScheme], rounds_inputs: 
 
 
 def rounded(x: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
-    """What x [..., K] stands for where each token's is quantised."""
+    """x [..., K] after quantisation token by token."""
     tensors = quantised(x.flatten(0, -2), scheme)
     return dequantised(tensors, scheme.kind, scheme.group, x.shape[-1], x.dtype).view(x.shape)
 

@@ -25,7 +25,7 @@ _FOLDERS = {
 
 
 def remembers(folder: str) -> bool:
-    """Whether tests of this folder take traces of others."""
+    """True if tests of this folder take traces of others."""
     return folder in _FOLDERS
 
 

@@ -1,4 +1,5 @@
-"""Which part of a long list `make test` runs: another one for each commit, the same one again for the same commit."""
+"""The part of a long list that `make test` runs: another one for each commit, the same one again for the same
+commit."""
 
 from __future__ import annotations
 

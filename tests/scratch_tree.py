@@ -1,4 +1,4 @@
-"""A copy of the product in which a test adds something, as docs/adding.md says how."""
+"""A copy of the product where a test adds something, as docs/adding.md describes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _ABORT_EVERY = 10
 
 @dataclass(frozen=True)
 class SoakResult:
-    """What a soak found; `host_mib` and `device_mib` are the growth of memory over its second half."""
+    """Results of a soak; `host_mib` and `device_mib` are the growth of memory over its second half."""
 
     finished: Counter[str]
     preemptions: int

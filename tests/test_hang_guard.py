@@ -14,7 +14,7 @@ from tests.hang_guard import until
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns", "process_time", "thread_time"}
 WAITS = {"wait", "join", "communicate", "result", "alarm", "Timer", "get", "acquire", "run", "wait_for", "urlopen"}
-# What shows a time without expecting one, or kills something at a random moment.
+# Code that shows a time without expecting one, or kills something at a random moment.
 MAY_READ_CLOCKS = {"hang_guard.py", "fakes.py", "soak.py", "cost.py", "test_compile_killed.py", "fake_front.py"}
 
 

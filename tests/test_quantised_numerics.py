@@ -1,4 +1,5 @@
-"""What quantised weights may cost the embedded model, in KL divergence from float32 (docs/lab/quantised.md)."""
+"""Limits of the cost of quantised weights for the embedded model, in KL divergence from float32
+(docs/lab/quantised.md)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """What generate adds to the prompt, the end-of-sequence token included."""
+        """generate's tokens after the prompt, the end-of-sequence token included."""
         ids = torch.tensor([token_ids])
         answer = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens

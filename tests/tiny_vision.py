@@ -218,8 +218,8 @@ VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
     VISION_MODELS["qwen3_vl"][1],
 )
-# Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have, and
-# features of a feed-forward that are no multiple of 8. Of few layers, which take a GPU's tests less time.
+# Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as in large models. Features of a
+# feed-forward are no multiple of 8. Of few layers, which take a GPU's tests less time.
 _WIDE_TEXT = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
@@ -405,7 +405,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What Transformers' forward is told beside `tokens`, of a prompt and its answer."""
+    """Arguments of Transformers' forward beside `tokens`, for a prompt and its answer."""
     if isinstance(prompt, list):
         return {}
     names = prompt.items[0].tensors

@@ -27,7 +27,7 @@ SAMPLE_QUESTION = "What does shutil.copytree do?"
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of one stream; the mark between documents counts as a token, and as no byte."""
+    """Perplexity of one stream; the mark between documents counts as a token, and as no byte."""
 
     per_token: float
     per_byte: float
@@ -46,7 +46,7 @@ def stream_loss(model: Qwen3ForCausalLM, stream: torch.Tensor, context: int) -> 
 
 
 def perplexity(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, stream: torch.Tensor) -> Perplexity:
-    """Of `stream` in windows of all the positions that the model has."""
+    """Perplexity of `stream` in windows of all the model's positions."""
     loss = stream_loss(model, stream, model.config.max_position_embeddings)
     num_bytes = len(tokenizer.decode(stream.tolist(), skip_special_tokens=True).encode())
     return Perplexity(math.exp(loss), math.exp(loss * (stream.numel() - 1) / num_bytes))

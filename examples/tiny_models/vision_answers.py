@@ -29,7 +29,7 @@ def chat(pixels: Any, question: str) -> list[dict[str, Any]]:
 
 
 def answered(engine: Engine, count: int) -> list[tuple[str, str, str]]:
-    """Of so many held-out pictures the question, the right answer and the model's."""
+    """The question, the right answer and the model's of so many held-out pictures."""
     asked = held_out(count)
     outputs = engine.chat([chat(picture.pixels, question) for picture, question, _ in asked], GREEDY)
     texts = [output.outputs[0].text for output in outputs]

@@ -196,7 +196,7 @@ class RuntimeConfig(Section):
 
     without: SwitchList = ()
     """Parts of serving to leave out, to find a faulty one: split_decode, hopper_decode, sample_in_graph, whole_prompts,
-    copy_prefix, divide_prefix, paged_attention. docs/debugging.md says what runs instead."""
+    copy_prefix, divide_prefix, paged_attention. docs/debugging.md has the replacements."""
 
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""

@@ -297,7 +297,7 @@ def as_priority(value: Any) -> int:
     """A priority, which messages between processes can hold.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is another value.
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or not -(2**63) <= value < 2**63:

@@ -158,8 +158,8 @@ class DecodeGraphs(BatchGraphs):
 
         Args:
             rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
-                that. A page that begins with it is entered in the table of slots. Of ranks with requests of their own
-                they are those of all, a block of padded_requests each.
+                that. A page that begins with it is entered in the table of slots. Ranks with requests of their own give
+                all ranks' rows, a block of padded_requests each.
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
             common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
             greedy_across_ranks: all take their likeliest token and nothing else is wanted. All ranks have it.

@@ -75,7 +75,7 @@ def asked_sizes(key: str, sizes: Sequence[int], mode: str) -> Sequence[int]:
     """The sizes that a config asks for.
 
     Raises:
-        CaptureSizeError: there are none, or one is not positive.
+        CaptureSizeError: the list is empty, or a size is not positive.
     """
     if not sizes or min(sizes) < 1:
         raise CaptureSizeError(

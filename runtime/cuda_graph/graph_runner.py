@@ -61,13 +61,13 @@ class GraphRunner:
 
     @property
     def decodes(self) -> DecodeGraphs | None:
-        """Captured decodes; None: there are none."""
+        """Captured decodes, or None."""
         found = self.kinds.get(GraphKind.DECODE)
         return found if isinstance(found, DecodeGraphs) else None
 
     @property
     def prompts(self) -> PromptGraphs | None:
-        """Captured prompts; None: there are none."""
+        """Captured prompts, or None."""
         found = self.kinds.get(GraphKind.PREFILL_NEW, self.kinds.get(GraphKind.PREFILL_CACHED))
         return found if isinstance(found, PromptGraphs) else None
 

@@ -44,7 +44,7 @@ class PaddedInputs:
 
     Attributes:
         inputs: the places of most steps; a step that puts its inputs there spares copying them.
-        num_ranks: ranks with requests of their own, whose inputs a captured decode has all; 1: there are none.
+        num_ranks: ranks with requests of their own, whose inputs a captured decode has all; 1 without them.
     """
 
     def __init__(self, runner: CapturableModel, dispatcher: GraphDispatcher) -> None:

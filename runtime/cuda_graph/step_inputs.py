@@ -102,7 +102,7 @@ class StepInputs(TokenPlaces):
         req_pool_indices: [N] int64.
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
         work: uint8, what attention reads of captured prompts (CapturesPrompts.write_prompt_work).
-        block: uint8, all places, those of what else comes with a step behind them.
+        block: uint8, all places, with room for a step's other inputs behind them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class StepInputs(TokenPlaces):
 
     @property
     def most_other_bytes(self) -> int:
-        """Bytes at the block's end, for what comes with a step's inputs."""
+        """Bytes at the block's end, for data beside a step's inputs."""
         return self.block.nbytes - self._work.stop
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:

@@ -42,8 +42,8 @@ class StateMetadata:
         num_decodes: the first of R, one token each.
         segments: the others, as the host knows them.
         num_actual_tokens: T without padding.
-        are_runs: tokens are rows of their own, of which those of one request follow each other, as the deterministic
-            mode has them on a GPU: how many a request has is known there alone.
+        are_runs: tokens are rows of their own, and a request's rows follow each other, as in the deterministic mode on
+            a GPU: only the device knows how many a request has.
         mixed: of a captured step with prompts, what kernels read in place of the rest.
     """
 

@@ -38,8 +38,8 @@ def check_divides(state_layers: Sequence[object]) -> None:
 def ubatch_slices(batch: ForwardBatch, least_tokens: int) -> tuple[UBatchSlice, UBatchSlice] | None:
     """The halves of a step with prompts; None: it runs whole.
 
-    Whole are steps of fewer than `least_tokens`, steps with features of images, whose blocks see ahead, and steps of
-    which decodes are half: what decodes have in common is read once for all of them.
+    Whole are steps of fewer than `least_tokens`, steps with features of images, whose blocks see ahead, and steps with
+    half of their requests decodes: a shared prefix is read once for all of them.
     """
     if not batch.forward_mode.is_prefill() or batch.num_tokens < max(2, least_tokens):
         return None

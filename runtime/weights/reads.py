@@ -1,4 +1,4 @@
-"""Finds the reads that fill weights: which bytes of which file go where, and how they are converted."""
+"""Finds the reads that fill weights: each range of a file's bytes, its destination, and its conversion."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_what_the_config_leaves_out_stays_out(setting):
 
 
 def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
-    """What switches look at of a resolved config, as it comes from a worker process."""
+    """The part of a resolved config that switches read, as a worker process gives it."""
     mode = "full_and_piecewise" if config.cudagraph.mode == "auto" else config.cudagraph.mode
     mixed_tokens = config.cudagraph.mixed_tokens
     if mixed_tokens == "auto":

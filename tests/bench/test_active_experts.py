@@ -46,7 +46,7 @@ def setting(folder) -> Setting:
 
 
 def share_by_transformers(folder, batch: int) -> float:
-    """Of the experts that the greedy answers' tokens choose, one step after another."""
+    """The experts that the greedy answers' tokens choose, one step after another."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
@@ -75,7 +75,7 @@ def test_experts_are_counted_as_transformers_chooses_them_and_what_does_not_fit_
 
 
 def probe(monkeypatch, shares: list[float | None], random_weights: bool = True) -> list[dict[str, Any]]:
-    """What harness.probe_machine and a counting process would find; the jobs of the latter."""
+    """Fake results of harness.probe_machine and a counting process; the jobs of the latter."""
     found = Probe(replace(SETTING, random_weights=random_weights), {}, CEILINGS, QWEN3_30B)
     jobs: list[dict[str, Any]] = []
     monkeypatch.setattr(harness, "probe_machine", lambda *args: found)

@@ -72,7 +72,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
 
 @pytest.fixture
 def kind(monkeypatch):
-    """Whether models would be served on a CPU, by where it is asked; what is measured comes back."""
+    """True if models would be served on a CPU, by the caller; returns the measured ones."""
     asked = []
     monkeypatch.setattr(harness, "run_latency", lambda source, engines, work, *ranks: asked.append(work) or RESULT)
 

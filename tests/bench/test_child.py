@@ -1,4 +1,4 @@
-"""What the bench starts ends with it, and removes its folders first."""
+"""Processes that the bench starts end with it, and remove their folders first."""
 
 from __future__ import annotations
 

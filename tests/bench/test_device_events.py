@@ -1,4 +1,4 @@
-"""How what ran on a GPU fills the time, from events that are made up."""
+"""How a GPU's work fills the time, from made-up events."""
 
 from __future__ import annotations
 

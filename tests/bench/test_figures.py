@@ -46,7 +46,7 @@ def order(folder: Path, parts=PARTS, config: Path = Path("tiny.yaml"), deadline:
 
 
 class StandIn:
-    """What a worker finds, without an engine; a part of `over` is when the time is over."""
+    """A worker's results, without an engine; a part of `over` is when the time is over."""
 
     def __init__(self, commit: str = "feedbeef", experts: int = 1, over: str = "") -> None:
         self.commit, self.over, self.jobs = commit, over, []

@@ -69,7 +69,7 @@ def test_experts_count_as_often_as_tokens_choose_them():
 
 @pytest.mark.parametrize(("kind", "weight_bytes"), [("fp8", 6.9458e9), ("int4", 6.9458e9 * (0.5 + 2 / 128))])
 def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
-    """The table and the head are plain, whoever names them."""
+    """The table and the head are plain under any name."""
     columns = (4096, 12288)
     layer = {f"self_attn.{part}_proj": columns[0] for part in "qkvo"}
     layer |= {"mlp.gate_proj": columns[0], "mlp.up_proj": columns[0], "mlp.down_proj": columns[1]}

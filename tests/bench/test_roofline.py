@@ -255,7 +255,7 @@ def test_a_fused_piece_has_products_in_fp8_and_others():
     assert row.limit_us == pytest.approx(seconds * 1e6)
 
 
-# 8 experts of which a token chooses 2, hidden size 32, inner size 16.
+# 8 experts, 2 chosen by a token, hidden size 32, inner size 16.
 GATE_UP = MatrixFacts("experts.gate_up", (8, 32, 32), 2, ExpertWeight(8, 2, 32, 32, of_tokens=True))
 DOWN = MatrixFacts("experts.down", (8, 32, 16), 2, ExpertWeight(8, 2, 16, 32, of_tokens=False))
 

@@ -16,7 +16,7 @@ from mllm_compile.bench.timing.graph import graph_us, read_rate, replay_us
 class Stream:
     """A stream of a device whose kernels take so many milliseconds each, the first three replays of a graph longer.
 
-    What is called while a graph is captured becomes the graph's, and does not run.
+    Calls during a capture become the graph's, and do not run.
 
     Attributes:
         more_ms: what further replays take beside their kernels.

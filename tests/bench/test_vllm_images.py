@@ -1,4 +1,4 @@
-"""What vLLM is given of images, with a stand-in for vLLM: it takes pixels, and one placeholder for each."""
+"""Images as vLLM gets them, with a stand-in for vLLM: pixels, and one placeholder for each."""
 
 from __future__ import annotations
 

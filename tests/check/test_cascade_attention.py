@@ -18,7 +18,7 @@ LAYER = LayerSpec("layers.0.attn", 0, 4, 2, 16, 16, 0.3, 0.0, -1, None)
 
 
 def decode(inputs, first_row=0, forgets=0):
-    """What the kernels do, in float32, of scratch as they are given it."""
+    """The kernels' computation, in float32, from the same scratch."""
     q, keys, values, table, seq_lens, out, partial, tops, totals, done, shared_len, *shared, log_sums = inputs
     count, heads, dim = q.shape
     assert partial.shape[:1] == tops.shape[:1] == totals.shape[:1] == (count,)

@@ -1,4 +1,4 @@
-"""What the self-check of images counts as an error."""
+"""Errors that the self-check of images finds."""
 
 from __future__ import annotations
 

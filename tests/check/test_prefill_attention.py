@@ -24,7 +24,7 @@ IN_CHUNKS = replace(LAYER, alibi_slopes=(), chunk=128)
 
 
 def piece_of(layer: LayerSpec):
-    """What the kernel does, tile by tile."""
+    """The kernel's computation, tile by tile."""
 
     def attend(inputs):
         q, keys, values, table, seq_lens, tiles, out, *slopes = inputs

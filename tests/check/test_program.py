@@ -51,7 +51,7 @@ def compile_tiny(tmp_path: Path, dtype: str = "float32", config: Any = None) -> 
 
 @pytest.fixture
 def errors(monkeypatch) -> list[float]:
-    """What the self-check measured."""
+    """The self-check's measurements."""
     measured: list[float] = []
 
     def measure(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

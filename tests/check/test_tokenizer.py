@@ -1,4 +1,4 @@
-"""Whether Transformers reads texts as the served tokenizer.json does."""
+"""Transformers reads texts as the served tokenizer.json does, or the check fails."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_pattern_that_makes_the_library_panic_keeps_no_compile_from_its_end(fo
     whole = load_tokenizer(TINY)
     assert whole is not None
     for said in (tokenizer_difference(folder, whole), tokenizer_difference(TINY, tokenizer)):
-        assert said is None or "2024" not in said  # texts at which one of the two panics are not compared
+        assert said is None or "2024" not in said  # texts that make one of the two panic are not compared
 
 
 def test_an_interruption_ends_the_comparison(folder, monkeypatch):

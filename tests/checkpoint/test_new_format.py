@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.scratch_tree import copy_with, run_in
 
-# Floats of eight bits, and of each row the logarithm of its scale. File → what it is, or what is there and what
-# takes its place.
+# Floats of eight bits, and of each row the logarithm of its scale. File → its text, or an old text and its replacement.
 NEW = {
     "runtime/weights/formats/log_rows.py": '''"""Floats of eight bits, and the logarithm of each row's scale."""
 

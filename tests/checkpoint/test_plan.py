@@ -178,7 +178,7 @@ def test_experts_that_are_there_one_by_one_and_stacked_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("twin", [THIRD.removeprefix("model."), THIRD.replace("experts.2", "experts.02")])
 def test_an_expert_that_is_there_twice_is_named(twin, tmp_path):
-    """Under another name for the same place; it is not a fifth one of which others are missing."""
+    """Under another name for the same place; it is not a fifth one with others missing."""
     save(tmp_path, "qwen3_moe", num_experts=4)
     rewrite(tmp_path, lambda tensors: tensors | {twin: tensors[THIRD].clone()})
     first, second = sorted((twin, THIRD))

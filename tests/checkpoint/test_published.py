@@ -20,7 +20,7 @@ from tests.quantised_checkpoints import LINEARS, compressed, quantise_folder
 
 
 def with_biases(folder: Path, number: float) -> dict[str, PlannedTensor]:
-    """The table of a GPTQ checkpoint in which every linear has a bias, as its tools write it; Qwen2 has three a layer.
+    """The table of a GPTQ checkpoint where every linear has a bias, as its tools write it; Qwen2 has three a layer.
 
     Args:
         number: what each bias is that the model has none for.

@@ -456,7 +456,7 @@ def kept_specs(
 
 
 def load_kept(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, columns: int) -> torch.Tensor:
-    """What the tensors of a weight stand for, in float32."""
+    """The numbers that a weight's tensors encode, in float32."""
     weights = allocate_weights(specs, "cpu")
     load_weights(specs, weights, folder)
     return meaning(weights, scheme, columns)

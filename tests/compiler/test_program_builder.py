@@ -38,7 +38,7 @@ def kernels_on_cpu():
 
 
 def lowered(make, passes, op_name):
-    """The graph after the passes that every device has and these, one piece of which calls the op."""
+    """The graph after the passes of every device and these; one piece calls the op."""
     gm = make()
     for graph_pass in PASSES:
         if not graph_pass.needs or graph_pass.name in passes:

@@ -1,4 +1,4 @@
-"""From model.path to a folder that can be served from, and what is said when there is none."""
+"""From model.path to a folder that can be served from, and the errors without one."""
 
 from __future__ import annotations
 

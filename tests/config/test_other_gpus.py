@@ -1,4 +1,4 @@
-"""What is chosen on GPUs that are not at hand, by what torch would say of them."""
+"""Choices for other GPUs, by torch's properties of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says about quantised weights is understood, or refused by what it says."""
+"""A config's quantisation is understood, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `auto` becomes on a CPU and on a GPU, and what contradicts."""
+"""Values of `auto` on a CPU and on a GPU, and contradictions."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_the_kind_of_an_engines_source_is_known_by_its_files(tmp_path, monkeypat
         config = config_or_runtime(folder)
         assert os.path.samefile(config.model.path, "model")
         assert config == EngineConfig(model={"path": config.model.path})
-    # Without its manifest: the error is that of whoever opens it.
+    # Without its manifest: the error comes when it is opened.
     assert config_or_runtime("runtime") == Path("runtime")
     for hub_id in ("Qwen/Qwen3-0.6B", "gpt2"):
         assert config_or_runtime(hub_id) == EngineConfig(model={"path": hub_id})

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one clear line, the right class of error and exit code 2; the others go on.
+"""A user's mistakes end in one clear line, the right class of error and exit code 2; other requests go on.
 
 Through the command line and the Engine, as a user meets them; the variants of each are in the tests of the module that
 refuses it. A head dim or a group that FlashInfer cannot do needs no GPU to be refused, and is in

@@ -88,7 +88,7 @@ def test_preempted_requests_give_the_same(make_engine, alone):
     grow = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     outputs = engine.generate([*short, prompt], [grow] * 7 + [PARAMS])
     assert engine.stats().preemptions > 0
-    # Scores of a preempted prompt are those of its second run.
+    # Scores of a preempted prompt are its second run's.
     assert numbers(outputs[7]) == numbers(alone)
 
 
@@ -109,7 +109,8 @@ def test_without_it_a_crowd_changes_last_bits(make_engine):
 
 
 def test_experts_multiply_each_row_by_itself(tmp_path):
-    """Products of several rows have other last bits than those of one, and how many go to an expert is the crowd's."""
+    """Products of several rows have other last bits than one row's, and the crowd decides how many rows go to an
+    expert."""
     from tests.model import tiny_configs
 
     sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}

@@ -244,7 +244,7 @@ def sources_of_packages(cache: Path) -> dict[str, str]:
 
 
 def test_packages_ask_for_the_number_of_threads_when_they_run(inductor_cache):
-    """Also those of a compile that had one thread, for which Inductor would write loops that no other number helps."""
+    """Also of a compile that had one thread: Inductor would then write loops that no other number helps."""
     text = "\n".join(sources_of_packages(inductor_cache).values())
     assert "#pragma omp parallel\n" in text
     assert "num_threads(" not in text

@@ -1,4 +1,4 @@
-"""A disk that fills up is told as that, with its place and its room, whoever was writing; a compile leaves nothing."""
+"""A full disk is reported with its place and its room, for any writer; a compile leaves nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_is_not_told_as_the_models_fault(number):
     assert (raised.value.errno, raised.value.filename) == (number, "/cache/graphs/01.txt")
 
 
-# What a compile of the embedded model imports.
+# Modules that a compile of the embedded model imports.
 IMPORTS = """
 import torch._dynamo, transformers.models.qwen3.modeling_qwen3
 import mllm_compile.cli.compile, mllm_compile.compiler.build, mllm_compile.compiler.load_or_compile

@@ -1,6 +1,6 @@
 """A model's folder, or a runtime's, that somebody made to hang, crash or fill the memory: one clear line, at once.
 
-Nothing here measures time: what is not refused at once does not end.
+Nothing here measures time: work that is not refused at once does not end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAKERS = {
 
 
 def open_all(folder: Path) -> None:
-    """What is read of a model before Transformers is."""
+    """Files that are read of a model before Transformers is imported."""
     model = open_model_folder(ModelConfig(path=str(folder)))
     weight_files(folder, model.weight_files)
     load_tokenizer(folder)
@@ -133,7 +133,7 @@ def test_a_config_of_endlessly_many_layers_is_refused(model, name, number, secti
     ("eos", "said"), [([10**30, 0], "others end answers"), (4000, "answers end at max_tokens or a stop text")]
 )
 def test_end_tokens_beyond_the_vocabulary_fail_no_step(model, tmp_path, caplog, eos, said):
-    """What min_tokens forbids are columns of a table: one that is not there failed all requests of the step."""
+    """min_tokens forbids columns of a table: a missing one failed all requests of the step."""
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     config = tiny_config(tmp_path / "cache", model={"path": str(model)}, compile={"backend": "eager"})
     with caplog.at_level(logging.WARNING, "mllm_compile.progress"), Engine(config) as engine:

@@ -1,8 +1,8 @@
-"""The whole way of prompts with images, for every protocol of towers: Transformers' tokens, from its own forward with
-pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again.
+"""The whole way of prompts with images, for every protocol of towers. Tokens equal Transformers', from its own forward
+with pixel_values in float32, in any batch and for any cut, cached or recomputed prompt.
 
-Each test of `served` is a case, and each model of MODELS goes through all of them: in `make test` one of each protocol,
-and one of these through what takes a compile of its own.
+Each test of `served` is a case, and each model of MODELS goes through all of them. In `make test` one model of each
+protocol does, and one of these through cases with a compile of their own.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def test_experts_in_few_bits_say_what_transformers_says_and_stay_so_in_memory(na
 
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_plain_experts_are_quantised_while_they_are_read(kind, tmp_path):
-    """Those of gpt-oss, which are transposed: what they then stand for is what Transformers is given."""
+    """Experts of gpt-oss, which are transposed: Transformers gets the numbers that they encode."""
     folder, plain = tmp_path / "model", tmp_path / "plain"
     for one in (folder, plain):
         save_tiny_model(config_of("gpt_oss", **TWO_LAYERS), one)

@@ -1,5 +1,5 @@
-"""RoPE that follows the length of a text is served as Transformers generates for each request alone, on both sides of
-the length that its frequencies change at, in one batch; also when a request grows beyond it.
+"""RoPE that follows the length of a text is served as Transformers generates for each request alone. One batch has
+texts on both sides of the length where frequencies change; a request may also grow beyond it.
 
 Tiny random models in float32 on a CPU. Steps are shorter than prompts, the second round finds its prompts cached, and
 the third has so few pages that requests are preempted.
@@ -97,7 +97,7 @@ def case(request, tmp_path_factory) -> Iterator[Served]:
     prompts = [
         torch.randint(1, FIRST_SPECIAL_TOKEN, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
     ]
-    # Prompts of one beginning, of which some are long and some short texts: their keys are not each other's.
+    # Prompts of one beginning, some long and some short texts: their keys are not each other's.
     prompts += [prompts[-1][: BOUNDARY - 4], prompts[-1][: BOUNDARY + 4], prompts[-1][:60]]
     yield Served(folder, prompts)
 

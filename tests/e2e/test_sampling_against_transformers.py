@@ -35,7 +35,7 @@ def engine(eager_cache: Path) -> Iterator[Engine]:
 
 
 def generated(reference: Reference, text: str, **options: Any) -> list[int]:
-    """What Transformers adds to the text, greedily."""
+    """Transformers' greedy continuation of the text."""
     ids = torch.tensor([reference.encode(text)])
     options = {"do_sample": False, "max_new_tokens": 24} | options
     return reference.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()

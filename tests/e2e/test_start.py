@@ -1,4 +1,4 @@
-"""What a process that finds a runtime imports before its first token, beside torch: its time goes there.
+"""Modules that a process with a runtime imports before its first token, beside torch: its time goes there.
 
 How many seconds that takes is `make bench`'s to compare.
 """
@@ -15,7 +15,7 @@ import yaml
 from mllm_compile.cli import run
 from tests.tiny_model import tiny_config
 
-# Packages of others. Who adds one measures a warm start (`make bench`) before and after.
+# Packages of others. To add one, measure a warm start (`make bench`) before and after.
 IMPORTED = {
     *("numpy", "safetensors", "tokenizers", "yaml", "_yaml", "cython_runtime"),
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),

@@ -41,7 +41,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 @dataclass
 class Loads:
-    """What was loaded, call by call."""
+    """The loaded kernels, call by call."""
 
     calls: list[dict[str, dict[str, bytes]]] = field(default_factory=list)  # by family and kernel
 

@@ -59,7 +59,7 @@ def test_an_installed_wheel_compiles_generates_and_serves_without_a_checkout(whe
     site = next(home.glob("lib/python*/site-packages"))
     install = ["install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-    # What the package needs comes from this environment, whose own editable install a .pth file does not bring along.
+    # The package's dependencies come from this environment; a .pth file does not bring its own editable install along.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
     config = tmp_path / "tiny.yaml"
     sections = {"model": {"path": str(site / "mllm_compile/model/tiny")}, "compile": {"backend": "eager"}}

@@ -1,4 +1,4 @@
-"""What tests of the engine ask for, and how they wait for it."""
+"""Requests of the engine's tests, and waits for their ends."""
 
 import threading
 

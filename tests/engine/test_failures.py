@@ -1,4 +1,4 @@
-"""Steps, devices and schedulers that fail: who is told, and who goes on."""
+"""Steps, devices and schedulers that fail: which requests get an error, and which go on."""
 
 import weakref
 

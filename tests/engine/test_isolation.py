@@ -1,4 +1,4 @@
-"""What reaches nobody else: a caller's hands on an output, another's id, a fork, the end that a collection brings."""
+"""Isolation: a changed output, another caller's id, a fork, and garbage collection reach no other request."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
     holds.wait(HANG_S)
     child = os.fork()  # while a thread that will not be there holds the lock
     if child == 0:
-        signal.alarm(int(HANG_S))  # who waits for the thread would wait for ever
+        signal.alarm(int(HANG_S))  # a waiter for the thread would wait for ever
         try:
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
                 list(stream)

@@ -1,4 +1,4 @@
-"""What a prompt may be, and how a list with bad ones among it is answered."""
+"""Valid prompts, and lists with bad ones among them."""
 
 import logging
 from dataclasses import replace

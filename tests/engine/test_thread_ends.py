@@ -1,4 +1,4 @@
-"""However the engine's thread ends, everybody who waits is told, and nobody waits for ever."""
+"""However the engine's thread ends, every waiter gets the error, and none waits for ever."""
 
 import asyncio
 import ctypes
@@ -35,7 +35,7 @@ def raises(error):
 
 
 class Callers:
-    """A call with several prompts, a single one, a stream, a task's stream, a task's answer, and one who asks for
+    """A call with several prompts, a single one, a stream, a task's stream, a task's answer, and a caller that asks for
     figures: all of them wait."""
 
     def __init__(self, engine, runner):

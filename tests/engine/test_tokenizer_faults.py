@@ -82,7 +82,7 @@ def test_a_prompt_whose_last_tokens_cannot_be_decoded_is_refused_before_it_runs(
 
 
 def test_an_abort_whose_last_text_fails_is_an_error_and_the_engine_goes_on(engine, monkeypatch):
-    """What is held back as an open character is decoded once more at the end."""
+    """Bytes held back as an open character are decoded once more at the end."""
     monkeypatch.setattr("mllm_compile.text.detokenizer.Detokenizer.flush", lambda self: self._window.decode([PANICS]))
     stream = engine.stream([3], params(stop="@@", max_tokens=ENDLESS), request_id="mine")
     next(stream)

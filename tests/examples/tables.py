@@ -1,7 +1,7 @@
 """Writes the tables of scripts in the pages of examples/ and in docs/lab/scripts.md from the docstring of each script.
 
-The scripts of a page's own folder are a table between `<!-- scripts -->` and `<!-- end -->`, those of another folder a
-list between `<!-- scripts FOLDER -->` and the same. A test compares the pages with what this module makes.
+The scripts of a page's own folder are a table between `<!-- scripts -->` and `<!-- end -->`, scripts of another folder
+a list between `<!-- scripts FOLDER -->` and the same. A test compares the pages with what this module makes.
 
     python -m tests.examples.tables
 """

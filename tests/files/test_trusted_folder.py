@@ -1,4 +1,4 @@
-"""What is read from a runtime's folder: ours, unwritable by others, unchanged, and read once."""
+"""Files of a runtime's folder are ours, unwritable by others, unchanged, and read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture is served from its file: greedy tokens are those of Transformers on the same numbers (float32)."""
+"""Every architecture is served from its file: greedy tokens equal Transformers' on the same numbers (float32)."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def texts(kind: str) -> list[str]:
 
 
 def lines() -> list[str]:
-    """What the tokenizers are trained with."""
+    """The training text of the tokenizers."""
     page = (Path(__file__).parents[2] / "README.md").read_text() * 2
     return [*page.split("\n"), *WORDS * 40]
 

@@ -91,7 +91,7 @@ def tiny_model(name: str) -> Any:
 
 
 def write_model(model: Any, name: str, path: Path, kinds: Kinds = lambda name: F32, **keys: Any) -> None:
-    """Writes the model, and gives it the numbers that the file has: those of its blocks.
+    """Writes the model, and gives it the file's numbers, from its blocks.
 
     Args:
         name: an entry of MODELS.
@@ -182,7 +182,7 @@ def _metadata(config: Any, name: str) -> dict[str, Any]:
 
 
 def _own_metadata(config: Any, name: str) -> dict[str, Any]:
-    """What llama.cpp's converter of the architecture writes beside, or in another way."""
+    """Tensors that llama.cpp's converter of the architecture adds or changes."""
     wide = 4 * config.hidden_size
     match name:
         case "gpt-oss":

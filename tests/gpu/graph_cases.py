@@ -159,7 +159,7 @@ class Requests:
 
 
 def place_requests(runner: ModelRunner, seq_lens: list[int], seed: int) -> Requests:
-    """Gives random rows random pages for so many tokens; whoever had them before has them no more."""
+    """Gives random rows random pages for so many tokens; earlier owners lose them."""
     rng = np.random.default_rng(seed)
     page_size = runner.config.runtime.page_size
     rows = rng.permutation(runner.config.runtime.max_running_requests)[: len(seq_lens)] + 1

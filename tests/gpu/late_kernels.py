@@ -1,4 +1,4 @@
-"""Kernels that let the next one begin and write what it reads 0.2 ms later: who does not wait reads what was before."""
+"""Kernels that let the next one begin and write its inputs 0.2 ms later: without a wait it reads older data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Small models of many architectures on the GPU's attention kernels, in bfloat16, against float32.
 
 Their heads of 16 are padded to 64 (`pad_heads`), windows are shorter than most prompts, and prompts of 1 to 1,500
-tokens are one batch. bf16 is compared with a float32 reference: what is asked is that our error is no larger than that
-of Transformers in bf16, within a margin.
+tokens are one batch. bf16 is compared with a float32 reference: our error must be no larger than Transformers' in bf16,
+within a margin.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ARCHITECTURES = (
 OF_80 = {"hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 4}
 OF_96 = {"hidden_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
 OF_192_AND_128 = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-# Without experts, to which rounding would send tokens of a random model by chance; test_experts.py has those.
+# Without experts, as rounding would send tokens of a random model to them by chance; test_experts.py has those.
 DENSE = {"first_k_dense_replace": 99}
 PUBLISHED = {
     "phi": OF_80,
@@ -92,7 +92,7 @@ PUBLISHED = {
     "deepseek_v3": OF_192_AND_128 | DENSE,
     "minicpm3": OF_192_AND_128,
 }
-# RoPE that follows the length of a text: some prompts are longer than those of short factors, none grows beyond them.
+# RoPE that follows the length of a text: some prompts are longer than the limit of short factors, none grows beyond it.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

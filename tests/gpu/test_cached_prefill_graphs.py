@@ -1,5 +1,4 @@
-"""Prompts of which some go on from what is in the cache, in one launch: their logits, their tokens, whose pages they
-touch."""
+"""Prompts, some with cached tokens, in one launch: their logits, their tokens, and the pages that they touch."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def batch_of(runner: ModelRunner, lengths: Lengths, seed: int) -> ForwardBatch:
 
 
 def step_of(runner: ModelRunner, batch: ForwardBatch, lengths: Lengths) -> tuple[StepFields[np.ndarray], StepPrompts]:
-    """What a launch of the batch is given."""
+    """The arguments of a launch of the batch."""
     new, cached = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
     starts, page_size = np.array([0, *np.cumsum(new)], dtype=np.int32), runner.config.runtime.page_size
     fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
@@ -105,7 +104,7 @@ def test_their_logits_match_a_step_that_is_not_captured(runner, size):
         batch = batch_of(runner, lengths, seed)
         fields, prompts = step_of(runner, batch, lengths)
         listed = table.clone()
-        table[1:] = -1  # who read it would read elsewhere
+        table[1:] = -1  # a kernel that reads it would read elsewhere
         before = snapshot(runner)
         launched = launch_prompts(runner, fields, prompts)
         if launched is not None:

@@ -1,4 +1,4 @@
-"""The kernel by which ranks choose tokens together, with three ranks on one GPU: tokens, captures, and giving up."""
+"""The kernel that chooses tokens over ranks, with three ranks on one GPU: tokens, captures, and giving up."""
 
 from __future__ import annotations
 

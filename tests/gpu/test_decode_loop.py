@@ -154,7 +154,7 @@ def test_a_row_that_becomes_no_number_in_a_captured_decode_ends_alone(runners, l
         assert [request.is_broken for request in requests] == [False, True, False, False]
         count = len(requests[1].output_token_ids)
         assert 1 < count < 22
-        # One that ends by its length leaves after the same step: that of its missing token, and one in flight.
+        # A request that ends by its length leaves after the same step: its missing token's, and one in flight.
         expected = answers(runner, is_broken=False, victims_tokens=count + 2)
         assert requests[1].output_token_ids == expected[1].output_token_ids[:count]
         others = [0, 2, 3]

@@ -35,7 +35,7 @@ MODELS = (
     *("ernie4_5_moe", "deepseek_v2", "granitemoe", "dbrx", "jetmoe", "longcat_flash"),
 )
 BY_INDUCTOR = ("qwen3_moe", "gpt_oss", "mixtral")
-# Where a config has them: experts that the kernels take, of which more are left than are chosen.
+# Where a config has them: experts that the kernels take, more than are chosen.
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 128,
@@ -114,7 +114,7 @@ def test_a_model_is_as_near_to_float32_as_transformers_is_and_graphs_change_noth
 
 @torch.inference_mode()
 def check_graphs(runner: ModelRunner) -> None:
-    """Before the engine has work. Pages hold anything; what is captured reads the same as what is not."""
+    """Before the engine has work. Pages hold anything; captured and other steps read the same."""
     graphs = graphs_of(runner)
     fill_pages(runner)
     for seed, num_requests in enumerate((1, 5, 8, 33)):

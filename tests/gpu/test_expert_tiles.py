@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 MARGIN = 1.2
-# Experts, experts a token, inputs, activated outputs: Qwen3-30B-A3B's; tiles of which a part is there; one expert.
+# Experts, experts a token, inputs, activated outputs: Qwen3-30B-A3B's; partial tiles; one expert.
 SHAPES = [(128, 8, 2048, 768), (12, 3, 192, 192), (5, 2, 64, 320), (1, 1, 128, 64)]
 TOKENS = [1, 63, 257, 300, 1025, 4000]
 PADDING = 5

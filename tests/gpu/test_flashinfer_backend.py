@@ -100,7 +100,7 @@ def test_every_mode_equals_the_reference(page_size, group, parameters, batch):
 @pytest.mark.parametrize("parameters", ["plain", "window", "sinks"])
 def test_tokens_of_blocks_see_each_other_in_both_directions(parameters):
     layer = layer_of(4, **PARAMETERS[parameters])
-    blocks = [(1, 5, 37), (1, 40, 57), (2, 20, 61)]  # of which the last began in the prefix
+    blocks = [(1, 5, 37), (1, 40, 57), (2, 20, 61)]  # the last began in the prefix
     case = make_case(layer, [60, 0, 40], [1, 57, 30], page_size=16, dtype=torch.bfloat16, device="cuda", blocks=blocks)
     backend = backend_for([layer], case.batch)
     for _ in range(2):  # a plan, and one in its place

@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 
-# Weights of Qwen3-0.6B, 8B and 4B; the smallest tile; tiles of which a part is there; rows that pairs do not divide.
+# Weights of Qwen3-0.6B, 8B and 4B; the smallest tile; partial tiles; rows that pairs do not divide.
 WEIGHTS = [(6144, 1024), (24576, 4096), (19456, 2560), (64, 64), (320, 192), (576, 2048)]
 NUM_TOKENS = [1, 8, 63, 65, 128, 129, 193, 200, 256, 257, 300, 320, 384, 449, 512, 832, 1000, 2049, 2240]
 SOURCE = """

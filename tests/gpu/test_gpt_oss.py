@@ -31,8 +31,8 @@ VOCAB = 512
 PUBLISHED, HOPPER = "heads of 64", "heads of 128"
 KINDS = {
     PUBLISHED: {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 2},
-    # All experts are chosen: with 2 of 8 rounding sends tokens of this model to others, and Transformers' own logits in
-    # bfloat16 are off by up to 0.67, so that no check of them says anything.
+    # All experts are chosen. With 2 of 8 rounding sends tokens of this model to others: Transformers' own logits in
+    # bfloat16 are off by up to 0.67, so no check of them means anything.
     HOPPER: {
         "num_experts_per_tok": 8,
         "head_dim": 128,

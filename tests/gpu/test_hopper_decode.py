@@ -372,7 +372,7 @@ def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, kv_h
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2])
 def test_every_launch_leaves_shares_as_it_found_them(decoders, kv_heads):
-    """Blocks see that others have left them something by what is there."""
+    """Blocks see the sums of others by their values in memory."""
     decoder = decoders(SHARES, 4 * kv_heads, kv_heads, 64)
     for lengths in ([3000], [577] * 40, [1] * 200, [16, 2000, 16]):
         cache = Cache(lengths, kv_heads, 128, 64, torch.bfloat16)

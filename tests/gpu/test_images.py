@@ -95,7 +95,7 @@ def errors_of(model: Any, outputs: Sequence[Any], prompts: Sequence[Any] = PROMP
     in_float32 = copy.deepcopy(in_bf16).float()  # of the same rounded weights
     ours, theirs = [], []
     for prompt, output in zip(prompts, outputs, strict=True):
-        # Random weights may choose a placeholder, for which Transformers would look for one more image.
+        # Random weights may choose a placeholder; Transformers would look for one more image.
         answer = list(itertools.takewhile(lambda token: token not in PLACEHOLDERS, output.token_ids))
         exact = transformers_logprobs(in_float32, prompt, answer)
         entries = [*output.prompt_logprobs[1:], *output.logprobs[: len(answer)]]
@@ -124,8 +124,8 @@ def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_p
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
 def test_images_that_see_ahead_do_so_in_the_kernels_of_prompts(model_type: str, tmp_path: Path) -> None:
-    """FlashInfer attends in the text: images of Gemma 3 in both directions in layers with windows and without, those of
-    Gemma 4 in the former alone; decodes are captured."""
+    """FlashInfer attends in the text: images of Gemma 3 in both directions in layers with windows and without, of Gemma
+    4 in the former alone; decodes are captured."""
     model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
     prompts = prompts_of(model_type)
     # Steps that hold an image beside decodes, and few more tokens; and prompts found again, in the middle of images.

@@ -92,7 +92,7 @@ def test_prompts_match_float32_with_and_without_a_prefix(heads, width, value_wid
     assert worst(prefill(cache, q, new, value_width), want) < 8e-3
 
 
-# Query heads, a head's own columns of a key, rotated ones, those of a value, rank of a latent, type.
+# Query heads, a head's own columns of a key, rotated ones, a value's, rank of a latent, type.
 EXPANDED = [
     (16, 128, 64, 128, 512, torch.bfloat16),
     (20, 192, 64, 256, 512, torch.bfloat16),
@@ -155,7 +155,7 @@ LONGEST, NEW = 2048, 16
 PROMPTS = (1, 2, 7, 33, 64, 130, 500, 1500)
 
 
-# A step of so many tokens, so that of the longest prompt several chunks are behind others.
+# A step of so many tokens that several chunks of the longest prompt are behind others.
 @pytest.mark.parametrize(("name", "changes", "step"), [("deepseek_v3", OF_512, 600), ("minicpm3", OF_256, 4096)])
 def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, monkeypatch, name, changes, step):
     behind = []  # tokens before each prompt that is computed over keys and values, as its plan has them

@@ -135,7 +135,7 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
         fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
         fields.logits_indices, fields.page_places = ends - 1, np.arange(seed)
         listed = table.clone()
-        table[1:] = -1  # who read it would read elsewhere
+        table[1:] = -1  # a kernel that reads it would read elsewhere
         before = snapshot(runner)
         starts, none = np.array([0, *ends], dtype=np.int32), np.zeros(len(lengths), dtype=np.int32)
         prompts = StepPrompts(starts, none, *[fields.req_pool_indices] * 2, lambda: pytest.fail("they need no pages"))

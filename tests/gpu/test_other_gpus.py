@@ -1,8 +1,8 @@
 """The portable kernels as an A100, L40S, RTX or Blackwell gets them: the same numbers, compiled for each, and they fit.
 
-Each op runs here as told that the GPU is another one, with that one's shared memory. What Triton was given is then
-compiled for that architecture, whose shared memory a block must fit in (CUDA C++ Programming Guide, "Technical
-Specifications per Compute Capability").
+Each op runs here as told that the GPU is another one, with that one's shared memory. Triton's source is then compiled
+for that architecture; a block must fit into its shared memory (CUDA C++ Programming Guide, "Technical Specifications
+per Compute Capability").
 """
 
 from __future__ import annotations

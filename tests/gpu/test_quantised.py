@@ -91,7 +91,7 @@ def test_a_checkpoint_is_as_near_to_float32_of_its_numbers_as_transformers_is(na
 
 
 def test_many_tokens_by_fp8_inputs_are_as_near_as_those_may_be(tmp_path):
-    """What they read is rounded: on text by 3e-3 of KL divergence, which is 0.06 of a log-probability."""
+    """Their inputs are rounded: on text by 3e-3 of KL divergence, which is 0.06 of a log-probability."""
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     quantise_folder(TINY, packed, plain, LINEARS["modelopt fp8"])
     with engine(packed, tmp_path / "cache", backend="inductor") as served:

@@ -21,8 +21,8 @@ pytestmark = [
     ),
 ]
 
-# Weights of Qwen3-8B and 0.6B; one for which up to 96 tokens are divided; one tile; rows that tiles do not divide, and
-# columns of an odd number of panels.
+# Weights of Qwen3-8B and 0.6B; one that divides up to 96 tokens; one tile; rows that tiles do not divide, and columns
+# of an odd number of panels.
 WEIGHTS = [(24576, 4096), (4096, 12288), (6144, 1024), (1024, 4096), (64, 128), (320, 384)]
 MOST_ERROR = 4e-3  # of a sum in tensor cores and its rounding to bfloat16
 

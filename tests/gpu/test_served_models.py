@@ -1,7 +1,7 @@
 """Whole models on the GPU: through FlashInfer and CUDA graphs, against Transformers on the same weights.
 
-bf16 is compared with a float32 reference, not with another bf16 run: what is asked is that our error is no larger than
-bf16's own (Transformers in bf16 against the same reference), within a margin.
+bf16 is compared with a float32 reference, not with another bf16 run. Our error must be no larger than bf16's own
+(Transformers in bf16 against the same reference), within a margin.
 """
 
 from __future__ import annotations

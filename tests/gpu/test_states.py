@@ -1,6 +1,6 @@
 """Models whose layers carry a state on a GPU: graphs against eager steps, and both against Transformers.
 
-Tiny random models, of the sizes that FlashInfer's kernels take; test_state_kernels.py has those of models. All run with
+Tiny random models, of the sizes that FlashInfer's kernels take; test_state_kernels.py has models' sizes. All run with
 pieces as they were traced, one is compiled and started warm besides. A model of each kind of layer is in every run; the
 others, whose layers are of these kinds too, are marked slow.
 """
@@ -49,7 +49,7 @@ WITHOUT_ATTENTION = ("mamba2", "falcon_mamba")
 DETERMINISTIC = ("qwen3_5_text", "falcon_mamba", "nemotron_h")  # a recurrence of each kind
 LENGTHS = (1, 2, 3, 4, 31, 33, 64, 90)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3)
-# Few captures, each of which batches of several sizes are padded to.
+# Few captures; batches of several sizes are padded to each.
 SIZES = {"decode_requests": (1, 2, 8), "piecewise_tokens": (4, 32, 96)}
 # Between log-probabilities: kernels of another shape may round such tokens the other way round, and these models, of
 # random weights, make of a rounding of bfloat16 up to 0.26.
@@ -119,7 +119,7 @@ def alone(folder, prompts) -> list[Any]:
 
 
 def are_the_same_but_for_ties(ours: list[Any], theirs: list[Any]) -> bool:
-    """True if most answers are the same, and if the first tokens in which others differ are nearly as probable."""
+    """True if most answers are the same, and others' first different tokens are nearly as probable."""
     whole = 0
     for (tokens, logprobs), (others, of_others) in zip(ours, theirs, strict=True):
         differ = [index for index, pair in enumerate(zip(tokens, others, strict=True)) if len(set(pair)) > 1]

@@ -219,7 +219,7 @@ def test_a_graph_replays_it_on_other_inputs(tmp_path):
 
 
 def test_it_waits_for_scores_that_are_written_late(tmp_path):
-    """By a kernel that has let the next one begin before: gate_up's choice and, two kernels on, that of down."""
+    """By a kernel that has let the next one begin before: gate_up's choice and, two kernels on, down's."""
     of = case(SHAPES[0], HOW["softmax"], 8)
     load(of, tmp_path)
     wanted = ours(of, True)

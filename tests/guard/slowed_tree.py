@@ -1,4 +1,4 @@
-"""A copy of this tree in which the product is slower, by work that is put into a function."""
+"""A copy of this tree with a slower product, by work that is put into a function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORK = "import time as _t; _e = _t.thread_time() + {seconds}\n{indent}while _t.t
 
 
 def slowed_tree(folder: Path, *stages: str) -> Path:
-    """A tree in `folder` in which these stages are slower."""
+    """A tree in `folder` with these stages slower."""
     for name in ("mllm_compile", "passes", "runtime"):
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, copy_function=_link, ignore=skipped)

@@ -19,7 +19,7 @@ def _deep(depth: int) -> list[Any]:
     return value
 
 
-# What JSON cannot say, says otherwise, or holds too deep.
+# Values that JSON cannot express, expresses otherwise, or nests too deep.
 _ODD = [
     *(_CIRCLE, _deep(500), _deep(20_000), object(), len, ValueError, (x for x in "ab"), range(3), 1j, bytearray(b"a")),
     *({(1, 2): 3}, {None: 1, "null": 2}, {1.5: 1}, {b"a": 1}, {"\ud800": "\udfff"}, MappingProxyType({"role": "user"})),
@@ -87,7 +87,7 @@ def _tools(chance: random.Random) -> Any:
     return [{"type": "function", "function": function}] * chance.choice([0, 1, 2])
 
 
-# What a part of a template may be in, in place of the $.
+# Texts around a part of a template, in place of the $.
 _WRAPPERS = r"""
 $
 $
@@ -201,7 +201,7 @@ strftime_now('\0\ud800')
 strftime_now(messages)
 """.strip().split("\n"),
 ]
-# Each takes what it may of the processor: two seconds.
+# Each takes its limit of processor time: two seconds.
 _ENDLESS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     *("{{ (10 ** (10 ** 9)) % 7 }}", "{{ lipsum(n=10**7) }}", "{{ messages | slice(10**9) | list | length }}"),

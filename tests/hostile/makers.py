@@ -31,7 +31,7 @@ NASTY: list[Any] = [
         {1, 2},
     ),
 ]
-# What json.dumps writes; an integer may have 4300 digits there.
+# Values that json.dumps writes; an integer may have 4300 digits there.
 JSON_NASTY = [
     *(value for value in NASTY if value is None or isinstance(value, (bool, float, str, list))),
     *(0, 1, -1, 2**31, 2**63, 10**30, 10**4000, {}, {"a": 1}),

@@ -1,4 +1,4 @@
-"""Which cases a run takes: others with every commit, and the same when it is run again (tests/sample.py).
+"""Cases of a run: others with every commit, and the same when it is run again (tests/sample.py).
 
 MLLM_TEST_SEED repeats another run's cases, MLLM_HOSTILE_CASE=NUMBER one of them alone.
 """
@@ -20,5 +20,5 @@ def cases(kind: str, count: int) -> Iterator[tuple[int, random.Random]]:
 
 
 def repeat_with(test: str, number: int) -> str:
-    """What a failure tells to run."""
+    """The command that a failure names."""
     return f"repeat it: {VARIABLE}={seed()} MLLM_HOSTILE_CASE={number} pytest tests/hostile -k {test}"

@@ -59,7 +59,7 @@ def answers(client: socket.socket) -> list[tuple[int, bytes]]:
 
 
 def say(server: Server, *parts: bytes, shuts: bool = True) -> list[tuple[int, bytes]]:
-    """What the server answers to these bytes, each sent by itself, after which the client has said all."""
+    """The server's answer to these bytes, each sent by itself; then the client closes its side."""
     client = connect(server)
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for part in parts:

@@ -1,4 +1,4 @@
-"""What requests hold in a server's front, and what an image holds up: all of it ends with the request."""
+"""Memory that requests hold in a server's front, and an image's waits: all end with the request."""
 
 from __future__ import annotations
 

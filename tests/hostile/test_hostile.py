@@ -116,7 +116,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_checkpoints(model, probe, factor):
-    """What is read of a model's folder before Transformers is asked to build it."""
+    """Files that are read of a model's folder before Transformers builds it."""
     config = json.loads((model / "config.json").read_text())
     generation = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "max_new_tokens": 5, "eos_token_id": [0, 1]}
     weights = model / "model.safetensors"

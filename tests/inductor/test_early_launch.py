@@ -54,7 +54,7 @@ def test_a_launcher_that_is_not_known_is_left_alone(driver):
 
 
 def waits(kernel_ahead: Any) -> list[str]:
-    """What Inductor writes before it reads what `kernel_ahead` has not written."""
+    """Code that Inductor writes before it reads data that `kernel_ahead` has not written."""
     lines: list[str] = []
     kernel = SimpleNamespace(
         _enable_pdl_codegen=lambda: True,

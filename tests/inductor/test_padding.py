@@ -1,4 +1,4 @@
-"""What a piece gives has the strides that it was traced with, for which the next piece is compiled."""
+"""A piece's outputs have the strides of the trace: the next piece is compiled for them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def patched(monkeypatch):
 
 
 def keeps(kinds: set[str], features: int, hint: ReductionHint = ReductionHint.INNER, cooperative: bool = False) -> bool:
-    """Whether a kernel of these reductions over rows of so many features keeps them."""
+    """True if a kernel of these reductions over rows of so many features keeps them."""
     nodes = [SimpleNamespace(node=SimpleNamespace(get_reduction_type=lambda kind=kind: kind)) for kind in kinds]
     kernel: Any = SimpleNamespace(
         reduction_nodes=lambda: nodes,

@@ -1,4 +1,4 @@
-"""The compiler process and its forks: what they keep is private, and what goes wrong is told with the piece's name."""
+"""The compiler process and its forks: their files are private, and errors name the piece."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads do not surv
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
 
 
-# What is left when somebody goes. ------------------------------------------------------------------------------------
+# Remains of ended processes. ------------------------------------------------------------------------------------
 
 SLEEPS = "import os, time; open({folder!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(3600)"
 

@@ -24,8 +24,7 @@ def test_every_field_except_states_is_in_the_list():
     assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state"}
 
 
-# A kernel that gives each request the mean of its values. File → what it is, or what is there and what takes its
-# place.
+# A kernel that gives each request the mean of its values. File → its text, or an old text and its replacement.
 NEW = {
     "runtime/ops/mean_decode.py": '''"""Attention by the mean of a request's values, in plain torch."""
 

@@ -1,4 +1,4 @@
-"""Which layers' decodes of one prefix are pieces of the program."""
+"""Layers whose decodes of one prefix are pieces of the program."""
 
 from __future__ import annotations
 

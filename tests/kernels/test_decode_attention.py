@@ -1,4 +1,4 @@
-"""Which layers decode by a piece of the program, and what those pieces are."""
+"""Layers that decode by a piece of the program, and their pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
 
 @pytest.fixture(autouse=True)
 def has_kernels(monkeypatch) -> Callable[[bool], None]:
-    """Says whether the GPU is one for which CUDA kernels can be compiled here; it is not."""
+    """False: CUDA kernels cannot be compiled for the GPU."""
 
     def answer(can_compile: bool) -> None:
         monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: can_compile)

@@ -1,7 +1,7 @@
 """Kernels of ours take floats as constants alone.
 
-A float that is no constant reaches a packaged kernel as a double, and whatever it is added to becomes one: the norms
-of a step of one token took a sixth longer that way, and no test of numbers could see it.
+A float that is not a constant reaches a packaged kernel as a double, and its sums become doubles. The norms of a step
+of one token took a sixth longer that way, and no test of numbers could see it.
 """
 
 from __future__ import annotations

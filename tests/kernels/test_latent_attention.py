@@ -1,4 +1,4 @@
-"""Which layers attend over latents by pieces of the program."""
+"""Layers that attend over latents by pieces of the program."""
 
 from __future__ import annotations
 

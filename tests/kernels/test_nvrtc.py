@@ -1,4 +1,4 @@
-"""What compiling the kernels of linears says where it cannot be done."""
+"""Errors of compiling the kernels of linears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What written pieces take, held against the ops that they call and against what the runtime gives them."""
+"""Inputs of written pieces, held against the ops that they call and the runtime's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers' prompts and decodes are attended for by pieces of the program, as FlashInfer has no kernel for them."""
+"""Layers whose prompts and decodes run by pieces of the program, as FlashInfer has no kernel for them."""
 
 from __future__ import annotations
 

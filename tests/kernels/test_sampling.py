@@ -1,4 +1,4 @@
-"""Which pieces choose tokens: where they run, and for what logits they are written."""
+"""Pieces that choose tokens: where they run, and the logits that they take."""
 
 from __future__ import annotations
 

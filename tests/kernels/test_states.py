@@ -1,4 +1,4 @@
-"""Which layers with a state run by pieces of the program, and what those pieces are."""
+"""Layers with a state that run by pieces of the program, and their pieces."""
 
 from __future__ import annotations
 

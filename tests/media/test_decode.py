@@ -1,4 +1,4 @@
-"""Files to pixels: what an image is, and one clear reason each for what is none."""
+"""Files to pixels: images, and one clear reason for each refusal."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.scratch_tree import copy_with, run_in
 
-# Towers that make a feature of each strip of a picture: a linear, and attention among strips. File → what it is, or
-# what is there and what takes its place.
+# Towers that make a feature of each strip of a picture: a linear, and attention among strips. File → its text, or an
+# old text and its replacement.
 NEW = {
     "runtime/media/strips.py": '''"""Towers that take strips of pictures, each of which becomes a feature."""
 

@@ -1,4 +1,4 @@
-"""What a caller may give as an image, and the reason why something else is none. Nothing is decoded here."""
+"""Valid forms of an image, and the reasons of refusals. Nothing is decoded here."""
 
 from __future__ import annotations
 

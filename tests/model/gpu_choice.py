@@ -1,4 +1,4 @@
-"""What attends on an H100 in a model with the heads of its architecture's default config, as the compiler chooses it.
+"""The attention on an H100 of a model with the heads of its architecture's default config, as the compiler chooses it.
 
 Nothing runs there: the model is built on meta, with few layers and small experts, traced, checked by the check of the
 trace, and rewritten for the GPU as far as attention goes.
@@ -34,7 +34,7 @@ from mllm_compile.runtime.program.spec import Program
 from tests.model.tiny_configs import config_with_heads, tiny_config
 
 H100 = DeviceInfo("cuda:0", "NVIDIA H100 80GB HBM3", has_flashinfer=True, is_hopper=True)
-# What makes a layer's attention another one; all else is of other layers, and of kernels that need Triton.
+# Fields that change a layer's attention; the others are of other layers, and of kernels that need Triton.
 _OF_ATTENTION = {AbsorbLatents.name, PadHeads.name}
 _MAX_TOKENS = 8192
 _NOTHING = "no attention"
@@ -73,7 +73,7 @@ def _attends_by(model_config: Any) -> str:
 
 
 def attention_of(program: Program) -> str:
-    """What attends, in a word."""
+    """The attention, in a word."""
     if of_kind(program.layer_kernels, "latent"):
         return "own kernels over latents"
     own = len(of_kind(program.layer_kernels, "prefill"))

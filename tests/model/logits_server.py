@@ -3,8 +3,9 @@
 It imports neither Transformers nor a compiler, as a start that finds a runtime does not; what works only where those
 are imported fails here. One JSON request a line: {"config": …, "out": a file for the tensors}; one answer a line.
 
-Three steps over one paged cache: a prefill of five requests packed into one batch, the longest cut short; a mixed step
-(four decodes and the rest of that prompt); a decode step of all. The texts are random, the same for every model.
+Three steps over one paged cache. First a prefill of five requests packed into one batch, the longest cut short. Then a
+mixed step (four decodes and the rest of that prompt). Then a decode step of all. The texts are random, the same for
+every model.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NOT_HERE = ("transformers", "torch._dynamo", "torch._inductor")
 
 
 class ServingError(Exception):
-    """What was compiled does not serve."""
+    """The compiled model does not serve."""
 
 
 class LogitsServer:

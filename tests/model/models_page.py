@@ -113,7 +113,7 @@ those with experts it is 40 prompts of 3 to 120 tokens, and captured graphs gave
 that of Transformers' own forward in bfloat16; ours may be 1.25 times that, and 0.001.
 Each was seen with {versions}."""
 
-# What a refusal says → where it is listed.
+# A refusal's text → where it is listed.
 _GROUPS = (
     (
         r"Its config names layers of kind",
@@ -200,7 +200,7 @@ def render_models_page(record: Record) -> str:
 
 
 def _by_status(record: Record) -> dict[str, list[Outcome]]:
-    """What came of each architecture with its pieces as traced, by its name."""
+    """The result of each architecture with its pieces as traced, by its name."""
     as_traced = sorted((o for o in record.outcomes if o.backend == "eager"), key=lambda o: o.architecture)
     return {status: [o for o in as_traced if o.status == status] for status in _STATUSES}
 
@@ -348,7 +348,7 @@ _ALONE_SECTION = "Served where every layer is full attention"
 
 
 def versions_of(page: str) -> tuple[str, str]:
-    """Of Transformers and of torch, with which the page was made."""
+    """Of Transformers and of torch that made the page."""
     found = re.search(r"Transformers (\S+), torch ([^\s,+]+)", page)
     if found is None:
         raise ValueError("the page names no versions")

@@ -28,7 +28,7 @@ class SeenOnGpu:
         architecture: Transformers' model_type.
         variant: what its config has besides; "" for nothing.
         attention: what attended.
-        prompts, answers: the mean error of log-probabilities, ours and that of Transformers' forward in bfloat16.
+        prompts, answers: the mean error of log-probabilities, ours and Transformers' forward's in bfloat16.
         gpu, torch, transformers: what it ran on.
         date: ISO.
     """
@@ -62,7 +62,7 @@ class Record:
 
     @classmethod
     def of_here(cls, outcomes: Iterable[Outcome], on_gpu: Iterable[SeenOnGpu] = ()) -> Record:
-        """What was seen with the versions that are installed, today."""
+        """Today's results with the installed versions."""
         import platform
 
         import torch

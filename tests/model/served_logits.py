@@ -25,8 +25,8 @@ class Comparison:
     """
     Attributes:
         error: |Δ log-probability| from Transformers in float32 over all tokens and the whole vocabulary: in float32 the
-            largest, in bfloat16 that of a token in the middle.
-        limit: what it may be.
+            largest, in bfloat16 the median.
+        limit: the largest error allowed.
         layers: the program's attention layers.
         states: its layers with a state.
     """

@@ -4,8 +4,8 @@
     python -m tests.model.survey --seen FILE … --write
 
 Each is compiled on the CPU in float32 with its pieces as traced, served by a process that has not compiled it, and
-compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. What fails in
-float32 is tried in bfloat16. What would attend on a GPU is chosen as for one (gpu_choice.py). With --seen nothing is
+compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. Models that
+fail in float32 are tried in bfloat16. Attention on a GPU is chosen as for one (gpu_choice.py). With --seen nothing is
 tried: the page takes what GPU tests have noted (models_record.py).
 """
 
@@ -47,7 +47,7 @@ INDUCTOR = tuple(dict.fromkeys((*DENSE, *OF_EXPERTS, *OF_STATES)))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one architecture.
+    """The result of one architecture.
 
     Attributes:
         architecture: Transformers' model_type.
@@ -56,7 +56,7 @@ class Outcome:
             is no refusal: a bug of ours).
         remark: for a served one what its attention has, and its kinds of layers with a state, of `gpu` what attends
             there, else the reason, with bfloat16 that against float32.
-        error: of log-probabilities, where it ran; in float32 the largest, in bfloat16 that of a token in the middle.
+        error: of log-probabilities, where it ran; in float32 the largest, in bfloat16 the median.
         attention_alone: the same as text, of a refused one whose layers are of several kinds, with full attention in
             all of them; None where that is not served either.
         backend: what made its pieces: eager | inductor; gpu: nothing ran, attention was chosen as for an H100.
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def job(architecture: str, backend: str) -> str:
-    """What a worker is told."""
+    """A worker's input."""
     return f"{architecture}@{backend}"
 
 
@@ -83,7 +83,7 @@ BACKENDS = ("eager", "inductor", "gpu")
 
 
 def every_job(architectures: Iterable[str], backends: Collection[str] = BACKENDS) -> list[str]:
-    """Each architecture as traced and as for a GPU, and those of INDUCTOR through Inductor as well."""
+    """Each architecture as traced and as for a GPU, and INDUCTOR's through Inductor as well."""
     known = list(architectures)
     of = {"eager": known, "inductor": [one for one in INDUCTOR if one in known], "gpu": known}
     return [job(one, backend) for backend in BACKENDS if backend in backends for one in of[backend]]

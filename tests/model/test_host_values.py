@@ -1,4 +1,4 @@
-"""What a model computes on the host from no input is a constant of a trace for a device."""
+"""Values that a model computes on the host without inputs are constants of a trace for a device."""
 
 from __future__ import annotations
 

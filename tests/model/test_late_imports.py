@@ -1,4 +1,4 @@
-"""What Transformers imports for other kinds of models comes when it is called, and not with a causal language model."""
+"""Transformers' imports for other kinds of models come with their first call, and not with a causal language model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]
         path = packages / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    # What modelling code imports of torch takes longer than that code.
+    # torch modules that modelling code imports take longer than that code.
     imports = "import torch._dynamo, torch.distributed.tensor, transformers"
     with fresh_process(imports, {"PYTHONPATH": str(packages)}) as process:
         yield lambda *lines: process.run("\n".join(lines)).strip()

@@ -28,7 +28,7 @@ REPLACED = {"forward", "map", "reduce"}
 
 def config_of(name: str) -> Any:
     """One layer; where a token may choose none, that is nearly every second choice."""
-    if name == "longcat_flash":  # of whose layers each attends twice
+    if name == "longcat_flash":  # each of its layers attends twice
         return tiny_config(name, num_layers=1, num_hidden_layers=2, zero_expert_num=CHOICES_OF_NONE)
     return tiny_config(name, num_hidden_layers=1)
 

@@ -1,4 +1,5 @@
-"""What a mask function lets a call see: a window or all that came before, at any distance; anything else is refused."""
+"""Keys that a mask function lets a call see: a window or all earlier keys, at any distance; anything else is
+refused."""
 
 from __future__ import annotations
 

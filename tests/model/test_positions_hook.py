@@ -1,4 +1,4 @@
-"""Models that count positions themselves read those of their tokens, compiled or not, as far as their table goes."""
+"""Models that count positions themselves read their tokens' positions, compiled or not, as far as their table goes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_each_token_is_rotated_as_in_a_text_of_its_own_length(architecture, rope
         text = torch.tensor([[int(positions[0, token]), length - 1]])
         alone = AutoModelForCausalLM.from_config(
             config
-        ).model.rotary_emb  # made anew: it keeps those of the longest text so far
+        ).model.rotary_emb  # made anew: it keeps the longest text's so far
         theirs = alone(torch.zeros(1), text)
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one[:, token], other[:, 0])

@@ -61,7 +61,7 @@ def test_a_convolution_may_have_any_activation(activation):
 
 
 def refusals_of(name: str, call) -> str:
-    """What a call hands to the gate."""
+    """A call's arguments for the gate."""
     graph = torch.fx.symbolic_trace(call).graph
     node = next(node for node in graph.nodes if node.op == "call_function" and name in str(node.target))
     return str(node.args[-1])

@@ -48,7 +48,7 @@ SERVED = {
     "big_bird": "full",  # kinds of tokens in a table as long as its longest text
     "llama4_text": "chunks of 8 on 2 of 4",
     "trocr": "full",  # logits of every token
-    "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
+    "longcat_flash": "values of another width",  # its own loop over experts, some of them empty
     "mamba2": "none; causal_conv + ssd",  # no attention at all
     "zamba": "full; causal_conv + selective_scan",  # a scan a head
     "minimax": "window 8 on 2 of 2; ssd",  # a recurrence of its own code

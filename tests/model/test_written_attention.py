@@ -63,7 +63,7 @@ def test_the_attention_interface_is_as_it_was_after_a_trace_with_masks_of_zero()
     slow_but_a_sample([("bloom", torch.float32), ("bloom", torch.bfloat16), ("mpt", torch.float32)], 1),
 )
 def test_a_bias_by_distance_is_the_heads_slopes(architecture, dtype):
-    """bloom's is made of ones, mpt's is a part of a table, added to scores of which masks are taken for granted."""
+    """bloom's is made of ones, mpt's is a part of a table; it is added to scores that must have masks."""
     slopes = [2.0 ** (-2 * i) for i in range(1, 5)]
     attentions = [node for node in traced(architecture, dtype).graph_module.graph.nodes if is_attention(node)]
     assert len(attentions) == 4

@@ -103,7 +103,7 @@ _SIZES: dict[str, Any] = {
 # Latent attention: rotary dimensions are a head's own, and every head has its keys.
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 
-# What makes heads as wide as they are.
+# Settings that make heads as wide as they are.
 _OF_HEADS = frozenset(
     {
         *("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim"),
@@ -125,7 +125,7 @@ _OF_DEPTH = frozenset(
 )
 
 _BERT = {"is_decoder": True}
-# What an architecture needs besides small sizes: a check of its config, or its most telling kind of layer.
+# Needs of an architecture besides small sizes: a check of its config, or its most telling kind of layer.
 _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bert": _BERT,

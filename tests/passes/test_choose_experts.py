@@ -44,7 +44,7 @@ def softmax_last(block: Block):
 
 
 def groups_left_out(block: Block):
-    """As DeepSeek's: sigmoids, of which whole groups are set to -inf; weights are gathered from the others."""
+    """As DeepSeek's: sigmoids, with whole groups set to -inf; weights are gathered from the others."""
     scores = block.call(torch.sigmoid, logits(block))
     mask = block.input("mask", 5, NUM_EXPERTS, dtype=torch.float32)
     shown = block.call("masked_fill", scores, block.call(operator.lt, mask, 0.0), float("-inf"))

@@ -1,9 +1,9 @@
-"""What every pass has to keep, over graphs that passes get wrong: a pass in the list is tested without a line here.
+"""Invariants of every pass, over graphs that passes get wrong: a pass in the list is tested without a line here.
 
-Each graph goes through the whole pipeline once, and after each pass: its numbers are those of before, for one token and
-for seven, with the pieces for any number of tokens and with their variants for few; what nodes are said to give they
-give; graph and pieces are whole; and the pass does nothing the second time. Kernels are stand-ins
-(support/stand_ins.py), one of which an op in `needs` has to have here.
+Each graph goes through the whole pipeline once. After each pass its numbers are unchanged, for one token and for seven,
+with the pieces for any number of tokens and with their variants for few. Nodes give what their metadata says; graph and
+pieces are valid; and the pass does nothing the second time. Kernels are stand-ins (support/stand_ins.py); an op in
+`needs` has to have one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def writes(builder: GraphBuilder, target: Any, *args: Any) -> None:
 
 
 def in_place_neighbours() -> fx.GraphModule:
-    """What is read before and after it is written to, and products that change nothing by themselves."""
+    """Tensors that are read before and after a write, and products that change nothing by themselves."""
     builder = GraphBuilder()
     x = builder.layer(builder.embed(), 0)
     kept = builder.call(operator.mul, x, 1.0)
@@ -205,7 +205,7 @@ def _head_of_rows(builder: GraphBuilder, x: fx.Node) -> fx.Node:
 
 
 class Decoder(GraphBuilder):
-    """Layers as Transformers writes those of Llama and Qwen, of sizes that our kernels take."""
+    """Layers as Transformers writes Llama's and Qwen's, of sizes that our kernels take."""
 
     hidden, heads, head_dim, ffn = 256, 8, 128, 512
 
@@ -299,7 +299,7 @@ def decoder_whose_values_have_other_readers() -> fx.GraphModule:
 
 
 def decoder_in_float16() -> fx.GraphModule:
-    """Which the kernels for Hopper alone do not take, so that others do."""
+    """Experts that the kernels for Hopper alone do not take, so that others do."""
     return Decoder(dtype=torch.float16).model()
 
 
@@ -385,7 +385,7 @@ def quantised_decoder() -> fx.GraphModule:
 
 
 def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
-    """Those of the second layer, which are transposed."""
+    """Weights of the second layer, which are transposed."""
     gm = decoder_of_experts_with_biases()
     gm.meta[WEIGHT_SCHEMES] = WeightSchemes({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
     return gm
@@ -428,7 +428,8 @@ GRAPHS = (
 )
 
 
-# What is looked at ----------------------------------------------------------------------------------------------------
+# Inputs of the checks
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -488,8 +489,8 @@ def apply(
     passes: list[str],
     error_before: float | None = None,
 ) -> tuple[fx.GraphModule, Step]:
-    """Runs the pass, twice; `passes` have run when it has. Where `error_before`, that of `gm`, is known, and the pass
-    says that it does nothing and leaves all as it was, that is all: neither numbers nor a second time are others."""
+    """Runs the pass, twice; `passes` have run when it has. Where `error_before`, `gm`'s, is known, and the pass says
+    that it does nothing and leaves all as it was, that is all: neither numbers nor a second time are others."""
     before = State(gm)
     result = graph_pass()(gm)
     gm = result.gm

@@ -12,7 +12,7 @@ from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, run, target
 
 
 def rotary_graph(product=operator.matmul, method=False):
-    """x + cos of angles [1, HIDDEN, T], made as Transformers makes those of rotary positions."""
+    """x + cos of angles [1, HIDDEN, T], made as Transformers makes rotary positions' angles."""
     builder = GraphBuilder()
     frequencies = builder.method("view", builder.weight("inv_freq", HIDDEN), 1, HIDDEN, 1)
     positions = builder.method("float", builder.method("view", builder.positions, 1, 1, builder.size_inputs["T"]))

@@ -15,7 +15,7 @@ CONVOLUTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
 def patch_graph(shape: tuple[int, ...], kernel: tuple[int, ...], *options: Any, bias: bool = True) -> Any:
-    """x + a convolution of x [T, HIDDEN] as patches of `shape`, of which one number a channel is taken."""
+    """x + one number a channel of a convolution of x [T, HIDDEN] as patches of `shape`."""
     builder = GraphBuilder()
     x = builder.embed()
     weight = builder.weight("patches.weight", HIDDEN, *kernel)

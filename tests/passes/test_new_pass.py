@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.scratch_tree import copy_with, run_in
 
-# A pass over the graph as it was traced. File → what it is, or what is there and what takes its place.
+# A pass over the graph as it was traced. File → its text, or an old text and its replacement.
 PASS = {
     "passes/drop_negations.py": '''"""Takes away a negation of a negation."""
 

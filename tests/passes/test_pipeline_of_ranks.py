@@ -57,7 +57,7 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
 
 @cache
 def rewritten(graph: Graph, num_ranks: int) -> fx.GraphModule:
-    """What the passes make of a graph for so many ranks."""
+    """The graph after the passes for so many ranks."""
     gm = graph()
     gm.meta[RANKS] = num_ranks
     return run_passes(gm)[0]

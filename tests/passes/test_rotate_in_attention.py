@@ -65,7 +65,7 @@ def rotating(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def traced() -> fx.GraphModule:
-    """The tiny model's trace, of which each test rewrites a copy."""
+    """The tiny model's trace; each test rewrites a copy."""
     return trace_model(build_on_meta(TINY, torch.float32, False), "cpu", 8192).graph_module
 
 

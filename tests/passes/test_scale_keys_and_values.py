@@ -28,7 +28,7 @@ K_SCALE, V_SCALE = BOTH.keys, BOTH.values
 
 
 class Layer(GraphBuilder):
-    """Attention with norms, rotation and biases, each of which may be left out or replaced."""
+    """Attention with norms, rotation and biases; each may be left out or replaced."""
 
     def normed(self, x: fx.Node, name: str, heads: int, one_more: bool = False) -> fx.Node:
         x = self.method("view", x, self.size_inputs["T"], heads, HEAD_DIM)

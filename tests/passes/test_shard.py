@@ -1,4 +1,5 @@
-"""The cut of a model over ranks: numbers of all ranks, run in lockstep, are those of the whole; and what is cut."""
+"""The cut of a model over ranks: numbers of all ranks, run in lockstep, equal the whole's; and which weights are
+cut."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.passes.support.lockstep import Cut, canonical_graph, cut
 
 LARGEST_ERROR = 1e-5  # of float32 logits
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "lab" / "models.md"
-# What packs, interleaves, norms over all heads, adds biases, mixes experts or attends to latents: always tested.
+# Models that pack, interleave, norm over all heads, add biases, mix experts or attend to latents: always tested.
 FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4, "deepseek_v3": 2}  # to the number of ranks
 EACH_TIME = 1  # a further one, another every day
 

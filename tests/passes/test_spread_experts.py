@@ -1,4 +1,4 @@
-"""Experts that are dealt to ranks: each rank's numbers are those of one that has them all, on tokens of its own."""
+"""Experts that are dealt to ranks: each rank's numbers equal one's with all experts, on tokens of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cp
 from tests.passes.test_every_pass import decoder_of_experts, decoder_of_experts_with_biases, layers, variants_for
 
 LARGEST_ERROR = 1e-5  # of float32 logits
-# What shares experts, groups them, adds biases, reads weights through views, counts choices itself, or carries states.
+# Models that share or group experts, add biases, read weights through views, count choices, or carry states.
 NAMES = (
     "dbrx",
     "deepseek_v3",

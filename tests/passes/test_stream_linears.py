@@ -206,7 +206,7 @@ def test_the_kernels_that_variants_call_are_each_named_once(norm):
     ]
 
 
-# Norms of Qwen3.5 and Gemma are times 1 + their weight, those of Nemotron-H times their weight, both ahead of rounding.
+# Norms of Qwen3.5 and Gemma are times 1 + their weight, Nemotron-H's times their weight, both ahead of rounding.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 3}
 TO_PIECES = (Canonicalise, PackProjections, LowerAttention, SplitAtAttention, DeduplicatePieces)
 MODELS = {

@@ -1,4 +1,4 @@
-"""passes/tile_experts.py: linears of experts in pieces for many tokens become those of the tiles' kernels.
+"""passes/tile_experts.py: linears of experts in pieces for many tokens become calls of the tiles' kernels.
 
 The kernels need a Hopper GPU; here their ops are stand-ins in plain torch.
 """

@@ -1,4 +1,4 @@
-"""A command and all that it starts end with whoever started it."""
+"""A command and all that it starts end with their parent."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def sigint_interrupts() -> Iterator[None]:
 
 
 class InterruptedInItsEnd:
-    """What a signal does that arrives in a finalizer."""
+    """A signal that arrives in a finalizer."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""The start-up timeline: what ran when, from the process's first moment, with the gaps."""
+"""The start-up timeline: stages from the process's first moment, with the gaps."""
 
 from __future__ import annotations
 

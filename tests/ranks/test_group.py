@@ -1,4 +1,4 @@
-"""What a group does where a follower is lost, hangs or fails before it is ready, and where its end is interrupted."""
+"""A group whose follower is lost, hangs or fails before it is ready, or whose end is interrupted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def joined(monkeypatch) -> Iterator[Joined]:
 
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Callable[..., Any]]:
-    """Makes a group of two ranks, of which one is played, or of more."""
+    """Makes a group of two ranks, one of them played, or of more."""
     groups: list[RankGroup] = []
 
     def make(size: int = 2) -> Any:

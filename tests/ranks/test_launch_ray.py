@@ -1,4 +1,4 @@
-"""What an actor of Ray does before it follows, without Ray (with it: tests/e2e/test_ranks_by_ray.py)."""
+"""The start of a Ray actor before it follows, without Ray (with it: tests/e2e/test_ranks_by_ray.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mllm_compile.ranks import follower, launch_ray
 
 
 def test_an_actor_finds_modules_as_rank_0_does_and_pythons_first(monkeypatch, tmp_path):
-    """Ray's workers have Python's folders already, and those of the caller would else come ahead of them."""
+    """Ray's workers have Python's folders already; otherwise the caller's would come ahead of them."""
     standard, of_ray = os.path.dirname(os.__file__), str(tmp_path / "ray")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as where the caller's script is there
     folders = child_python.module_folders()

@@ -1,4 +1,4 @@
-"""What `mllm-compile inspect` leaves in a folder: the graphs of one pipeline, and what a user had there."""
+"""`mllm-compile inspect` leaves the graphs of one pipeline in a folder, and a user's files there."""
 
 from __future__ import annotations
 

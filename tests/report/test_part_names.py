@@ -1,4 +1,4 @@
-"""What steps are called: by their place and what they hold, in programs of several shapes."""
+"""Names of steps, by their place and content, in programs of several shapes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _tables(section: list[str]) -> list[tuple[int, int]]:
 
 @cache
 def age_of(commit: str) -> tuple[int, int] | None:
-    """(commits, days) since a commit; None: the history has none of this name."""
+    """(commits, days) since a commit; None: the history lacks it."""
     try:
         date = _git("show", "-s", "--format=%ct", f"{commit}^{{commit}}")
         count = _git("rev-list", "--count", f"{commit}..HEAD")

@@ -2,9 +2,9 @@
 
     python -m tests.rules.figures [ROOT]        ROOT: another checkout; by default this one
 
-Lines are all lines of a file, those of a function include its docstring and end with its body. Parameters are all but
-self, cls and those with stars. Docstrings and comments are shares of the lines that are not blank; comments have lines
-of their own.
+Lines are all lines of a file; a function's include its docstring and end with its body. Parameters are all but self,
+cls and those with stars. Docstrings and comments are shares of the lines that are not blank; comments have lines of
+their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DOCUMENTED = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 
 @dataclass(frozen=True)
 class FileFigures:
-    """What one file has.
+    """The figures of one file.
 
     Attributes:
         path: the file.

@@ -1,8 +1,8 @@
-"""Who imports whom, read from the sources: `python -m tests.rules.import_graph` prints it.
+"""The imports between modules, read from the sources: `python -m tests.rules.import_graph` prints it.
 
 FLOORS lists the rooms from the top down. A file may import its own room and those below; what may not be is in
-`upward`, and `circles` are modules that import each other. test_floors.py holds both. Every import counts, those inside
-of functions and those for types alone too: whoever reads a file has to know what they name.
+`upward`, and `circles` are modules that import each other. test_floors.py holds both. Every import counts, also inside
+of functions and for types alone: a reader of a file has to know what they name.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def module_edges() -> dict[str, set[str]]:
 
 
 def room_edges() -> dict[str, set[str]]:
-    """Which rooms each room imports."""
+    """The rooms that each room imports."""
     edges: dict[str, set[str]] = {room: set() for room in FLOORS}
     for found in imports():
         source, target = floor_of(found.source), floor_of(found.target)

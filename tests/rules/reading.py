@@ -1,9 +1,9 @@
 """Counts the words of each page of the documentation, and the length of its sentences.
 
-`python -m tests.rules.reading` prints a line a page. A word has a letter or a digit: bars of tables and marks of lists
-are none. (`wc -w` counts them too, and finds a tenth more.) Sentences are those of prose, without headings, tables,
-code blocks and the targets of links. A piece of inline code is one word, and each item of a list begins a sentence.
-docs/lab is the laboratory: dated measurements, whose length nothing bounds.
+`python -m tests.rules.reading` prints a line a page. A word has a letter or a digit, unlike bars of tables and marks of
+lists. (`wc -w` counts them too, and finds a tenth more.) Sentences are prose, without headings, tables, code blocks and
+the targets of links. A piece of inline code is one word, and each item of a list begins a sentence. docs/lab is the
+laboratory: dated measurements, whose length nothing bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """All pages but those of the laboratory, in the order of their names."""
+    """All pages except the laboratory's, in the order of their names."""
     paths = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
     return [read_page(path) for path in sorted(paths) if LABORATORY not in path.parents]
 

@@ -1,4 +1,4 @@
-"""What is installed: bounds in pyproject.toml, and within them what tests are run with (constraints.txt)."""
+"""Dependencies: bounds in pyproject.toml, and within them the tests' versions (constraints.txt)."""
 
 from __future__ import annotations
 

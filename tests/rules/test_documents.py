@@ -39,7 +39,7 @@ def test_links_to_files_lead_somewhere(path):
 
 
 def links_of(path: Path) -> list[tuple[str, str]]:
-    """(file, anchor) of each link, either of which may be empty."""
+    """(file, anchor) of each link; either may be empty."""
     prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     return re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose)
 

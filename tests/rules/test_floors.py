@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms' order (import_graph.FLOORS), and what some of them must not import at all."""
+"""Imports between rooms follow their order (import_graph.FLOORS), and some modules must not be imported at all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WITHOUT = {
     "mllm_compile/server": ("torch", "transformers"),
     "mllm_compile/text/calls": ("torch", "transformers", "jinja2"),
 }
-# What passes know of the runtime: the ops, what the layers between pieces are, which shapes attention kernels take, and
-# what a quantised weight is.
+# Parts of the runtime that passes import: the ops, the layers between pieces, shapes that attention kernels take, and
+# quantised schemes.
 OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes)|state/layer|quantised/scheme)")
 RUNTIME = [path for name, path in modules().items() if name.startswith("runtime/")]
 ALL = [*modules().values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]

@@ -23,7 +23,7 @@ PLAIN_WORDS = {"align", "auto", "bark", "bit", "git", "led", "time", "van"}
 
 
 def sources() -> list[Path]:
-    """Every module but those of models/ (symbolic links are followed)."""
+    """Every module outside of models/ (symbolic links are followed)."""
     rooms = [PACKAGE, PACKAGE / "passes", PACKAGE / "runtime"]
     files = {path for room in rooms for path in room.resolve().rglob("*.py")}
     models = (PACKAGE / "models").resolve()
@@ -41,7 +41,7 @@ def architectures() -> frozenset[str]:
 
 
 def branches(tree: ast.AST) -> Iterator[str]:
-    """What compares with an architecture's name, looks one up, or imports a model's own module."""
+    """Code that compares with an architecture's name, looks one up, or imports a model's own module."""
     for node in ast.walk(tree):
         words: list[ast.AST] = []
         if isinstance(node, ast.Compare):

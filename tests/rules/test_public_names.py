@@ -1,4 +1,4 @@
-"""What `mllm_compile` itself offers."""
+"""The names that `mllm_compile` itself offers."""
 
 import subprocess
 import sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeDriver:
-    """Answers every call with success but those of `fails`, and writes down which came."""
+    """Answers every call with success except `fails`, and notes the calls."""
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []

@@ -5,7 +5,7 @@ from tests.runtime.runner_cases import TinyModel, make_runner
 
 
 class Communicator:
-    """Of two ranks, of which the other has room for less."""
+    """Of two ranks; the other has less room."""
 
     size = 2
 

@@ -1,4 +1,4 @@
-"""What serving costs: `python -m tests.server.cost` measures CPU time, over a fake device, and prints three figures.
+"""The cost of serving: `python -m tests.server.cost` measures CPU time, over a fake device, and prints three figures.
 
 The front's, a chunk: many streams at once through HTTP on this machine, the server's process alone. The front's, a
 request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the events

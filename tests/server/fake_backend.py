@@ -62,7 +62,7 @@ def said_text(tokenizer: Tokenizer, header: str, token_ids: list[int]) -> int:
 
 
 def with_special_tokens(file: bytes, texts: list[str]) -> bytes:
-    """A tokenizer.json in which these texts are special tokens."""
+    """A tokenizer.json with these texts as special tokens."""
     data = json.loads(file)
     first = max(*data["model"]["vocab"].values(), *(token["id"] for token in data["added_tokens"])) + 1
     for token_id, text in enumerate(texts, start=first):

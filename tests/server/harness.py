@@ -89,7 +89,7 @@ class Server:
         return self.post("/v1/completions", {"prompt": "def", "max_tokens": 4, **fields})
 
     def open(self, path: str, body: Any) -> socket.socket:
-        """A connection on which a request was sent, and nothing read yet."""
+        """A connection with a sent request and nothing read yet."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S)

@@ -1,4 +1,4 @@
-"""What a server says of itself: probes, load, settings, its interface, and figures by the names that others read."""
+"""A server about itself: probes, load, settings, its interface, and figures by the names that others read."""
 
 from __future__ import annotations
 

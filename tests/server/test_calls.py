@@ -88,7 +88,7 @@ def read(message: Any) -> tuple[str | None, str | None, list[tuple[str, str]]]:
 
 
 def streamed(chunks: Any) -> tuple[str | None, str | None, list[tuple[str, str]], str]:
-    """What a client puts together."""
+    """The calls that a client assembles."""
     content, reasoning, calls, ids, reason = "", "", [], [], None
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)

@@ -1,4 +1,4 @@
-"""Frames between the front and the engine's process: whole, in order, and never waited for by who sends."""
+"""Frames between the front and the engine's process: whole, in order, and the sender never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one connection may take of the server before anybody knows who it is: bytes beside a body, and time."""
+"""Limits of a connection before authentication: bytes beside a body, and time."""
 
 from __future__ import annotations
 

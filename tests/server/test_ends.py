@@ -41,7 +41,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def gate(tmp_path) -> Path:
-    """A file; what waits while it is there goes on when it is gone."""
+    """A file; waits end when it is removed."""
     path = tmp_path / "gate"
     path.touch()
     return path

@@ -146,7 +146,7 @@ def test_parts_of_a_body_are_written_in_one_call_where_that_can_be(takes_chunks)
         client.reads.clear()
         writer.write(b"b")
         client.reads.set()
-        writer.write(b"c")  # behind what waits
+        writer.write(b"c")  # behind waiting requests
         await turns()
         writer.write(b"d")
         writer.write(b"", more=False)

@@ -94,7 +94,7 @@ def test_every_field_of_a_protocol_is_classed(names, kinds, foreign):
     served = {name for kind in kinds for name in kind.__struct_fields__} | RENAMED.keys()
     assert len(names) > 10
     assert not set(names) - served - foreign.keys()
-    assert served & FOREIGN.keys() <= {"metadata", "reasoning"}, "served and refused"  # those of /v1/responses
+    assert served & FOREIGN.keys() <= {"metadata", "reasoning"}, "served and refused"  # fields of /v1/responses
 
 
 def odd_values(name: str) -> list[Any]:
@@ -241,7 +241,7 @@ def test_a_prompt_is_cut_from_either_side(server):
     assert server.complete(truncation_side="middle").error["param"] == "truncation_side"
 
 
-# Of fields that HTTP and SamplingParams share: ends of ranges, other types, and what has a meaning of its own.
+# Values of fields that HTTP and SamplingParams share: ends of ranges, other types, and special values.
 VALUES: list[Any] = [
     0, 1, -1, -2, 2, 16, 20, 21, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**30,
     0.0, 0.5, 1.0, 1.5, -0.5, 1e300, 100.0, True, False, "", "a", "7", [], ["a"], [""], [5, 6], [-1], [2**40], ["5"],

@@ -19,7 +19,7 @@ def command(key: int, form: str) -> Submit:
 
 
 class Gates:
-    """Builds requests: those of a form that is shut wait until it is opened."""
+    """Builds requests: requests of a shut form wait until it is opened."""
 
     def __init__(self) -> None:
         self.shut: dict[str, threading.Event] = {}

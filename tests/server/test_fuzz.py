@@ -48,7 +48,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-# Requests with all that a conversation may have, parts of which are then replaced.
+# Requests with all that a conversation may have; some parts are then replaced.
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 WHOLE: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -114,7 +114,7 @@ def server() -> Iterator[Server]:
 
 
 def changed(part: Any, rng: random.Random) -> Any:
-    """A value in which few parts are others, or are left out."""
+    """A value with a few parts changed or left out."""
     if rng.random() < 0.03:
         return rng.choice(ODD)
     if isinstance(part, dict):

@@ -1,4 +1,4 @@
-"""Who may enter, and what is behind each path."""
+"""Keys and origins, and what is behind each path."""
 
 from __future__ import annotations
 

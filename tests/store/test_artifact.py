@@ -195,7 +195,7 @@ def test_a_compile_that_is_interrupted_leaves_nothing(model, tmp_path, stage):
 
 
 def test_a_compile_that_is_killed_leaves_nothing_that_is_taken_for_whole(config):
-    # What a kill can leave: the scratch folder beside the final place, its last files missing or cut short.
+    # Leftovers of a kill: the scratch folder beside the final place, its last files missing or cut short.
     whole = load_or_compile(config).folder
     scratch = whole.rename(whole.with_name(f".{whole.name}.killed.part"))
     (scratch / "manifest.json").unlink()

@@ -1,4 +1,4 @@
-"""What is in a cache: listed, checked, and removed to make room; and what the cache commands say of it."""
+"""Contents of a cache: listed, checked, and removed to make room; and the cache commands' output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start leaves for the next one with the same config, beside what others left."""
+"""A start's measurements for the next one with the same config, beside other starts'."""
 
 from __future__ import annotations
 

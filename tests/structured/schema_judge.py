@@ -1,4 +1,4 @@
-"""Whether a backend keeps to a schema: by answers drawn from its grammar, and by texts that it must not take.
+"""Judges if a backend keeps to a schema: by answers drawn from its grammar, and by texts that it must not take.
 
 The judge is the package `jsonschema`; for formats that it leaves to other packages, the expressions below.
 """
@@ -65,7 +65,7 @@ def _formats() -> jsonschema.FormatChecker:
 
 
 def exact(text: str) -> Any:
-    """JSON data whose fractions are decimal, as those of a float would be no multiple of 0.1."""
+    """JSON data with decimal fractions, as a float's would be no multiple of 0.1."""
     return json.loads(text, parse_float=Decimal)
 
 
@@ -93,7 +93,7 @@ def _token_of_byte(vocabulary: Any) -> dict[int, int]:
 
 
 def takes(backend: Any, grammar: Any, text: str) -> bool:
-    """Whether this may be a whole answer."""
+    """True if this may be a whole answer."""
     ids = [_token_of_byte(backend.vocabulary)[byte] for byte in text.encode()]
     mask = np.zeros((1, backend.vocabulary.mask_words), np.int32)
     is_taken = not backend.fill([MaskWork(grammar.matcher(), ids, 0)], mask)

@@ -67,7 +67,7 @@ def engine(request):
 
 
 def fits(value, schema) -> bool:
-    """Whether JSON data is what a schema of those that are drawn here describes."""
+    """True if a schema that is drawn here describes the JSON data."""
     if "anyOf" in schema:
         return any(fits(value, one) for one in schema["anyOf"])
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""Masks of both backends: the same as those of a slow reference that tries every token; forms that are refused."""
+"""Masks of both backends: the same as a slow reference's that tries every token; forms that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON requests ask for becomes StructuredOutputsParams, or is refused by the field's name."""
+"""Forms in JSON requests become StructuredOutputsParams, or are refused by the field's name."""
 
 import subprocess
 import sys

@@ -128,7 +128,7 @@ def test_skipped_special_tokens_cost_nothing():
 
 
 def in_pushes(detokenizer, ids, counts):
-    """What is shown of ids that come several at a time."""
+    """The text of ids that come several at a time."""
     pieces = []
     for count in counts:
         pieces.append(detokenizer.push(ids[:count]))

@@ -1,4 +1,4 @@
-"""What tokenizers would end the process for: merges that do not begin with the model's prefix."""
+"""Input for which tokenizers would end the process: merges that do not begin with the model's prefix."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.hang_guard import HANG_S
 
 CHAT = [{"role": "user", "content": "hi"}]
 SPIN = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# What a message says is done, so that one model has good and bad ones. By its length: Jinja computes what is constant.
+# A message is a command, so that one model has good and bad ones. By its length: Jinja computes what is constant.
 OBEDIENT = (
     "{% set c = messages[0].content %}{% set n = c | length %}"
     "{% if c == 'spin' %}" + SPIN + "{% elif c == 'power' %}{{ (10 ** (10 ** (n + 4))) % 7 }}"
@@ -42,7 +42,7 @@ def processes(template):
 
 
 def renders(template):
-    """Whether a process of its has computed for longer than it takes to start."""
+    """True if a process of its has computed for longer than it takes to start."""
     for pid in processes(template):
         with open(f"/proc/{pid}/stat") as stat:
             ticks = stat.read().rsplit(")", 1)[1].split()[11:13]
@@ -264,7 +264,7 @@ time.sleep(600)
 
 @pytest.fixture
 def adopts_orphans():
-    """Who is left by its parent becomes a child of this process, which so hears how it ended."""
+    """An orphan becomes a child of this process, which so learns how it ended."""
     prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
     prctl(set_child_subreaper, 1, 0, 0, 0)
     yield

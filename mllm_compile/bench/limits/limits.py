@@ -1,8 +1,8 @@
 """Computes the hardware's limits: bytes and operations of the work over measured ceilings. Arithmetic only.
 
 A step has to read every weight once and each request's KV cache, to read and write each request's states, and to
-multiply each token with each weight. Weights and KV are counted apart, since they are different kernels. The time of
-the weights is that of bytes or operations, whichever is longer. Attention takes the time of its bytes in a decode, of
+multiply each token with each weight. Weights and KV are counted apart, since they are different kernels. The weights
+take the time of their bytes or operations, whichever is longer. Attention takes the time of its bytes in a decode, of
 its operations in a prompt. Activations are left out (under 1 %).
 """
 

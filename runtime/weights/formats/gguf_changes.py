@@ -31,7 +31,7 @@ _NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
 
 
 def type_numbers(kinds: Mapping[str, BlockType]) -> dict[str, int]:
-    """The numbers that say of which block types a weight's tensors are, by role."""
+    """The numbers of the block types of a weight's tensors, by role."""
     return {_TYPE_KEYS[role]: _NUMBERS[kind.name] for role, kind in kinds.items() if kind.dtype is None}
 
 
@@ -68,7 +68,7 @@ class _Changed(Format):
 
 
 class _Computed(_Changed):
-    """A tensor of which a function was stored; `undo` is the other way."""
+    """A tensor that was stored as a function of itself; `undo` is the inverse."""
 
     def __init__(self, name: str, undo: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.name = name  # type: ignore[misc]  # an instance a function

@@ -1,4 +1,4 @@
-"""match/in_place.py: what writes into a tensor becomes a new one, for each who reads it afterwards; the same bits."""
+"""match/in_place.py: a write into a tensor becomes a new tensor, for each later reader; the same bits."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def dropouts_that_drop_nothing(builder, x):
 
 
 def viewed_as_before(builder, x):
-    """What is written has other strides than what it is written into."""
+    """The written values have other strides than their target."""
     square = builder.call(torch.matmul, builder.method("transpose", x, 0, 1), x)
     room = builder.call(torch.empty_like, square)
     write(builder, "copy_", room, builder.method("transpose", square, 0, 1))

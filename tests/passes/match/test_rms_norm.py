@@ -1,4 +1,4 @@
-"""passes/match/rms_norm.py: the forms in which models write an RMS norm, and what is none."""
+"""passes/match/rms_norm.py: models' forms of an RMS norm, and similar graphs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, assert_valu
 
 
 def node_of(target, *args, **kwargs) -> tuple[fx.GraphModule, fx.Node]:
-    """A graph in which `target` is called on x [T, HIDDEN] and what follows, and that node."""
+    """A graph that calls `target` on x [T, HIDDEN] and the further arguments, and that node."""
     builder = GraphBuilder()
     x = builder.embed()
     node = builder.method(target, x, *args, **kwargs) if isinstance(target, str) else None
@@ -152,7 +152,7 @@ def test_no_pass_asks_for_another_spelling():
     """It would never find one."""
     methods = {other for other in OTHER_SPELLINGS if isinstance(other, str)}
     functions = {f"torch.{one.__name__}" for one in OTHER_SPELLINGS - methods if hasattr(torch, one.__name__)}
-    functions -= {"torch.tanh", "torch.sigmoid", "torch.relu"}  # those of functional are other spellings of them
+    functions -= {"torch.tanh", "torch.sigmoid", "torch.relu"}  # functional has other spellings of them
     for path in Path(mllm_compile.passes.__file__).parent.rglob("*.py"):
         if path.name in ("spelling.py", "in_place.py"):
             continue

@@ -98,7 +98,7 @@ class GraphBuilder:
         return self.method("flatten", node, 1)
 
     def packed_attention(self, x: fx.Node, head_dim: int = HEAD_DIM) -> fx.Node:
-        """A tower's attention over x [T, H*D], all of which is one segment; [T, H*D]."""
+        """A tower's attention over x [T, H*D], one segment; [T, H*D]."""
         heads = self.method("view", x, self.size_inputs["T"], x.meta["val"].shape[1] // head_dim, head_dim)
         with self._mode:
             value = torch.empty(2, dtype=torch.int32)
@@ -166,7 +166,7 @@ def apply(graph_pass: Any, gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def done(name: str) -> list[str]:
-    """The passes up to that of this name, for verify_graph."""
+    """The passes up to this one, for verify_graph."""
     names = pass_names()
     return names[: names.index(name) + 1]
 
@@ -177,7 +177,7 @@ def text(gm: fx.GraphModule) -> str:
 
 
 def targets(gm: fx.GraphModule) -> list[str]:
-    """What is called, in order: function, method and module names."""
+    """Called functions, methods and modules by name, in order."""
     nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     return [node.target if isinstance(node.target, str) else node.target.__name__ for node in nodes]
 
@@ -317,7 +317,7 @@ def _quantised_values(name: str, shape: tuple[int, ...], scheme: WeightScheme) -
 
 
 def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What `run` gives the weight of this name."""
+    """The value that `run` gives the weight of this name."""
     return _random(name, tuple(shape)).to(dtype, copy=True)
 
 

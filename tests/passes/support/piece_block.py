@@ -40,7 +40,7 @@ class Block:
         return node
 
     def _first_call(self) -> fx.Node:
-        """Inputs are before it; the end of the graph where there is none yet."""
+        """Inputs are before it; the end of the graph in an empty one."""
         return next((node for node in self.graph.nodes if node.op != "placeholder"), self.graph._root)
 
     def call(self, target, *args, **kwargs) -> fx.Node:

@@ -66,7 +66,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False):
-    """What `few_linear` and `stream_linear` compute."""
+    """The computation of `few_linear` and `stream_linear`."""
     product = torch_linear(x.float(), weight.float())
     if squares is not None:
         product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
@@ -248,7 +248,7 @@ def order_experts(ids, slots, num_experts, block, most_rows):
 
 
 def grouped_linear(x, order, blocks, weight, bias, num_chosen, is_transposed, of_tokens, is_gated, block):
-    """By the order, as the kernel reads it: what is in no block stays undefined."""
+    """By the order, as the kernel reads it: rows in no block stay undefined."""
     if block == ONE_ROW:
         order, blocks = torch.arange(num_chosen), torch.stack((order.flatten(), torch.ones(num_chosen)), 1).int()
     num_rows = len(x) * num_chosen if of_tokens else len(x)

@@ -71,9 +71,9 @@ def make_case(
     """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order, or in a row.
 
     The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND. With a
-    kv_dtype other than dtype the expected output is that of keys and values rounded to it. Each of `blocks` is a
-    request, and the first position and the end of tokens that see each other in both directions; they end among its
-    new tokens.
+    kv_dtype other than dtype the expected output is computed from keys and values rounded to it. Each of `blocks` is a
+    request, and the first position and the end of tokens that see each other in both directions; they end among its new
+    tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -88,7 +88,7 @@ def make_case(
     kv_dtype = kv_dtype or dtype
     kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
     page_ids = 1 + (torch.arange(sum(pages_of)) if in_a_row else torch.randperm(sum(pages_of), generator=generator))
-    # What is in pages that are not looked at must not matter, whatever it is.
+    # The content of pages that are not read must not matter.
     for buffer in kv_pool.get_pages(0):
         buffer.fill_(min(1e4, torch.finfo(kv_dtype).max))
 

@@ -1,4 +1,4 @@
-"""What captured attention is told of a batch; its kernels only note it here (tests/gpu/test_mixed_graphs.py)."""
+"""Captured attention's inputs of a batch; its kernels only note them here (tests/gpu/test_mixed_graphs.py)."""
 
 from __future__ import annotations
 

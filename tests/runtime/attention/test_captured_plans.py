@@ -1,4 +1,4 @@
-"""What captures put in the place of a backend's plan."""
+"""Captures' replacements of a backend's plan."""
 
 from types import SimpleNamespace
 

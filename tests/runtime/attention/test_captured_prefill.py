@@ -1,4 +1,5 @@
-"""What a captured prefill tells FlashInfer's plan where its own list is too short; the plan only notes it here."""
+"""A captured prefill's arguments for FlashInfer's plan where its own list is too short; the plan only notes them
+here."""
 
 from __future__ import annotations
 

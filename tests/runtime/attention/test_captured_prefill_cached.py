@@ -1,4 +1,4 @@
-"""Lists and pages of captured prompts that go on from the cache: where each is, and when there are none (the rest:
+"""Lists and pages of captured prompts that go on from the cache: their places, and batches without them (the rest:
 tests/gpu/test_cached_prefill_graphs.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lists of captured prompts: where each is, and when there is none (the rest: tests/gpu/test_mixed_graphs.py)."""
+"""The lists of captured prompts: their places, and batches without them (the rest: tests/gpu/test_mixed_graphs.py)."""
 
 from __future__ import annotations
 

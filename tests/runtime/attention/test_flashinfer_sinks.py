@@ -26,7 +26,7 @@ class Wrapper:
         self.asked: list[bool] = []
 
     def run(self, q, *keys_and_values, out, lse=None, return_lse=False):
-        if len(keys_and_values) == 1:  # pages, of which these tests make one a request
+        if len(keys_and_values) == 1:  # pages; these tests make one a request
             (pages,) = keys_and_values
             keys, values = (cache[1, : len(q)] for cache in pages)
         else:

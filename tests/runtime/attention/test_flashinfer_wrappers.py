@@ -1,4 +1,4 @@
-"""Which wrappers plan groups get, of a FlashInfer that only notes what it is asked for (on a GPU:
+"""The wrappers of plan groups, from a FlashInfer that only notes its calls (on a GPU:
 tests/gpu/test_flashinfer_backend.py)."""
 
 from types import SimpleNamespace

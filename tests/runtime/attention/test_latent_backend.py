@@ -243,7 +243,7 @@ def test_tiles_of_expanded_prompts_fit_the_shared_memory_of_a_gpu(own, rotated, 
     tile = expanded_tile(own + rotated, value, is_hopper)
     numbers = tile.stages * tile.keys * (own + rotated + value)
     numbers += tile.rows * (own + rotated) if is_hopper else 0  # before Hopper products take queries from registers
-    assert 2 * numbers <= (227 if is_hopper else 150) * 1024  # an A100 has 163, some of which Triton takes
+    assert 2 * numbers <= (227 if is_hopper else 150) * 1024  # an A100 has 163, and Triton takes some
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 40, 64, 128])

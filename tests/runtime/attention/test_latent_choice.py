@@ -17,7 +17,7 @@ def prompts(new, before, widths=OF_16, beside_decodes=False) -> PromptSizes:
     return PromptSizes(widths, np.array(new, np.int32), np.array(before, np.int32), beside_decodes)
 
 
-# What an H200 took, µs a layer: over latents, and expanded (latent_attention_speed.py --forms, 9931fc2).
+# Times on an H200, µs a layer: over latents, and expanded (latent_attention_speed.py --forms, 9931fc2).
 MEASURED = {
     (16, 512, 0): (71.9, 31.2),
     (16, 2048, 0): (425.7, 110.0),

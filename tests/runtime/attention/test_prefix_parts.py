@@ -1,4 +1,4 @@
-"""What is before a chunk in parts, with an attention in plain torch; tests/gpu/test_flashinfer_backend.py has the
+"""Keys before a chunk in parts, with an attention in plain torch; tests/gpu/test_flashinfer_backend.py has the
 kernels."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the decode pieces are given: pages, scratch and splits, for any batch. The kernel itself is tested on a GPU."""
+"""Inputs of the decode pieces: pages, scratch and splits, for any batch. The kernel itself is tested on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
-MAX_REQUESTS, PAGE_SIZE, CONTEXT = 40, 5, 60  # a page size that is no power of two
+MAX_REQUESTS, PAGE_SIZE, CONTEXT = 40, 5, 60  # a page size that is not a power of two
 GROUPS = [
     PlanGroup(8, 2, 16, PerLayerParameters(-1, 0.0, 0.25)),
     PlanGroup(3, 3, 32, PerLayerParameters(7, 0.0, 0.25)),

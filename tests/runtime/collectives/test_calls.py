@@ -8,7 +8,7 @@ from pathlib import Path
 from mllm_compile.runtime.collectives.sum_kernels import CALLS_AROUND, MOST_RANKS
 from mllm_compile.runtime.cuda import kernel
 
-# What the host's compiler lacks of CUDA, for a block of one thread.
+# CUDA names that the host's compiler lacks, for a block of one thread.
 CUDA = """
 #include <cstdio>
 #define __device__

@@ -1,5 +1,5 @@
-"""The protocol of copied sums, played by streams that go on in any order: nobody reads what is not there yet or not any
-more, and nobody waits for ever."""
+"""The protocol of copied sums, played by streams that go on in any order: no rank reads missing or overwritten data,
+and none waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks over NCCL agree on, without a GPU."""
+"""Agreement of ranks over NCCL, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host writes into a replay slot (the rest needs a GPU: tests/gpu/test_decode_loop.py)."""
+"""The host's writes into a replay slot (the rest needs a GPU: tests/gpu/test_decode_loop.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which graphs a batch runs in, and what is captured and estimated, as far as it can be seen without a GPU
+"""The graphs that a batch runs in, captures and estimates, as far as visible without a GPU
 (tests/gpu/test_cuda_graphs.py has the rest)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mllm_compile.runtime.graph_mode import DPMetadata, GraphKind
 
 
 class NamedGraphs(BatchGraphs):
-    """Tells in which graph a batch ran."""
+    """Notes the graph of a batch."""
 
     def __init__(self, serves: bool = True) -> None:
         self._serves = serves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.scratch_tree import copy_with, run_in
 
-# Graphs of prompts of one token. File → what it is, or what is there and what takes its place.
+# Graphs of prompts of one token. File → its text, or an old text and its replacement.
 NEW = {
     "runtime/cuda_graph/single.py": '''"""SINGLE: one graph for a step of one prompt token."""
 

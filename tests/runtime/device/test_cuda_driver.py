@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver, without one: kernels in torch's context, and maps of matrices for TMA."""
+"""Calls of the CUDA driver, without one: kernels in torch's context, and maps of matrices for TMA."""
 
 from __future__ import annotations
 

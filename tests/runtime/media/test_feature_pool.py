@@ -1,4 +1,4 @@
-"""The pool of features: images used longest ago go first, those of a step never."""
+"""The pool of features: images used longest ago go first, a step's images never."""
 
 from __future__ import annotations
 

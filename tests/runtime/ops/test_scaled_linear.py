@@ -1,5 +1,5 @@
-"""The linear in fp8 for up to 256 tokens on Hopper, as far as it goes without one: how it is divided, its source, and
-who multiplies."""
+"""The linear in fp8 for up to 256 tokens on Hopper, as far as it goes without one: its division, its source, and the
+choice of the kernel."""
 
 from __future__ import annotations
 

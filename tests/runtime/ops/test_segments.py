@@ -79,7 +79,7 @@ def test_what_was_measured_to_be_the_fastest_is_taken(head_dim, length, rows):
 
 @pytest.fixture
 def launches(driver, monkeypatch):
-    """What the kernels of heads of 72, which are loaded on device 0, are launched with: kernel, blocks, arguments."""
+    """Launches of the kernels of heads of 72, which are loaded on device 0: kernel, blocks, arguments."""
     driver()
     monkeypatch.setattr(ops, "_LOADED", {})
     kernels = segments_kernels(72)

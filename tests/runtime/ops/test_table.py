@@ -16,7 +16,7 @@ LOADED = "print(*(name for name in sys.modules if name.startswith('mllm_compile.
 
 @pytest.fixture(scope="module")
 def modules_after() -> Iterator[Callable[[str], set[str]]]:
-    """The modules of ops that are there after some code, of which none is before it."""
+    """The modules of ops that some code imports."""
     with fresh_process("import torch") as process:
 
         def modules_after(code: str) -> set[str]:

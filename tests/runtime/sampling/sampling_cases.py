@@ -1,4 +1,4 @@
-"""What the tests of the sampler share: steps over fixed logits, and a chi-square test."""
+"""Helpers of the sampler's tests: steps over fixed logits, and a chi-square test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draws(params: SamplingParams, logits: torch.Tensor, num_draws: int) -> torch
 
 
 def assert_drawn_from(tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Chi-square: `tokens` [N] look drawn from `probs` [V]; what has no probability was never drawn.
+    """Chi-square: `tokens` [N] look drawn from `probs` [V]; tokens without probability were never drawn.
 
     Tokens expected fewer than 10 times are one bin. The bound is 4 standard deviations above the mean (p about 1e-4);
     the seeds of tests are fixed, so a test passes always or never.

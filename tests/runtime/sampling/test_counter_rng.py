@@ -45,7 +45,7 @@ def test_the_smallest_and_largest_bits_give_finite_values(monkeypatch):
 
 
 def test_a_rare_token_among_many_is_drawn_as_often_as_it_should_be():
-    # What a coarse uniform gets wrong is the far end. One token of 1e-3 among 1,024, in 20,000 draws.
+    # A coarse uniform is wrong at the far end. One token of 1e-3 among 1,024, in 20,000 draws.
     scores = torch.zeros(1, 1024)
     scores[0, 700] = math.log(1e-3 / (1 - 1e-3) * 1023)
     positions = torch.arange(20_000)

@@ -1,4 +1,4 @@
-"""SamplingParams: what is accepted, what it is kept as, and what is refused in which words."""
+"""SamplingParams: accepted values, their stored form, and the errors of refused ones."""
 
 import copy
 import dataclasses

@@ -1,7 +1,7 @@
 """A model without weights behind the scheduler: KV is a hash of the prefix, the next token a hash of all KV it reads.
 
-A page shared wrongly, read before it is written, or handed to two requests, and a token lost, doubled or computed twice
-all change what comes out, which is compared with `answer`, the same model run alone and without pages.
+A page shared wrongly, read before it is written, or handed to two requests changes the output; so does a token lost,
+doubled or computed twice. The output is compared with `answer`, the same model run alone and without pages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _next_token(kv_sum: int) -> int:
 
 
 def answer(request: Request, max_new_tokens: int) -> tuple[list[int], str, int | None]:
-    """What the request gets when it runs alone: output tokens, finish reason, stop reason."""
+    """The request's result when it runs alone: output tokens, finish reason, stop reason."""
     kv, kv_sum, params = _start(request.cache_salt), 0, request.params
     for token in _known_tokens(request):
         kv = _kv(kv, token)
@@ -217,8 +217,8 @@ class Simulation:
         return batch
 
     def _check_the_most_urgent_moves(self, batch: ScheduledBatch | None) -> None:
-        """No request starves, because the first in order is in every step, save where pages come back by waiting, and
-        from the step on behind that of its admission, where an image may have had no room."""
+        """No request starves: the first in order is in every step. Exceptions are steps that wait for pages, and the
+        step of its admission, where an image may have had no room."""
         waits = [] if batch is None else [one for one in batch.admitted if one not in batch.requests]
         running = self.scheduler.prompts.begun + self.scheduler.decodes.requests
         running = [request for request in running if request not in waits]
@@ -233,7 +233,7 @@ class Simulation:
         return self.scheduler.update(*self.in_flight.popleft()).finished
 
     def lose(self) -> None:
-        """What an engine does where a step cannot be launched."""
+        """An engine's reaction to a step that cannot be launched."""
         batch = self.scheduler.schedule()
         while self.in_flight:
             self.collect()
@@ -241,7 +241,7 @@ class Simulation:
             self.scheduler.fail(batch)
 
     def step(self) -> ScheduledBatch | None:
-        """What an engine's loop does once."""
+        """One round of an engine's loop."""
         batch = self.plan()
         if self.in_flight and (batch is None or len(self.in_flight) > self.steps_ahead):
             self.collect()
@@ -282,7 +282,7 @@ class Simulation:
 
 
 def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
-    """What every reader of a batch relies on."""
+    """Invariants that every reader of a batch relies on."""
     rows = batch.rows.tolist()
     assert len(set(rows)) == len(rows) == batch.num_requests > 0
     assert 0 not in rows
@@ -299,7 +299,7 @@ def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
 
 
 def check_pages(pages: PageTables) -> None:
-    """Each page that was handed out has exactly one owner, and locks are those of the rows' paths."""
+    """Each page that was handed out has exactly one owner, and locks match the rows' paths."""
     private: list[int] = []
     runs: set[PageRun] = set(pages.cache._unlocked)
     locks: dict[PageRun, int] = {}

@@ -1,4 +1,4 @@
-"""Requests of data-parallel ranks: each step is the ranks' steps, and what comes of it goes back to the right one."""
+"""Requests of data-parallel ranks: each step is the ranks' steps, and results go back to the right one."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_states_of_prefixes_are_copied_by_the_rank_whose_they_are_in_its_own_row
     for rank in (0, 1):
         ((source, target),) = copies_of_rank(batch.state_saves, 0, rank, ROWS)
         assert source == batch.rows[rank] - rank * ROWS in range(1, ROWS + 1)
-        assert target in (ROWS + 1, ROWS + 2)  # behind those of requests
+        assert target in (ROWS + 1, ROWS + 2)  # behind requests' rows
     dp.update(batch, np.ones(2, dtype=np.int64))
     run_to_the_end(dp)
     dp.add(request(7, 1))
@@ -232,7 +232,7 @@ def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
     assert [plan.rank_batch.num_tokens for plan in plans] == [5, 5]
     assert [plan.across.num_tokens_across_dp for plan in plans] == [(5, 5)] * 2
     assert [plan.fields.input_ids.tolist() for plan in plans] == [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2]]
-    # Two rows of logits a rank, of which the first rank's second one is nobody's.
+    # Two rows of logits a rank; the first rank's second one has no request.
     assert [plan.fields.logits_indices.tolist() for plan in plans] == [[4, 0], [2, 4]]
     assert plans[0].token_indices.tolist() == [0, 2, 3]
     assert plans[0].fields.sampled_rows.tolist() == [batch.rows[0], 0, batch.rows[1], batch.rows[2]]

@@ -37,7 +37,7 @@ def test_an_image_larger_than_a_step_is_encoded_alone_and_its_tokens_follow() ->
 def test_of_several_prompts_those_whose_images_are_too_many_wait_for_the_next_step() -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=32, enable_prefix_cache=False))
     two = [request_of(name, 1, (14, name[:1].encode()), 1, (10, b"x"), 1) for name in ("a", "b")]
-    # 24 features of the first; the second has 5 tokens of the budget left, of which one is text.
+    # 24 features of the first; the second has 5 tokens of the budget left, one of them text.
     steps = chunks(scheduler, *two)
     assert steps[0] == [27, 1]
     assert sum(map(sum, steps)) == 54
@@ -97,7 +97,7 @@ def test_images_that_see_ahead_wait_for_room_beside_decodes() -> None:
     requests = [request_of(name, 1, (13, name[:1].encode()), 1, tower=AHEAD) for name in ("a", "b", "c", "d")]
     steps = chunks(scheduler, *requests)
     assert sum(map(sum, steps)) == 60
-    # Each chunk begins or ends with the image, or has none of it.
+    # Each chunk begins or ends with the image, or is without it.
     assert all(length in (1, 2, 13, 14, 15) for step in steps for length in step)
 
 
@@ -146,7 +146,7 @@ def test_a_hit_within_an_image_that_sees_ahead_leaves_the_rest_of_it_to_one_chun
 
 
 def test_a_request_that_only_got_its_row_in_a_lost_step_is_admitted_anew() -> None:
-    """What a step brings to a row, its parameters and a cached prefix's state, is lost with it."""
+    """A step's parameters and a cached prefix's state for a row are lost with it."""
     scheduler = Scheduler(make_config(max_num_batched_tokens=16, page_size=4, num_snapshots=4))
     waits = request_of("waits", 9, (8, b"b"), 3)
     assert chunks(scheduler, request_of("first", 9, (8, b"b"), 1)) == [[16], [2]]

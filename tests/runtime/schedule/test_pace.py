@@ -230,7 +230,7 @@ def test_a_long_prompt_gets_half_of_every_step_however_many_short_ones_come() ->
 
 @pytest.mark.parametrize("bound", ["none", "tenfold", 6.0])
 def test_of_many_long_prompts_none_waits_for_more_than_twice_the_work_ahead_of_it(bound: object) -> None:
-    """Prompts of 200 to 6000 tokens that come at random beside answers, of which every step computes a token each."""
+    """Prompts of 200 to 6000 tokens that come at random beside answers; every step computes a token of each answer."""
     simulation, draw = big(max_step_ms=bound, max_num_batched_tokens=1024), Random(1)
     answers = decoding(simulation, 8, max_tokens=2000)
     computed = sent = 0  # tokens of prompts
@@ -264,7 +264,7 @@ def test_a_shorter_prompt_of_lesser_priority_waits() -> None:
 
 
 def test_a_shorter_prompt_leaves_pages_and_a_row_to_those_before_it() -> None:
-    # 12 pages: the long one needs 8 in all, the next in line 5, so for the short one there is none beside them.
+    # 12 pages: the long one needs 8 in all, the next in line 5, so the short one gets none.
     simulation = big(max_step_ms="none", max_num_batched_tokens=64, max_running_requests=64, num_pages=13)
     simulation.add(make_request("long", prompt_of(128), max_tokens=1, **FREE))
     simulation.add(make_request("next", prompt_of(80), max_tokens=1, **FREE))

@@ -1,4 +1,4 @@
-"""What the scheduler does when decodes need pages that nobody has: one request gives its own back and comes again."""
+"""The scheduler when decodes need pages and none are free: one request gives its own back and comes again."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _check(history: History) -> Simulation:
         history.steps_ahead,
         lambda batch: linear_ms(batch, token=0.2) * clock.choice([0.0, 1.0, 1.0, 20.0]),
     )
-    simulation.scheduler.pages._long = clock.choice([1, 3, 512])  # pages from which on they are to follow each other
+    simulation.scheduler.pages._long = clock.choice([1, 3, 512])  # from so many pages on they follow each other
     for event in history.events:
         _happen(simulation, event, choose, history.tower)
         check_pages(simulation.scheduler.pages)

@@ -1,4 +1,4 @@
-"""What is learnt of steps is what they take, whatever a few of them were held up by."""
+"""Estimates match the time of steps, even if a few were delayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def true_ms(load: StepLoad) -> float:
 
 
 def step_ms(cost: StepCost, load: StepLoad) -> float:
-    """The estimate for a step; never less than that of its decodes alone."""
+    """The estimate for a step; never less than for its decodes alone."""
     decodes = cost.decodes_ms(load.num_decodes, load.decode_keys)
     if not load.prompt_tokens:
         return decodes
@@ -34,7 +34,7 @@ def random_load(draw: Random) -> StepLoad:
 
 
 def learnt(num_steps: int, noise: float = 0.0, held_up: float = 0.0) -> StepCost:
-    """An estimate after random steps, a share `held_up` of which took five times as long."""
+    """An estimate after random steps; a share `held_up` of them took five times as long."""
     draw, cost = Random(0), StepCost()
     for _ in range(num_steps):
         load = random_load(draw)
@@ -63,7 +63,7 @@ def test_noise_and_steps_that_were_held_up_hardly_move_it() -> None:
 
 
 def test_ends_that_are_seen_late_hardly_move_it() -> None:
-    """What one step seems to take longer the next one seems to take less."""
+    """If one step seems longer, the next one seems shorter."""
     draw, cost, late = Random(4), StepCost(), 0.0
     for _ in range(300):
         load = random_load(draw)

@@ -1,4 +1,4 @@
-"""What torch takes the kernels of layers with a state to write: what it takes for written a package copies first."""
+"""Tensors that torch assumes the kernels of layers with a state to write: a package copies them first."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_prompt_in_pieces_leaves_what_one_leaves(name):
 
 @interpreted
 def test_equal_keys_that_follow_each_other_do_not_make_the_chunks_inverse_grow():
-    """Its powers would: they hold binomials, up to 3e8 for 32 tokens, of which all but a few cancel out."""
+    """Its powers would: they hold binomials, up to 3e8 for 32 tokens, and all but a few cancel out."""
     layer, operands = layer_of("delta"), operands_of("delta", 64)
     operands |= {"k": operands["k"][:1].expand(64, -1, -1), "beta": torch.full((64, 4), 1.9), "g": torch.zeros(64, 4)}
     ours, theirs = both(layer, operands, (3,), (64,), (0,), 0)

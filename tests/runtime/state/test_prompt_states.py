@@ -1,4 +1,4 @@
-"""What layers with a state read of captured prompts alone, as the host writes it."""
+"""Inputs of layers with a state from captured prompts alone, as the host writes them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
 
-# What requests ask for: what a captured decode chooses by itself, and what needs more.
+# Parameters of requests: some a captured decode serves by itself, others need more.
 PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
 OTHERS = [
     {"temperature": 0.8, "top_k": 3},

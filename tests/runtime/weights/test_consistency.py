@@ -1,4 +1,4 @@
-"""What a runtime's table says of quantised weights is refused where it contradicts itself."""
+"""A runtime's table of quantised weights is refused where it contradicts itself."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ OTHER: dict[type, Callable[[Any], Any]] = {
     float: lambda number: number,
     bool: lambda flag: not flag,
 }
-# What nothing else in the table says: files may be several, and how zero points are stored only the config tells.
-# That a scale is in another type changes what a dequantised weight is only by rounding.
+# Facts without a second source in the table: files may be several, and only the config tells how zero points are
+# stored. That a scale is in another type changes what a dequantised weight is only by rounding.
 FREE = {"file", "zero_offset", "in_order", "offset"}
 # Tensors of any size: the state is JSON; where each input names its group there may be any number of these.
 FREE_SIZES = {("bitsandbytes nf4", "state"), ("compressed-tensors int4 ordered", "scales")}

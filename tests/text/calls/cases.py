@@ -88,7 +88,7 @@ def answer(name, calls=(), content="", reasoning=None):
 
 @dataclass
 class Read:
-    """What came of a text."""
+    """The result of a text."""
 
     content: str = ""
     reasoning: str = ""

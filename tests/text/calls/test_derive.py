@@ -1,4 +1,4 @@
-"""What is found out from chat templates."""
+"""Facts that are derived from chat templates."""
 
 import pytest
 
@@ -142,7 +142,7 @@ def test_a_call_that_is_nested_in_an_object_is_found():
     assert named(read(found, text)) == [("now", {"a": 1}), ("x", {})]
 
 
-# What a template writes of its calls, `call`, and how that is told. `f` is a call's function.
+# A template's text of calls, `call`, and its error. `f` is a call's function.
 ODD = {
     "an id ahead of the name": (
         "<|call|>{{ call.id }}<|name|>{{ f.name }}<|args|>{{ f.arguments | tojson }}<|end|>",

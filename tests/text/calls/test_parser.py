@@ -327,7 +327,7 @@ def test_literals_of_python_become_json():
     assert named(read("LLAMA32_PYTHONIC", *text)) == [("get_weather", arguments)]
 
 
-# --- what is none, and what breaks off ---
+# --- other texts, and calls that break off ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What requests say of tools."""
+"""Tools in requests."""
 
 import re
 

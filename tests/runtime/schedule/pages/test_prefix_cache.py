@@ -1,4 +1,4 @@
-"""The radix tree over pages, at last against one in which each page is a node."""
+"""The radix tree over pages, at last against one with a node for each page."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_an_emptied_salt_leaves_nothing_behind() -> None:
 
 
 class Page:
-    """A cached page of the model of the tree, in which each is a node."""
+    """A cached page of the model of the tree, where each page is a node."""
 
     def __init__(self, parent: Page | None, page: int = 0) -> None:
         self.parent = parent
@@ -223,7 +223,7 @@ class Model:
         return at
 
     def extend(self, at: Page, tokens: list[int], pages: list[int]) -> tuple[Page, list[int]]:
-        """The new end, once locked from `at` on, and those of the pages that it does not take."""
+        """The new end, once locked from `at` on, and the pages that it does not take."""
         there, given = at.path(), self.match(at, tokens)
         duplicates = pages[: len(given.path()) - len(there)]
         at = given
@@ -271,8 +271,8 @@ class Model:
 
 SIZE = 2  # tokens of a page
 EVENTS = ["publish", "go on", "lock", "lock a state", "keep a state", "unlock", "unlock", "unlock", "evict"]
-# Pages that many prompts begin with, then some of three kinds, of which two differ in their last token alone, and
-# perhaps a part of one.
+# Pages that many prompts begin with, then some of three kinds (two differ in their last token alone), and perhaps a
+# part of one.
 PROMPTS = st.tuples(
     st.integers(0, 5), st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0)]), max_size=2), st.sampled_from([0, 0, 1])
 ).map(lambda parts: [0] * parts[0] * SIZE + [token for page in parts[1] for token in page] + [0] * parts[2])
