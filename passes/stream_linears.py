@@ -45,7 +45,7 @@ class StreamLinears(GraphPass):
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); Variants
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py). Variants
         are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head
         or an fp8 weight with a scale a row (quantise_activations may make it 32). The pass is left out where the
         kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none here; the variant of

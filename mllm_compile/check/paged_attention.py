@@ -22,8 +22,8 @@ from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.link import LinkedProgram
 
-# Tokens of each request, and those of them that are new: decodes of one part and of several; prompts of one block of
-# queries and of several, with and without a prefix.
+# All tokens and new tokens of each request: decodes of one part and of several; prompts of one block of queries and of
+# several, with and without a prefix.
 _LENGTHS = (70, 600, 1, 9, 150)
 _NEW = (1, 1, 1, 9, 60)
 # ‖ours − float32's‖ / ‖float32's‖ of the worst token; rounding alone is up to 3e-3 in bfloat16.
@@ -52,7 +52,7 @@ def check_paged_attention(linked: LinkedProgram, served: Served) -> None:
 
 
 def _error(layer: LayerSpec, library: PagedAttention, served: Served) -> float:
-    """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order."""
+    """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages are in no order."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

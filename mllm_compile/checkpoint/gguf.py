@@ -1,6 +1,6 @@
 """The tensors of GGUF files under Transformers' names; what a converter has changed is changed back.
 
-Rearrangements are views. What is computed, or takes rows from here and there, is a format of runtime/weights/formats.
+Rearrangements are views. Weights that are computed, or take scattered rows, are formats of runtime/weights/formats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values of config.json that single architectures have: each function adds those of one.
+"""The values of config.json that single architectures have: each function adds one architecture's.
 
 Facts: llama.cpp's converters and its loading of hyperparameters.
 """
@@ -11,7 +11,7 @@ from mllm_compile.gguf.facts import ModelFacts
 
 Config = dict[str, Any]
 _SIGMOID = 2  # of expert_gating_func
-_NEVER_TURNS = 1e29  # a factor of rope_freqs from which on the frequency is next to nothing
+_NEVER_TURNS = 1e29  # from this factor of rope_freqs on the frequency is next to nothing
 
 
 def same_experts(facts: ModelFacts, config: Config) -> None:

@@ -1,6 +1,6 @@
 """The names of tensors, as llama.cpp has them, and Transformers' for the same.
 
-Names have no `.weight` or `.bias`, which stay; {} is the layer's number. A tensor whose end differs stands with it.
+Names have no `.weight` or `.bias`, which stay; {} is the layer's number. A tensor whose end differs is listed with it.
 Facts: constants.py and tensor_mapping.py of the package gguf.
 """
 

@@ -10,7 +10,7 @@ SYSTEM_CXX = "/usr/bin/g++"
 
 
 def compiler_command() -> tuple[str, ...] | None:
-    """The C++ compiler, with options where CXX has some; None: there is none."""
+    """The C++ compiler, with options where CXX has some, or None."""
     if os.path.exists(SYSTEM_CXX):
         return (SYSTEM_CXX,)
     asked = tuple(shlex.split(os.environ.get("CXX") or "g++"))

@@ -82,7 +82,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write(_CONTINUE)
         self._probe_after(min(2 * waited_s, _LAST_PROBE_S))
 
-    # --- what comes ---------------------------------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:

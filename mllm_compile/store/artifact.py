@@ -111,7 +111,7 @@ class Artifact:
         further_weights: the other ranks'.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
-        binaries: those of program.every_cuda_kernel() and every_library() by name, as they were checked.
+        binaries: of program.every_cuda_kernel() and every_library() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
         texts: texts by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the
             model's own config files.

@@ -1,6 +1,6 @@
 """A library of C++ functions that a runtime holds compiled; free of torch.
 
-Sources stand beside the Python that calls them. They include the C++ standard library, OpenMP and files of runtime/
+Sources are beside the Python that calls them. They include the C++ standard library, OpenMP and files of runtime/
 alone, so that g++ takes seconds, and export functions of plain pointers (`extern "C"`). mllm_compile/kernels/cpu.py
 compiles them.
 """

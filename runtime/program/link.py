@@ -80,8 +80,7 @@ def link(
 
     Args:
         pieces: piece id → compiled function.
-        binaries: those of program.every_cuda_kernel() and every_library() by name; checked by the caller: they are
-            executed.
+        binaries: of program.every_cuda_kernel() and every_library() by name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError, DeviceError: a kernel or a library is missing or cannot be loaded.

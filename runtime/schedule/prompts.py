@@ -70,7 +70,7 @@ class PromptQueue:
         # Admission can only succeed anew after pages, rows or cached prefixes changed hands.
         self._blocked: tuple[Request, int] | None = None
 
-    # --- who waits ----------------------------------------------------------------------------------------------------
+    # --- the queue ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Let a new request wait."""

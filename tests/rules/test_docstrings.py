@@ -16,8 +16,8 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 REFUSED = frozenset({"What", "Whether", "Of", "As", "Which", "Those", "In", "By", "Who"})
 IN_TESTS = REFUSED - {"Of", "As", "In", "By"}  # there the function's name is the subject
 # "whoever calls this", "None where there is none", "it is none of these", "tokens, of which one is text", "those of the
-# prompt", "its rows lie in memory", "what comes back": say "the caller", "or None", "another type", "tokens, one of them
-# text", "the prompt's", "its rows are in memory", "the result".
+# prompt", "its rows lie in memory", "what comes back": say "the caller", "or None", "another type", "tokens, one of
+# them text", "the prompt's", "its rows are in memory", "the results".
 ODD = re.compile(
     r"\bwhoever\b|\b(?:where|if) there (?:is|are) none\b|\b(?:is|are) none of\b|: (?:it|there) (?:is|are) (?-i:none)\b"
     r"|\bof (?:which|whom)\b|\b(?:are|is|as|than) th(?:ose|at) of\b|, those of\b"

@@ -61,7 +61,7 @@ class Probe:
     environment: dict[str, str]
     ceilings: Ceilings
     figures: ModelFigures
-    experts: tuple[ActiveExperts, ...] = ()  # of the batches for which they were counted
+    experts: tuple[ActiveExperts, ...] = ()  # of the counted batches
 
     def experts_of(self, batch: int) -> ActiveExperts | None:
         return next((one for one in self.experts if one.batch == batch), None)

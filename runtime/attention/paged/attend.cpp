@@ -3,7 +3,7 @@
 // A unit of work is a few query rows of some KV heads and a range of keys. It reads keys in blocks of 64 and keeps
 // the softmax's running maximum and sum (Milakov and Gimelshein 2018; FlashAttention-2 has the same recurrence).
 // Decodes are cut every 512 keys, whatever else is in the batch: a request's numbers depend neither on others nor on
-// threads. A decode's unit has all heads where threads allow: a page is then read in the order in which it lies.
+// threads. A decode's unit has all heads where threads allow: a page is then read in memory's order.
 //
 // Shape legend: T tokens, H query heads, Hk KV heads, G = H / Hk, D head dim, Dv value head dim.
 #include <omp.h>
@@ -138,7 +138,7 @@ const float NOTHING = -__builtin_inff();
 
 extern "C" {
 
-// What is alike in all steps of a layer. attend.py has the same fields.
+// Sizes that all steps of a layer share. attend.py has the same fields.
 struct Layer {
   int64_t num_heads, num_kv_heads, head_dim, v_head_dim;
   int64_t window_left;       // -1: none

@@ -95,7 +95,7 @@ class PagedAttention:
         self._call.argtypes = (_POINTER, _POINTER, _POINTER)
 
     def of(self, layer: AttentionLayer, dtype: torch.dtype) -> PagedLayer:
-        """The attention of a layer; `dtype` is that of its tensors and its cache."""
+        """The attention of a layer; `dtype` is its tensors' and its cache's."""
         return PagedLayer(self._call, layer, dtype)
 
 
@@ -134,7 +134,7 @@ class PagedLayer:
             MemoryError: there is no room for sums.
         """
         keys, values = inputs.batch.token_to_kv_pool.get_pages(self._id)
-        # What is read lives until the call has ended.
+        # The tensors that are read live until the call has ended.
         q, k, v = (self._rows(one) for one in (inputs.q, inputs.k, inputs.v))
         slots = inputs.slots
         out = inputs.out if inputs.out.dtype is self._dtype else torch.empty_like(inputs.out, dtype=self._dtype)

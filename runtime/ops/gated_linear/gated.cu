@@ -1,12 +1,12 @@
 // silu(x . gate^T) * (x . up^T) of many tokens on Hopper. The products are bound by the tensor cores; what the kernel
 // saves is writing gates and ups and reading them again.
 //
-// A tile is up to four units of 64 tokens times ROWS of the weight, half of them gates: tokens are the rows of wgmma,
+// A tile is up to four units of 64 tokens times ROWS of the weight, half of them gates. Tokens are the rows of wgmma,
 // so that a tile may have any number of outputs. Blocks take tiles in turns; the ring goes on from one to the next. The
 // blocks of a cluster work on neighbouring rows for the same tokens (units.cuh, which is in front of this file).
 //
-// Tiles have as even numbers of units as there can be. The last of several ends at the last token, and so has some
-// tokens of the one before: TMA would fill what is not there with zeros, which come late.
+// Tiles have as even numbers of units as there can be. The last of several tiles ends at the last token, and so has
+// some tokens of the previous one: TMA would fill missing rows with zeros, which come late.
 //
 // The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
