@@ -13,7 +13,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A hub id, a model's folder, a YAML config (configs/ has examples), or the folder of a compiled runtime.",
+        help="A hub id, a model's folder, a GGUF file, a YAML config (configs/ has examples), or the folder of a "
+        "compiled runtime.",
     ),
 ]
 VerboseOption = Annotated[

@@ -8,6 +8,8 @@ from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
+from mllm_compile.media.files import PROCESSOR_FILES
+from mllm_compile.runtime.weights.file_names import is_gguf
 from mllm_compile.text.tokenizer import no_chat_template
 from mllm_compile.text.tokenizer_files import has_tokenizer, surely_has_no_chat_template
 
@@ -31,6 +33,22 @@ def check_takes_text(source: EngineConfig | Path, model: str, *, as_chat: bool) 
         raise no_tokenizer(model)
     if as_chat and surely_has_no_chat_template(folder):
         raise no_chat_template()
+
+
+def check_takes_images(source: EngineConfig | Path, model: str) -> None:
+    """Downloads nothing, as check_takes_text does.
+
+    Raises:
+        RequestError: a GGUF file, or a local folder without a processor of images.
+    """
+    from mllm_compile.media.preprocessor import takes_text_alone
+
+    if isinstance(source, Path):
+        return
+    path = user_path(source.model.path)
+    is_model = is_gguf(path) or (path / CONFIG_FILE).is_file()
+    if is_model and not any((path / name).is_file() for name in PROCESSOR_FILES):
+        raise takes_text_alone(model)
 
 
 def no_tokenizer(model: str) -> RequestError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
-from mllm_compile.cli.before_compile import check_takes_forms, check_takes_text, no_tokenizer
+from mllm_compile.cli.before_compile import check_takes_forms, check_takes_images, check_takes_text, no_tokenizer
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
@@ -88,6 +88,8 @@ def generate_command(
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
     images = [{"type": "image", "image": _image(path)} for path in image or ()]
     check_takes_text(engine_config, model, as_chat=chat or bool(images))
+    if images:
+        check_takes_images(engine_config, model)
 
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine
@@ -125,6 +127,8 @@ def generate_command(
             content = [*images, {"type": "text", "text": text}] if images else text
             outputs = engine.stream_chat([{"role": "user", "content": content}], params)
         else:
+            if engine.tokenizer.has_chat_template:
+                timeline.tell("the model goes on with the prompt as a plain text; --chat asks it as a user does")
             outputs = engine.stream(text, params)
         if sys.stdout.isatty() if echo is None else echo:
             _print_prompt(text + "\n" if chat or images else text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mllm_compile.config.mistakes import closest
 from mllm_compile.files.user_path import user_path
+from mllm_compile.runtime.weights.file_names import GGUF_SUFFIX
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -15,17 +16,21 @@ YAML_SUFFIXES = (".yaml", ".yml")
 def source_name(source: str) -> str:
     """A short name of what config_or_runtime takes as text: `Qwen3-0.6B` of a hub id or folder, `tiny` of a YAML."""
     path = Path(os.path.abspath(source))
-    return path.stem if path.suffix in YAML_SUFFIXES else path.name
+    return path.stem if path.suffix in (*YAML_SUFFIXES, GGUF_SUFFIX) else path.name
 
 
 def is_hub_id(text: str) -> bool:
     """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
-    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
+    if is_local_path(text) or text.endswith(GGUF_SUFFIX):
+        return False
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
 
 
 def nearest_path(text: str) -> str:
     """` (the nearest is …)` with the most similar name that exists, else nothing."""
     path = user_path(text)
+    if path.is_symlink():
+        return f" (it is a link to {os.readlink(path)}, which is gone)"
     try:
         near = closest(path.name, os.listdir(path.parent))
     except (OSError, ValueError):

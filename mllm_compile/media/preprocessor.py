@@ -86,10 +86,7 @@ class MediaPreprocessor:
             RequestError: the model or its runtime takes no images.
         """
         if not self.has_processor:
-            raise RequestError(
-                f"{self._model} takes text alone: its folder has no processor of images "
-                f"({' or '.join(PROCESSOR_FILES[:2])}). Leave the images out, or serve a vision-language model."
-            )
+            raise takes_text_alone(self._model)
         if self.why_not is not None:
             raise RequestError(f"{self._model}: {self.why_not}. Leave the images out.")
 
@@ -124,6 +121,13 @@ class MediaPreprocessor:
             if self._workers is None:
                 self._workers = MediaWorkers(self._files)
             return self._workers
+
+
+def takes_text_alone(model: str) -> RequestError:
+    return RequestError(
+        f"{model} takes text alone: its folder has no processor of images ({' or '.join(PROCESSOR_FILES[:2])}). "
+        "Leave the images out, or serve a vision-language model."
+    )
 
 
 def check_pillow() -> None:

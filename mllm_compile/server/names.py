@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.names import is_hub_id
+from mllm_compile.config.names import is_hub_id, source_name
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.engine_facts import EngineFacts
@@ -32,7 +32,7 @@ class ModelNames:
         self._most_tokens = facts.hello.max_model_len
         if not self._names:
             is_name = is_hub_id(self._source) and not Path(self._source).exists()
-            self._names = (self._source if is_name else Path(self._source).resolve().name or "model",)
+            self._names = (self._source if is_name else source_name(self._source) or "model",)
 
     def check(self, model: str | None) -> None:
         """

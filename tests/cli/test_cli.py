@@ -44,7 +44,7 @@ class StandInEngine:
     """Streams fixed text; keeps what it was asked for."""
 
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.6, top_k=20))
-    tokenizer: object | None = "a tokenizer"
+    tokenizer: object | None = field(default_factory=lambda: SimpleNamespace(has_chat_template=True))
     refusal: RequestError | None = None
     starts: int = 0
     asked: list[tuple[object, SamplingParams]] = field(default_factory=list)
@@ -122,6 +122,7 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
         (["bench", "latency", "./none"], "there is no such file or folder"),
         (["generate", "./none", "--prompt", "hi"], "there is no such file or folder"),
         (["inspect", "./none"], "there is no such file or folder"),
+        (["serve", "none.gguf"], "none.gguf: there is no such file or folder"),
         (["explain", str(CONFIGS / "tinny.yaml")], f"(the nearest is {CONFIGS / 'tiny.yaml'})"),
         (["compile", TINY + "y"], f"there is no such file or folder (the nearest is {TINY}). Expected"),
         ([str(CONFIGS)], "this is a folder, but no model's (it holds no config.json) and no runtime's"),
@@ -284,7 +285,9 @@ def test_inspecting_prints_the_passes_and_why_others_were_left_out(monkeypatch, 
 
 def test_generated_text_is_streamed_with_the_models_own_sampling(engine, config, capsys):
     assert run(["generate", config, "--prompt", "once", "--max-tokens", "9"]) == 0
-    assert capsys.readouterr().out == "token\n"
+    told = capsys.readouterr()
+    assert told.out == "token\n"
+    assert "--chat asks it as a user does" in told.err
     prompt, params = engine.asked[0]
     assert (prompt, params.max_tokens, params.temperature, params.top_k) == ("once", 9, 0.6, 20)
 
@@ -434,6 +437,15 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused_before_it_is_compil
     shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template.jinja"))
     assert run([command[0], str(tmp_path / "model"), *command[1:]]) == 2
     assert "the model has no chat template; pass the prompt as text" in capsys.readouterr().err
+    assert engine.starts == 0
+
+
+def test_images_for_a_model_of_text_are_refused_before_it_is_compiled(engine, tmp_path, capsys, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    image = str(CONFIGS.parent / "examples" / "shapes.png")
+    for model in (TINY, str(tmp_path / "model.gguf")):
+        assert run(["generate", model, "--prompt", "hi", "--image", image]) == 2
+        assert f"{model} takes text alone: its folder has no processor of images" in capsys.readouterr().err
     assert engine.starts == 0
 
 

@@ -250,14 +250,29 @@ def test_the_kind_of_an_engines_source_is_known_by_its_files(tmp_path, monkeypat
         "./modle": r"\./modle: there is no such file or folder \(the nearest is model\)\. Expected a hub id such as",
         "a/b/c": "a/b/c: there is no such file or folder. Expected a hub id",
         "config.yml": "config.yml: there is no such file",
+        "Qwen/none.gguf": r"Qwen/none\.gguf: there is no such file or folder. Expected a hub id",
         "": r"the model is an empty text\. Expected a hub id",
     }.items():
         with pytest.raises(ConfigError, match=said):
             config_or_runtime(wrong)
 
 
+def test_a_link_that_leads_nowhere_is_told(tmp_path):
+    (tmp_path / "m.gguf").symlink_to(tmp_path / "gone")
+    with pytest.raises(
+        ConfigError, match=r"m\.gguf: there is no such file or folder \(it is a link to .*/gone, which is"
+    ):
+        config_or_runtime(tmp_path / "m.gguf")
+
+
 def test_what_was_given_has_a_short_name(tmp_path):
-    names = {"Qwen/Qwen3-0.6B": "Qwen3-0.6B", "configs/tiny.yaml": "tiny", "models/v1.5/": "v1.5", "gpt2": "gpt2"}
+    names = {
+        "Qwen/Qwen3-0.6B": "Qwen3-0.6B",
+        "configs/tiny.yaml": "tiny",
+        "m/v1.5/": "v1.5",
+        "a/b.gguf": "b",
+        "gpt2": "gpt2",
+    }
     assert {given: source_name(given) for given in names} == names
 
 
