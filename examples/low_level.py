@@ -20,7 +20,7 @@ from mllm_compile.runtime.model_runner import ModelRunner
 ROW = 1  # of the table of slots, and of the states of a model that has some; row 0 is the dummy
 
 
-def main(model: str = "configs/tiny.yaml", text: str = "Return a new", file: str | None = None) -> None:
+def main(model: str = "smollm2.gguf", text: str = "The capital of France is", file: str | None = None) -> None:
     opened = open_model(model)
     runner = opened.runner
     runner.initialize()

@@ -1,6 +1,6 @@
 """OpenAI's own client against `mllm-compile serve MODEL`: an answer as it comes, and where its time went.
 
-    mllm-compile serve configs/tiny.yaml &
+    mllm-compile serve smollm2.gguf &
     python examples/openai_client.py [http://127.0.0.1:8000]
 
 Needs the package `openai`, and the extra `serve` for the server.
@@ -16,14 +16,14 @@ import openai
 def main(url: str = "http://127.0.0.1:8000") -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
-        question = [{"role": "user", "content": "What does shutil.copytree do?"}]
+        question = [{"role": "user", "content": "What is the capital of France?"}]
         stream = client.chat.completions.create(model=model, messages=question, temperature=0, stream=True)
         for chunk in stream:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()
         # Headers that OpenAI has not: milliseconds in the queue, of the prompt and of the answer.
-        asked = {"model": model, "prompt": "Return a new", "temperature": 0, "max_tokens": 24}
+        asked = {"model": model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
         raw = client.completions.with_raw_response.create(**asked)
         print(raw.parse().choices[0].text, f"[{raw.headers['x-mllm-timing']}]")
 

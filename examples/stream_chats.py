@@ -1,8 +1,6 @@
 """Several chats at once over one engine, each printed as it ends; one of them token by token.
 
-    python examples/stream_chats.py [MODEL]
-
-The questions are what the embedded model was trained on; its answers are made up.
+python examples/stream_chats.py [MODEL]
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ import sys
 
 from mllm_compile import AsyncEngine, SamplingParams
 
-QUESTIONS = ["What does shutil.copytree do?", "What is a list?", "What does os.path.join do?"]
-BEGINNING = "Return a new list containing"
+QUESTIONS = ["What is the capital of France?", "Name three colours.", "What is a compiler? Answer in two sentences."]
+BEGINNING = "Once upon a time"
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
@@ -25,7 +23,7 @@ async def ask(engine: AsyncEngine, question: str) -> str:
     return ""
 
 
-async def main(model: str = "configs/tiny.yaml") -> None:
+async def main(model: str = "smollm2.gguf") -> None:
     # In a thread: making an engine takes as long as any start, and would hold up a loop that serves others.
     engine = await asyncio.to_thread(AsyncEngine, model)
     async with engine:

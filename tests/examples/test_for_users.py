@@ -1,8 +1,10 @@
-"""The examples that a user begins with, on the embedded models."""
+"""The examples that a user begins with, on the embedded models; what they take by themselves is the demo's model."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -35,14 +37,15 @@ def config(eager_cache: Path, tmp_path: Path) -> str:
 def test_chats_are_answered_together_and_a_stream_as_it_comes(config, capsys) -> None:
     asyncio.run(main_of("stream_chats.py")(config))
     told = capsys.readouterr().out
-    assert "What does shutil.copytree do?\n  Create a file" in told
+    assert re.search(r"What is the capital of France\?\n  \w", told)
     assert "[first token after 0." in told
 
 
 def test_answers_have_the_form_that_was_asked_for(config, capsys) -> None:
     main_of("json_answers.py")(config)
-    described, sure = capsys.readouterr().out.splitlines()
-    assert described.split(" of ")[0] in ("list", "tuple", "set")
+    name, _, person = capsys.readouterr().out.partition(" of ")
+    person, _, sure = person.strip().rpartition("\n")
+    assert json.loads(person).keys() == {"name", "age", "city"} and json.loads(person)["name"] == name
     assert sure in ("yes", "no")
 
 
