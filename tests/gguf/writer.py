@@ -74,13 +74,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(name: str) -> Any:
-    """The random model of MODELS' entry, in float32."""
+def tiny_model(name: str, **sizes: Any) -> Any:
+    """The random model of MODELS' entry, in float32; `sizes` change its config."""
     from transformers import AutoModelForCausalLM
 
     model_type, changes = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **_NONE, **changes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(model_type, **_NONE, **changes, **sizes), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
