@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/tiny_models/train_vision.py"
 
 @pytest.mark.slow
 def test_a_moment_on_a_cpu_leaves_a_whole_model_folder_with_its_page(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--minutes", "0.01", "--batch", "2", "--images", "0", "--out", str(tmp_path)]
+    arguments = ["--device", "cpu", "--minutes", "0.01", "--batch", "2", "--pictures", "0", "--out", str(tmp_path)]
     for further in ([], ["--go-on-from", str(tmp_path), "--first-step", "1"]):
         subprocess.run([sys.executable, str(SCRIPT), *arguments, *further], check=True, timeout=HANG_S)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]

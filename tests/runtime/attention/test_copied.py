@@ -38,7 +38,7 @@ def test_layers_of_other_heads_use_the_same_memory() -> None:
         assert torch.equal(values, pages[1, [2, 1], 0])
 
 
-def test_pages_that_follow_each_other_are_read_where_they_lie() -> None:
+def test_pages_that_follow_each_other_are_read_where_they_are() -> None:
     keys, values = torch.randn(2, 5, 4, 2, 8).bfloat16()
     wrapper, q = Wrapper(), torch.randn(3, 4, 8).bfloat16()
     out = torch.empty_like(q)

@@ -182,7 +182,7 @@ def test_few_tokens_behind_a_long_prefix_have_it_divided(new, before, parts) -> 
     ("new", "before", "parts"),
     [(8192, 24_576, 1), (480, 20_000, 1), (128, 31_000, 4), (256, 16_000, 2), (300, 300, 1)],
 )
-def test_a_prompt_whose_pages_follow_each_other_is_read_where_it_lies(new, before, parts) -> None:
+def test_a_prompt_whose_pages_follow_each_other_is_read_where_it_is(new, before, parts) -> None:
     lengths = np.array([new], dtype=np.int32), np.array([before], dtype=np.int32)
     rows = 132, True, 65_536, True
     found = choose_prefill_kernel(PLAIN, BF16, *lengths, *rows, in_a_row=True)
