@@ -26,6 +26,7 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
+SpeculativeMethod = Literal["none", "ngram", "suffix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +86,23 @@ class RuntimeSection:
     def max_requests_of_ranks(self) -> int:
         """Most requests in one step on all ranks together; where experts are spread each rank has its own."""
         return self.max_running_requests * self.expert_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeSection:
+    """`speculative`."""
+
+    method: SpeculativeMethod = "none"
+    num_speculative_tokens: int = 3
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    synthetic_acceptance_length: float | None = None
+
+    @property
+    def most_drafted(self) -> int:
+        """Most tokens of a draft; 0 without drafts."""
+        return 0 if self.method == "none" else self.num_speculative_tokens

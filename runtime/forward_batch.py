@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class ForwardMode(IntEnum):
     """The kind of a step: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request,
-    MIXED both.
+    MIXED both. TARGET_VERIFY computes the last token of each request, and drafts of what may follow some of them.
 
     IDLE has no request, and gives no logits. Of data-parallel ranks one without requests has an IDLE step while others
     work: it computes a token of the dummy row, as all ranks take part in the experts' collectives.
@@ -34,10 +34,11 @@ class ForwardMode(IntEnum):
     DECODE = 2
     MIXED = 3
     IDLE = 4
+    TARGET_VERIFY = 5
 
     def is_extend(self) -> bool:
-        """True for EXTEND or MIXED: some request brings more than its last sampled token."""
-        return self is ForwardMode.EXTEND or self.is_mixed()
+        """True for EXTEND, MIXED or TARGET_VERIFY: some request brings more than its last sampled token."""
+        return self is ForwardMode.EXTEND or self.is_mixed() or self.is_target_verify()
 
     def is_prefill(self) -> bool:
         """Another name of is_extend."""
@@ -45,6 +46,9 @@ class ForwardMode(IntEnum):
 
     def is_mixed(self) -> bool:
         return self is ForwardMode.MIXED
+
+    def is_target_verify(self) -> bool:
+        return self is ForwardMode.TARGET_VERIFY
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE

@@ -120,6 +120,8 @@ def run_largest_batch(runner: ProfiledModel) -> None:
         encoder = runner.image_encoder()
         encoder.run_largest(config.runtime.max_model_len)
         encoder.fill(batch, runner.feature_pool, int(new_cpu[0]))
+    if config.max_sampled > num_requests:
+        batch.logits_indices = torch.arange(min(config.max_sampled, num_tokens), device=device)
     logits = runner.forward(batch).next_token_logits  # of all ranks that have requests of their own
     if runner.divides_steps:
         runner.run_eager(batch)  # steps that are not divided may be as large

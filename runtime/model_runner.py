@@ -328,11 +328,13 @@ class ModelRunner(RunnerSizes):
         top_logprobs_nums: list[int] | None = None,
         *,
         num_decodes: int = 0,
+        is_target_verify: bool = False,
         extend_seq_lens_cpu: torch.Tensor | None = None,
         extend_prefix_lens_cpu: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """Prepare a batch of prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND).
+        """Prepare a batch of prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND), or of decodes of
+        several tokens each (TARGET_VERIFY).
 
         Args:
             input_ids: [T] int64, request after request; out_cache_loc: [T] int64; req_pool_indices: [R] int64;
@@ -340,6 +342,9 @@ class ModelRunner(RunnerSizes):
             extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host; without them this waits for the device.
             positions: [T] int64; made from the lengths otherwise.
         """
+        mode = ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
+        if is_target_verify:
+            mode = ForwardMode.TARGET_VERIFY
         new = extend_seq_lens.cpu() if extend_seq_lens_cpu is None else extend_seq_lens_cpu
         prefix = extend_prefix_lens.cpu() if extend_prefix_lens_cpu is None else extend_prefix_lens_cpu
         lengths = new.numpy()  # numpy takes a third of torch's time for as few numbers, and the GPU waits
@@ -348,7 +353,7 @@ class ModelRunner(RunnerSizes):
             offsets = np.repeat(seq_lens_np - np.cumsum(lengths), lengths)
             positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
         return ForwardBatch(
-            forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
+            forward_mode=mode,
             batch_size=lengths.size,
             input_ids=input_ids,
             req_pool_indices=req_pool_indices,

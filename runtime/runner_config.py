@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection
+from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection, SpeculativeSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class RunnerConfig:
     dtype: torch.dtype  # of weights and activations
     runtime: RuntimeSection
     cudagraph: CudaGraphSection = field(default_factory=lambda: CudaGraphSection(mode="none"))
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
     num_pages: int | None = None  # a fixed number of KV pages in place of the memory profile
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each
@@ -28,8 +29,16 @@ class RunnerConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most rows of logits that a step samples, and of requests that attention sees."""
+        """Most requests that attention sees in a step."""
         runtime = self.runtime
         if runtime.deterministic:
             return runtime.max_num_batched_tokens
         return min(runtime.max_running_requests, runtime.max_num_batched_tokens)
+
+    @property
+    def max_sampled(self) -> int:
+        """Most rows of logits that a step samples."""
+        runtime = self.runtime
+        if runtime.deterministic:
+            return runtime.max_num_batched_tokens
+        return min(runtime.max_running_requests * (1 + self.speculative.most_drafted), runtime.max_num_batched_tokens)

@@ -5,7 +5,7 @@ is a line here. Imports no torch. The names are SGLang's and vLLM's: memory_pool
 are, and docs/glossary.md has all words.
 
 Shape legend: T tokens of the step, R rows that attention sees, S rows of logits that are sampled, N prompt positions
-that are scored, P pages that are new.
+that are scored, P pages that are new, Q sampled requests of a verify step, K most tokens of a draft.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class StepFields(Generic[Array]):
     sampled_positions: Array | None = field(default=None, metadata=_INT32)  # [S], where they are not seq_lens
     scored_indices: Array | None = None  # [N] of T, in EXTEND; all rows otherwise
     prompt_targets: Array | None = None  # [N]
+    run_indices: Array | None = (
+        None  # [Q, K + 1], flattened: of S, each request's tokens, its last one again behind them
+    )
+    draft_ids: Array | None = None  # [Q, K], flattened: NO_TOKEN behind a draft
     page_places: Array | None = None  # [P] of ReqToTokenPool.write_page_slots
     page_slots: Array | None = field(default=None, metadata=_INT32)  # [P, page size], flattened
 

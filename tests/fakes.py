@@ -15,7 +15,7 @@ import numpy as np
 from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.text.chat_template import ChatTemplate
@@ -139,16 +139,45 @@ class FakeStepRunner:
         for request in batch.admitted:
             self.slots[request.row] = request.all_token_ids.tolist()
         sampled = np.zeros(batch.num_requests, dtype=np.int64)
+        drafts = _drafts_of(batch)
+        runs: list[list[int]] = []
         for row, slot in enumerate(batch.rows.tolist()):
+            runs.append([])
             if batch.sample_mask[row]:
-                sampled[row] = self.next_token(self.slots[slot])
-                self.slots[slot].append(int(sampled[row]))
-        return FakeStepHandle(self, step, step_output(batch, sampled))
+                runs[row] = self._run(self.slots[slot], drafts.get(row, []))
+                sampled[row] = runs[row][-1]
+        return FakeStepHandle(self, step, step_output(batch, sampled, runs if batch.has_drafts else None))
+
+    def _run(self, token_ids: list[int], draft: list[int]) -> list[int]:
+        """The tokens that are accepted of a draft, and the one behind; they are appended."""
+        first = len(token_ids)
+        for drafted in [*draft, None]:
+            token_ids.append(self.next_token(token_ids))
+            if token_ids[-1] != drafted:
+                break
+        return token_ids[first:]
 
 
-def step_output(batch: ScheduledBatch, token_ids: np.ndarray) -> StepOutput:
+def _drafts_of(batch: ScheduledBatch) -> dict[int, list[int]]:
+    """The drafts of a step by row."""
+    if not batch.has_drafts:
+        return {}
+    parts = np.split(batch.verify_token_ids, np.cumsum(batch.num_new[: batch.num_decodes])[:-1])
+    return {row: part[1:].tolist() for row, part in enumerate(parts)}
+
+
+def step_output(batch: ScheduledBatch, token_ids: np.ndarray, runs: list[list[int]] | None = None) -> StepOutput:
     """With made-up scores where a request asks for them: log-probability -token, the rank is the token, K = 3."""
     score_rows = np.flatnonzero(batch.sample_mask)
+    scored = token_ids[score_rows]
+    token_runs = None
+    if runs is not None:  # tokens that were not accepted have scores too
+        counts = np.array([len(run) for run in runs])
+        width = np.where(np.arange(len(runs)) < batch.num_decodes, batch.num_new, batch.sample_mask)
+        padded = np.array([run + [7] * (int(width.max()) - len(run)) for run in runs])
+        token_runs = TokenRuns(padded, counts, np.zeros(len(runs), dtype=bool))
+        score_rows = np.repeat(np.arange(len(runs)), width)
+        scored = np.concatenate([padded[row, :count] for row, count in enumerate(width.tolist())])
     prompt_rows, targets = [], []
     for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
         first = int(batch.prefix_lens[row]) + 1
@@ -158,10 +187,11 @@ def step_output(batch: ScheduledBatch, token_ids: np.ndarray) -> StepOutput:
     return StepOutput(
         token_ids=token_ids,
         requests=batch.requests,
-        scores=score_table(token_ids[score_rows]) if score_rows.size else None,
+        scores=score_table(scored) if score_rows.size else None,
         score_rows=score_rows,
         prompt_scores=score_table(np.array(targets, dtype=np.int64)) if targets else None,
         prompt_rows=np.array(prompt_rows, dtype=np.int64),
+        runs=token_runs,
     )
 
 
@@ -188,11 +218,12 @@ ROOM_FOR_ENDLESS = {"max_model_len": 2 * ENDLESS, "num_pages": ENDLESS}
 
 
 def fake_engine(runner: FakeStepRunner | None = None, **changes: Any) -> Engine:
-    """An Engine over fakes; `changes` are fields of EngineParts or of SchedulerConfig."""
+    """An Engine over fakes; `changes` are fields of EngineParts or of SchedulerConfig, and `speculation`."""
     parts_fields = EngineParts.__dataclass_fields__
     limits = {key: value for key, value in changes.items() if key not in parts_fields}
+    speculation = limits.pop("speculation", None)
     parts: dict[str, Any] = {
-        "scheduler": Scheduler(scheduler_config(**limits)),
+        "scheduler": Scheduler(scheduler_config(**limits), speculation=speculation),
         "step_runner": runner or FakeStepRunner(),
         "tokenizer": ByteTokenizer(),
         "vocab_size": VOCAB_SIZE,

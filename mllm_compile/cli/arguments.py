@@ -20,6 +20,14 @@ ModelArgument = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also say what each setting became, and where the time goes.")
 ]
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help='The config\'s section speculative, such as {"method": "ngram", "num_speculative_tokens": 3}.',
+    ),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors alone.")]
 
 

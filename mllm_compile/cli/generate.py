@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
+from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.cli.before_compile import check_takes_forms, check_takes_images, check_takes_text, no_tokenizer
-from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.config.sources import config_or_runtime, with_speculative
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
@@ -74,13 +74,16 @@ def generate_command(
     timings: Annotated[
         bool, typer.Option("--timings", help="Say where the time to the first token went, on standard error.")
     ] = False,
+    speculative_config: SpeculativeOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Generate text and print it as it comes. Compiles first when nothing compiled fits."""
     timeline = Timeline(reporter_of(verbose, quiet))
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
-    engine_config = config_or_runtime(model)  # a mistake is told before anything heavy is imported
+    engine_config = with_speculative(
+        config_or_runtime(model), speculative_config
+    )  # a mistake is told before anything heavy is imported
     if prompt == "-" and sys.stdin is None:
         raise RequestError("--prompt - reads standard input, which is closed. Give the text itself.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt

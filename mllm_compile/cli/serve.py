@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
-from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
+from mllm_compile.config.sources import config_or_runtime, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import start_log
 
@@ -76,12 +76,15 @@ def serve_command(
         bool, typer.Option("--check", help="Say what the server would be, without loading the model, and end.")
     ] = False,
     log: Annotated[str, typer.Option(help="The lines of the log: text, or json for what collects logs.")] = "text",
+    speculative_config: SpeculativeOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
     reporter = reporter_of(verbose, quiet)  # refuses both
-    source = config_or_runtime(model)  # a mistake is told before anything is started
+    source = with_speculative(
+        config_or_runtime(model), speculative_config
+    )  # a mistake is told before anything is started
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
@@ -110,6 +113,7 @@ def serve_command(
         is_strict=strict,
         how="quiet" if quiet else "verbose" if verbose else "plain",
         log=log,
+        speculative=speculative_config,
     )
     if check:
         from mllm_compile.report.serve_check import serve_check

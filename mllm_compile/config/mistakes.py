@@ -69,6 +69,8 @@ _NAMES_ELSEWHERE = {
     "random_seed": "runtime.seed",
     "enable_deterministic_inference": "runtime.deterministic",
     "dp_size": "runtime.expert_parallel_size",
+    "speculative_algorithm": "speculative.method",
+    "speculative_num_draft_tokens": "speculative.num_speculative_tokens",
 }
 
 # Options of vLLM's that ask for what there is not.
@@ -83,7 +85,6 @@ _NOT_THERE = {
     "nnodes": "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)",
     "data_parallel_size_local": "ranks are of one machine; runtime.expert_parallel_size spreads a mixture's experts",
     "enable_lora": "adapters are not applied; merge one into its model, and serve that",
-    "speculative_config": "no tokens are drafted",
     "cpu_offload_gb": "weights and KV cache lie on the device",
 }
 

@@ -35,6 +35,7 @@ from mllm_compile.runtime.config_sections import (
     KVDtypeName,
     MaxStepMs,
     RuntimeSection,
+    SpeculativeSection,
 )
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
@@ -111,6 +112,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         ),
         cudagraph=graphs,
         runtime=runtime,
+        speculative=SpeculativeSection(**config.speculative.model_dump()),
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(

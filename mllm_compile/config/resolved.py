@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.config_sections import CudaGraphSection, DtypeName, RuntimeSection
+from mllm_compile.runtime.config_sections import CudaGraphSection, DtypeName, RuntimeSection, SpeculativeSection
 
 
 class AutoChoice(NamedTuple):
@@ -74,6 +74,7 @@ class ResolvedConfig(_Resolved):
     compile: ResolvedCompile
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
+    speculative: SpeculativeSection
     structured_outputs: ResolvedStructuredOutputs
     media: ResolvedMedia
     cache: ResolvedCache

@@ -11,17 +11,27 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mllm_compile.config.mistakes import describe_mistakes, show
 from mllm_compile.config.names import is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
-from mllm_compile.runtime.config_sections import DtypeName, GraphMode, Switch
+from mllm_compile.runtime.config_sections import DtypeName, GraphMode, SpeculativeMethod, Switch
 
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
+MAX_DRAFTED = 32  # tokens of a draft
 
 
 def _checked_path(text: str) -> str:
@@ -217,6 +227,56 @@ class RuntimeConfig(Section):
         return device
 
 
+class SpeculativeConfig(Section):
+    """Drafts of the next tokens, which one step checks together: answers are the same (docs/speculation.md)."""
+
+    method: SpeculativeMethod = "none"
+    """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
+    and in past answers, by majority. none: nowhere."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = 3
+    """Most tokens of a draft."""
+
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
+    """ngram: fewest of the newest tokens that are looked up."""
+
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 4
+    """ngram: most of them; the longest that is found counts."""
+
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=3, le=256)] = 24
+    """suffix: most of the newest tokens that are compared."""
+
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0, le=100_000)] = 10_000
+    """suffix: past answers that are kept, of each cache_salt; 0: none. A bound on their tokens holds besides."""
+
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0.0, le=16.0)
+    """suffix: a draft has at most so many tokens for each one that agrees."""
+
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+    """suffix: a draft ends before a token that a smaller share of the places goes on with."""
+
+    synthetic_acceptance_length: Annotated[float, Field(ge=1.0)] | None = None
+    """For benchmarks: accept drafts up to this mean of tokens a step, whatever the model says. Answers are wrong."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min of at most prompt_lookup_max, which is {self.prompt_lookup_max}")
+        length, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
+        if length is not None and length > most:
+            raise ValueError(f"synthetic_acceptance_length of at most num_speculative_tokens + 1, which is {most}")
+        for name in type(self).model_fields:
+            wanted = _METHOD_OF_KEYS.get(name.partition("_")[0])
+            is_used = self.method == wanted or (wanted is None and self.method != "none") or name == "method"
+            if not is_used and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"method: {wanted or 'ngram or suffix'}, which alone reads {name}")
+        return self
+
+
+# The first words of SpeculativeConfig's keys that one method alone reads.
+_METHOD_OF_KEYS = {"prompt": "ngram", "suffix": "suffix"}
+
+
 class StructuredOutputsConfig(Section):
     """The library that keeps answers to the form that a request asks for."""
 
@@ -251,7 +311,7 @@ class CacheConfig(Section):
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
-_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "structured_outputs", "media", "cache")
+_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "speculative", "structured_outputs", "media", "cache")
 
 
 class EngineConfig(Section):
@@ -261,6 +321,7 @@ class EngineConfig(Section):
     compile: CompileConfig = CompileConfig()
     cudagraph: CudaGraphConfig = CudaGraphConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
     media: MediaConfig = MediaConfig()
     cache: CacheConfig = CacheConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,29 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     if is_hub_id(text):
         return EngineConfig(model={"path": text})
     raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
+
+
+def with_speculative(source: EngineConfig | Path, text: str | None) -> EngineConfig | Path:
+    """The source with the section `speculative` of the option --speculative-config, a JSON object; None: as it is.
+
+    Raises:
+        ConfigError: the text is no object, a key of it is wrong, or the source is a runtime's folder: its config is
+            fixed.
+    """
+    if text is None:
+        return source
+    if isinstance(source, Path):
+        raise ConfigError(f"--speculative-config: {source} is a compiled runtime, whose config it has; give its model")
+    try:
+        keys = json.loads(text)
+    except ValueError:
+        keys = None
+    if not isinstance(keys, dict):
+        raise ConfigError(
+            f"--speculative-config is {show(text)}; expected a JSON object such as "
+            '{"method": "ngram", "num_speculative_tokens": 3}'
+        )
+    return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"speculative": keys})
 
 
 def runtime_settings(source: EngineConfig | Path) -> RuntimeConfig | RuntimeSection | None:

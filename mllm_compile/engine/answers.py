@@ -198,6 +198,8 @@ def _metrics(submission: Submission) -> RequestMetrics:
         time_to_first_token=_gap(arrival, first_token),
         total_time=total,
         tokens_per_second=num_tokens / total if total else None,
+        drafted_tokens=sum(request.num_drafted_tokens for request in requests),
+        accepted_tokens=sum(request.num_accepted_tokens for request in requests),
     )
 
 

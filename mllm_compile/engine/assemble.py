@@ -39,6 +39,8 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.short_repr import short_repr
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
@@ -117,7 +119,12 @@ def _load(
                 runner.attn_backend.query_blocks,
             )
             num_ranks = config.runtime.expert_parallel_size
-            scheduler = Scheduler(limits) if num_ranks == 1 else DataParallelScheduler(limits, num_ranks)
+            speculation = _speculation(config, runner, timeline)
+            scheduler = (
+                Scheduler(limits, speculation=speculation)
+                if num_ranks == 1
+                else DataParallelScheduler(limits, num_ranks)
+            )
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
@@ -152,6 +159,19 @@ def _load(
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
+
+
+def _speculation(config: ResolvedConfig, runner: ModelRunner, reporter: Reporter) -> Speculation | None:
+    """How tokens are drafted; None: they are not. A line says why, if the config asks for drafts."""
+    obstacle = None
+    if runner.model.state_layers:
+        obstacle = "the model's layers carry states, which a step with drafts cannot take back"
+    elif config.runtime.expert_parallel_size > 1:
+        obstacle = "ranks have requests of their own (runtime.expert_parallel_size)"
+    if obstacle is None or config.speculative.method == "none":
+        return make_speculation(config.speculative, runner.vocab_size)
+    reporter.announce(f"no tokens are drafted: {obstacle}")
+    return None
 
 
 def tower_of(runner: ModelRunner) -> Tower | str:

@@ -31,7 +31,7 @@ from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.output import StepOutput
 
@@ -148,8 +148,8 @@ class EngineCore:
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
         self._step_end = 0.0  # time.monotonic() when the tokens of the last step came
-        # The last step, the rows that got a token, and when these came.
-        self._uncounted: tuple[ScheduledBatch, list[int], float] | None = None
+        # The last step, its result, and when its tokens came.
+        self._uncounted: tuple[ScheduledBatch, UpdateResult, float] | None = None
         self._submissions: dict[str, Submission] = {}
         self._live: dict[Request, Sequence] = {}  # what the scheduler holds
         self._watched: dict[Request, Sequence] = {}  # running requests whose every token matters
@@ -524,8 +524,8 @@ class EngineCore:
         now = time.monotonic()
         self._scheduler.step_took(batch, now - max(self._step_end, step.launched))
         self._step_end = now
-        result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
-        output.record_logprobs(result.accepted)
+        result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist(), output.runs)
+        output.record_logprobs(result.accepted, result.counts)
         if self._step_sink is not None:
             self._step_sink.on_step(batch, output, result)
         for request in result.broken:
@@ -533,10 +533,12 @@ class EngineCore:
         if self._leaders:
             self._release_siblings(batch, result.accepted)
         if self._watched:
-            for row in result.accepted:
+            for index, row in enumerate(result.accepted):
                 sequence = self._watched.get(batch.requests[row])
                 if sequence is not None:
-                    self._advance(sequence)
+                    num_dropped = self._advance(sequence)
+                    if num_dropped and result.counts is not None:
+                        result.counts[index] -= num_dropped
         for request in result.finished:
             sequence = self._live.get(request)
             if sequence is not None:  # not watched, else it is gone already
@@ -545,7 +547,7 @@ class EngineCore:
         if self._step_sink is not None:
             self._step_sink.flush()
         self._scheduler.finish_update()  # while the threads that were told wake up
-        self._uncounted = batch, result.accepted, now
+        self._uncounted = batch, result, now
 
     def _break(self, request: Request) -> None:
         """Fails the submission of a request that the scheduler ended because it has no next token."""
@@ -567,19 +569,21 @@ class EngineCore:
             if submission is not None:
                 self._queue(submission, self._scheduler.config.max_running_requests - 1)
 
-    def _advance(self, sequence: Sequence) -> None:
-        """Looks at a watched sequence's new tokens."""
+    def _advance(self, sequence: Sequence) -> int:
+        """Looks at a watched sequence's new tokens; how many were dropped behind a stop string."""
+        num_tokens = len(sequence.request.output_token_ids)
         try:
             stop_string = sequence.advance()
         except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
             failure = end_errors.no_text(error)
             logger.warning("request %s: %s", sequence.request.request_id, failure)
             self._fail(sequence.submission, failure)
-            return
+            return 0
         if stop_string is not None:
-            self._scheduler.finish(sequence.request, "stop", stop_string)
+            self._scheduler.end_at(sequence.request, sequence.num_taken, stop_string)
         if sequence.finish_reason is not None:
             self._forget(sequence)
+        return num_tokens - len(sequence.request.output_token_ids)
 
     # --- failures -----------------------------------------------------------------------------------------------------
 

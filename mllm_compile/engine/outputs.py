@@ -93,6 +93,8 @@ class RequestMetrics:
         time_to_first_token: from arrival to the first token.
         total_time: from arrival to the last token.
         tokens_per_second: output tokens of all completions over `total_time`.
+        drafted_tokens: tokens that were drafted for its completions (docs/speculation.md).
+        accepted_tokens: those of them that are in the completions.
     """
 
     arrival_time: float
@@ -102,6 +104,8 @@ class RequestMetrics:
     time_to_first_token: float | None = None
     total_time: float | None = None
     tokens_per_second: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

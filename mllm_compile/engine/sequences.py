@@ -158,10 +158,10 @@ class Sequence:
 
     __slots__ = (
         "_detokenizer",
-        "_num_taken",
         "_stop_matcher",
         "finish_reason",
         "index",
+        "num_taken",
         "request",
         "stop_reason",
         "submission",
@@ -176,7 +176,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.text_parts: list[str] = []  # with stop strings only: all text that was shown
-        self._num_taken = 0  # output tokens already looked at
+        self.num_taken = 0  # output tokens already looked at
         self._stop_matcher: StopMatcher | None = None
         self._detokenizer: Detokenizer | None = None
         if params.stop and decoder is not None:
@@ -196,19 +196,20 @@ class Sequence:
         """Takes tokens that the scheduler appended to the request, and perhaps its end.
 
         Returns:
-            The stop string that ends it now, when the scheduler does not know yet that it is over.
+            The stop string that ends it with its first `num_taken` tokens, when the scheduler does not know that yet.
         """
         request = self.request
-        first, self._num_taken = self._num_taken, len(request.output_token_ids)
-        new_ids = request.output_token_ids[first:]
+        first, self.num_taken = self.num_taken, len(request.output_token_ids)
         is_over = request.finish_reason is not None
-        text, matched = self._new_text(new_ids) if self.has_stop_strings else (None, None)
+        text, matched = self._text_from(first, is_over) if self.has_stop_strings else (None, None)
+        is_over = is_over and self.num_taken == len(request.output_token_ids)
+        new_ids = request.output_token_ids[first : self.num_taken]
         if matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched
         elif is_over:
             self._take_reason()
         if self.submission.is_stream:
-            self._publish(new_ids, request.output_logprobs[first : self._num_taken], text)
+            self._publish(new_ids, request.output_logprobs[first : self.num_taken], text)
         if self.finish_reason is not None:
             self.submission.sequence_ended()
         return None if is_over else matched
@@ -240,19 +241,35 @@ class Sequence:
         self.finish_reason = self.request.finish_reason  # type: ignore[assignment]
         self.stop_reason = self.request.stop_reason
 
-    def _new_text(self, new_ids: list[int]) -> tuple[str, str | None]:
-        """Text that can be shown now, and the stop string that is complete now."""
+    def _text_from(self, first: int, is_over: bool) -> tuple[str, str | None]:
+        """Text of the tokens from `first` on that can be shown now, and the stop string that ends it; token by token,
+        as a verify step brings several. `num_taken` are those that were looked at."""
+        total, texts = self.num_taken, []
+        for place in range(first, total):
+            self.num_taken = place + 1
+            text, matched = self._text_of(place, is_over and self.num_taken == total)
+            texts.append(text)
+            if matched is not None:
+                return "".join(texts), matched
+        return "".join(texts), None
+
+    def _text_of(self, place: int, is_last: bool) -> tuple[str, str | None]:
+        """Text that can be shown with the token at that place, and the stop string that is complete with it.
+
+        Args:
+            is_last: the scheduler has ended the request with it.
+        """
         assert self._detokenizer is not None and self._stop_matcher is not None, "only called with stop strings"
         request = self.request
-        is_over = request.finish_reason is not None
-        shown = shown_token_ids(request.params, new_ids, request.finish_reason, request.stop_reason)
-        text = self._detokenizer.push(shown)
-        if is_over:
+        new_ids = request.output_token_ids[place : place + 1]
+        ended_by = (request.finish_reason, request.stop_reason) if is_last else (None, None)
+        text = self._detokenizer.push(shown_token_ids(request.params, new_ids, *ended_by))
+        if is_last:
             text += self._detokenizer.flush()
         matched = None
-        if len(request.output_token_ids) >= request.params.min_tokens:
+        if place + 1 >= request.params.min_tokens:
             text, matched = self._stop_matcher.push(text)
-            if is_over and matched is None:
+            if is_last and matched is None:
                 text += self._stop_matcher.flush()
         if text:
             self.text_parts.append(text)

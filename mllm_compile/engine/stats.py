@@ -20,7 +20,7 @@ from mllm_compile.files.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.config import SchedulerStats
-    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 
 ForwardTimesSource = Callable[[], Iterable[tuple[int, int, float]]]
 ExpertsSource = Callable[[], Mapping[str, Sequence[int]]]
@@ -162,6 +162,10 @@ class EngineStats:
         snapshots_kept: cached prefixes with their state, for models whose layers carry one.
         snapshots_total: how many there can be.
         snapshots_bytes: memory of those kept.
+        drafts: drafts that were checked.
+        drafted_tokens: their tokens.
+        accepted_tokens: those of them that became part of an answer.
+        accepted_by_position: the same by place in the draft.
     """
 
     running: int
@@ -188,6 +192,15 @@ class EngineStats:
     snapshots_kept: int = 0
     snapshots_total: int = 0
     snapshots_bytes: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a request in a step with a draft, on average; 1: none was accepted."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def kv_usage(self) -> float:
@@ -212,6 +225,9 @@ class EngineStats:
         if self.snapshots_total:
             memory = format_bytes(self.snapshots_bytes)
             parts.append(f"states of prefixes {self.snapshots_kept} of {self.snapshots_total} ({memory})")
+        if self.drafts:
+            share = self.accepted_tokens / self.drafted_tokens
+            parts.append(f"drafted tokens accepted {share:.1%} ({self.acceptance_length:.2f} tokens a draft)")
         if self.broken_logits:
             parts.append(f"requests with NaN or inf logits {self.broken_logits}")
         for name, histogram in (
@@ -258,23 +274,31 @@ class StatsRecorder:
         self._num_steps = 0
         self._finished: Counter[str] = Counter()
         self._num_broken = 0
+        self._num_drafts = self._num_drafted = 0
+        self._accepted: list[int] = []  # by place in the draft
 
-    def step_over(self, batch: ScheduledBatch, accepted: Sequence[int], now: float) -> None:
+    def step_over(self, batch: ScheduledBatch, result: UpdateResult, now: float) -> None:
         """Counts a step.
 
         Args:
-            accepted: indices of the batch's rows whose token was handed out, ascending.
             now: time.monotonic() when the tokens had reached the host.
         """
+        accepted = result.accepted
+        num_generated = len(accepted) if result.counts is None else sum(result.counts)
         self._num_steps += 1
-        self._num_generated += len(accepted)
-        self._generated.add(len(accepted), now)
-        num_prompt = batch.num_tokens - batch.num_decodes
+        self._num_generated += num_generated
+        self._generated.add(num_generated, now)
+        num_prompt = batch.num_prompt_tokens
         self._num_prompt += num_prompt
         self._prompt.add(num_prompt, now)
         num_decodes = bisect_left(accepted, batch.num_decodes)
         rows = batch.rows[np.array(accepted, dtype=np.intp)]
-        self._between_tokens.observe(now - self._last_token_time[rows[:num_decodes]])
+        gaps = now - self._last_token_time[rows[:num_decodes]]
+        if result.counts is not None:  # the tokens of a run share their step
+            counts = np.array(result.counts[:num_decodes])
+            gaps = np.repeat(gaps / np.maximum(counts, 1), counts)
+            self._count_drafts(batch, counts)
+        self._between_tokens.observe(gaps)
         self._last_token_time[rows] = now
         arrivals = [
             batch.requests[row].arrival_time
@@ -283,6 +307,16 @@ class StatsRecorder:
         ]
         if arrivals:
             self._first_token.observe(now - np.array(arrivals))
+
+    def _count_drafts(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
+        """Counts the drafts of a verify step, whose decodes got so many tokens each."""
+        drafted = batch.num_new[: batch.num_decodes] - 1
+        self._num_drafts += int(np.count_nonzero(drafted))
+        self._num_drafted += int(drafted.sum())
+        longest = int(counts.max(initial=1)) - 1
+        self._accepted += [0] * (int(drafted.max(initial=0)) - len(self._accepted))
+        for place in range(longest):
+            self._accepted[place] += int(np.count_nonzero(counts > place + 1))
 
     def completion_ended(self, finish_reason: str) -> None:
         self._finished[finish_reason] += 1
@@ -315,6 +349,10 @@ class StatsRecorder:
             broken_logits=self._num_broken,
             time_to_first_token=self._first_token.snapshot(),
             time_between_tokens=self._between_tokens.snapshot(),
+            drafts=self._num_drafts,
+            drafted_tokens=self._num_drafted,
+            accepted_tokens=sum(self._accepted),
+            accepted_by_position=tuple(self._accepted),
             step_bound_ms=scheduler.step_bound_ms,
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
             experts=tuple(ExpertLoad(layer, tuple(counts)) for layer, counts in self._experts_chosen().items()),

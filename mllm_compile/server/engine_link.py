@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
 from mllm_compile.server.wire.messages import Close, Command, EngineEvent
@@ -22,9 +23,10 @@ _CLOSE_S = 10.0  # to end a step, and give the memory back
 CommandLine = Callable[[str], Sequence[str]]
 
 
-def command_line(model: str, how: str, log: str) -> CommandLine:
-    """The command that serves a model to a channel's descriptor; `how` and `log` as in ServeOptions."""
-    return lambda descriptor: child_python.command(_MODULE, model, descriptor, how, log)
+def command_line(options: ServeOptions) -> CommandLine:
+    """The command that serves a model to a channel's descriptor."""
+    given = () if options.speculative is None else (options.speculative,)
+    return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
 
 
 class EngineLink:

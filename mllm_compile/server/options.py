@@ -33,6 +33,7 @@ class ServeOptions:
         is_strict: unknown fields are refused.
         how: "quiet", "plain" or "verbose".
         log: "text" or "json", the lines on standard error.
+        speculative: --speculative-config; None: as the config says.
     """
 
     model: str
@@ -56,6 +57,7 @@ class ServeOptions:
     is_strict: bool = False
     how: str = "plain"
     log: str = "text"
+    speculative: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

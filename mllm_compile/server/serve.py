@@ -49,7 +49,7 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     _check_tls(options)
     listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
     tracing = make_tracing(options.otlp_traces_endpoint)
-    front = Front(options, command_of or command_line(options.model, options.how, options.log), tracing)
+    front = Front(options, command_of or command_line(options), tracing)
     try:
         uvloop.run(_serve(front, listener))
     finally:

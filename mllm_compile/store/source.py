@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
     """The runner's part of a config."""
-    return RunnerConfig(dtype=getattr(torch, config.model.dtype), runtime=config.runtime, cudagraph=config.cudagraph)
+    return RunnerConfig(
+        dtype=getattr(torch, config.model.dtype),
+        runtime=config.runtime,
+        cudagraph=config.cudagraph,
+        speculative=config.speculative,
+    )
 
 
 class ArtifactSource:

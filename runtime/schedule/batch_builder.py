@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
 NO_TOKENS.setflags(write=False)
@@ -59,6 +59,31 @@ class Chunk:
     is_last: bool  # reaches the prefill's end, so a token is sampled
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """The drafts of a step's decodes.
+
+    Attributes:
+        token_ids: as ScheduledBatch.verify_token_ids.
+        num_new: [decodes] int32: new tokens of each; None: one.
+    """
+
+    token_ids: np.ndarray
+    num_new: np.ndarray | None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Drafted:
+        """The drafts of these decodes, which have known last tokens."""
+        ids: list[int] = []
+        for request, draft in zip(requests, drafts, strict=True):
+            ids.append(request.output_token_ids[-1])
+            ids.extend(draft)
+        return cls(np.array(ids, dtype=np.int64), np.array([1 + len(draft) for draft in drafts], dtype=np.int32))
+
+
+NOTHING_DRAFTED = Drafted(NO_DRAFTS, None)
+
+
 def build_batch(
     step_id: int,
     decodes: RunningDecodes,
@@ -69,9 +94,12 @@ def build_batch(
     admitted: list[Request],
     state_restores: np.ndarray = NO_COPIES,
     state_saves: np.ndarray = NO_COPIES,
+    drafted: Drafted = NOTHING_DRAFTED,
 ) -> ScheduledBatch:
-    """The batch of one step; without chunks it shares all that is constant with the steps around it."""
+    """The batch of one step; without chunks and drafts it shares all that is constant with the steps around it."""
     requests, rows, num_new, prefix_lens = decodes.requests, decodes.rows, decodes.num_new, decode_prefix_lens
+    if drafted.num_new is not None:
+        num_new = drafted.num_new
     sample_mask, rope_lens, prompt_logprob_rows = decodes.sample_mask, decodes.rope_lens, decodes.prompt_logprob_rows
     prefill_token_ids = NO_TOKENS
     if chunks:
@@ -93,7 +121,7 @@ def build_batch(
         num_new=num_new,
         prefix_lens=prefix_lens,
         num_decodes=len(decodes.requests),
-        num_tokens=len(decodes.requests) + prefill_token_ids.size,
+        num_tokens=(drafted.token_ids.size or len(decodes.requests)) + prefill_token_ids.size,
         page_rows=page_rows,
         page_positions=page_positions,
         page_ids=page_ids,
@@ -105,6 +133,7 @@ def build_batch(
         admitted=admitted,
         state_restores=state_restores,
         state_saves=state_saves,
+        verify_token_ids=drafted.token_ids,
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 
@@ -125,8 +125,14 @@ class DataParallelScheduler:
         for part in self._in_flight[batch.step_id]:
             self._schedulers[part.rank].step_took(part.batch, seconds)
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
-        """Take a step's tokens in; as Scheduler.update."""
+    def update(
+        self,
+        batch: ScheduledBatch,
+        token_ids: np.ndarray,
+        broken_rows: Sequence[int] = (),
+        runs: TokenRuns | None = None,
+    ) -> UpdateResult:
+        """Take a step's tokens in; as Scheduler.update. No rank drafts: there are no runs."""
         accepted: list[int] = []
         finished: list[Request] = []
         broken: list[Request] = []
@@ -139,6 +145,10 @@ class DataParallelScheduler:
         self._forget(finished)
         self._forget(broken)
         return UpdateResult(accepted=sorted(accepted), finished=finished, broken=broken)
+
+    def end_at(self, request: Request, num_output: int, stop_string: str) -> None:
+        """End a request at a stop string, which its newest token has completed: no rank drafts."""
+        self.finish(request, "stop", stop_string)
 
     def finish_update(self) -> None:
         """Do the rest of what follows from the last step's tokens, on every rank; as Scheduler.finish_update."""

@@ -100,7 +100,7 @@ class Pace:
         """Learns from a step that took `ms` from the end of the one before, or from its own launch if that was over."""
         if self._max_step_ms == "none":
             return
-        if batch.num_tokens > batch.num_decodes:
+        if batch.num_prompt_tokens:
             self._decode_steps = -1  # the next one may have been held up by this one's launch
             self.cost.learn(load_of(batch), ms)
             return
@@ -181,8 +181,8 @@ def load_of(batch: ScheduledBatch) -> StepLoad:
     """The load of a batch."""
     count, num_new, prefix_lens = batch.num_decodes, batch.num_new, batch.prefix_lens
     keys = int(prefix_lens[:count].sum()) + count
-    if batch.num_tokens == count:
+    if not batch.num_prompt_tokens:
         return StepLoad(count, keys)
     new = num_new[count:].astype(float)
     pairs = float((new * (prefix_lens[count:] + new / 2)).sum())
-    return StepLoad(count, keys, batch.num_tokens - count, pairs)
+    return StepLoad(count, keys, batch.num_prompt_tokens, pairs)

@@ -131,6 +131,11 @@ class Rows:
             self.pages.release(row)
         self.changes += 1
 
+    def discard_own_pages(self, request: Request) -> None:
+        """Take the request's pages back; those that it alone has are cleared, since they may hold NaN."""
+        self.pages.discard_own(request.row)
+        self.changes += 1
+
     def _num_shared(self, request: Request) -> int:
         """The first of a request's written tokens whose keys and values are its salt's."""
         rope, num_written = self._config.rope, request.num_computed_tokens

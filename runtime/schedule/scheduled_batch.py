@@ -1,19 +1,22 @@
 """The scheduler's output to the step runner (ScheduledBatch), and its result once tokens are known (UpdateResult).
 
 Shape legend: R requests of the step in row order, decodes first; N pages newly written to page tables; T_prefill
-tokens of the rows after the decodes. All arrays are numpy on the host. Free of torch. memory_pool.py says what a row,
-a slot and a page are, and docs/glossary.md what vLLM and SGLang call them.
+tokens of the rows after the decodes; K most tokens of a draft. All arrays are numpy on the host. Free of torch.
+memory_pool.py says what a row, a slot and a page are, and docs/glossary.md what vLLM and SGLang call them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.request import Request
+
+NO_DRAFTS = np.empty(0, dtype=np.int64)
+NO_DRAFTS.setflags(write=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,7 +36,7 @@ class ScheduledBatch:
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
     requests: list[Request]
     rows: np.ndarray  # [R] int32: the requests' rows of ReqToTokenPool, each ≥ 1
-    num_new: np.ndarray  # [R] int32: tokens computed in this step; 1 for a decode
+    num_new: np.ndarray  # [R] int32: tokens computed in this step; 1 for a decode, and one for each of its draft
     prefix_lens: np.ndarray  # [R] int32: tokens already in the KV; new token j of a row has position prefix_len + j
     num_decodes: int  # the first rows
     num_tokens: int  # sum of num_new
@@ -53,6 +56,9 @@ class ScheduledBatch:
     # states that are to be cached, right after.
     state_restores: np.ndarray
     state_saves: np.ndarray
+    # Input ids of the decodes, row after row, of a step in which some bring drafts: its last token, and its draft.
+    # Empty without drafts: then the ids are on the device.
+    verify_token_ids: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
 
     @property
     def num_requests(self) -> int:
@@ -66,9 +72,40 @@ class ScheduledBatch:
         return lens
 
     @property
+    def has_drafts(self) -> bool:
+        """True of a verify step: some decodes bring drafts."""
+        return self.verify_token_ids.size > 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decodes, drafts among them: the first of the step."""
+        return self.verify_token_ids.size or self.num_decodes
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the rows behind the decodes."""
+        return self.num_tokens - self.num_decode_tokens
+
+    @property
     def is_idle(self) -> bool:
         """True of a data-parallel rank's part of a step that has no request of the rank: its one row is the dummy."""
         return bool(self.rows[0] == 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRuns:
+    """The tokens of a verify step.
+
+    Attributes:
+        token_ids: [R, K + 1] int64: those of each row, as many as `counts` says. The last may be negative: a request
+            has no token there.
+        counts: [R]: accepted tokens of the draft, and the one behind them; 0 of rows that are not sampled.
+        broken_drafts: [R] bool: logits of a row with a draft were no numbers, perhaps by the draft's fault.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    broken_drafts: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,9 +115,11 @@ class UpdateResult:
     `accepted` are the indices of the batch's rows whose token was appended to its request. Tokens of all other rows are
     to be dropped: of a chunk in the middle of a prompt, or of a request that ended while the step was in flight.
     `finished` are the requests that this update ended, by a stop token or by their length. `broken` are the requests
-    that it ended because they have no next token.
+    that it ended because they have no next token. `counts` are the tokens that were appended for each of `accepted`;
+    None: one each.
     """
 
     accepted: list[int]
     finished: list[Request]
     broken: list[Request]
+    counts: list[int] | None = None

@@ -6,7 +6,8 @@ is preempted and later recomputed. The most urgent running request always moves,
 half of a step, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
-length ends it, which the host can count. A request may be found finished while a later step of its own is in flight. It
+length ends it, which the host can count. (It cannot where drafts may be accepted: then schedule() waits for update().)
+A request may be found finished while a later step of its own is in flight. It
 keeps its row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its
 pages at once, since steps run in order on one stream. It keeps its row until its last step is over, and keeps that
 step's token.
@@ -23,16 +24,24 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mllm_compile.runtime.sampling.params import NONE_ALLOWED
-from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, RunningDecodes, build_batch
+from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED
+from mllm_compile.runtime.schedule.batch_builder import (
+    NO_DECODES,
+    NOTHING_DRAFTED,
+    Drafted,
+    RunningDecodes,
+    build_batch,
+)
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
+from mllm_compile.runtime.schedule.drafts import Drafts
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.prompts import PromptPlan, PromptQueue
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.state_copies import StateCopies
+from mllm_compile.runtime.speculation.drafter import Speculation
 
 
 class Scheduler:
@@ -45,11 +54,18 @@ class Scheduler:
         pace: the bound of steps by time, and what steps were seen to take.
     """
 
-    def __init__(self, config: SchedulerConfig, first_row: int = 1, sequences: Iterator[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        first_row: int = 1,
+        sequences: Iterator[int] | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
         """
         Args:
             first_row: of its requests, which have as many rows as config.max_running_requests says.
             sequences: their numbers, where others draw of them too.
+            speculation: how decodes get drafts; None: they get none.
         """
         self.config = config
         self.rows = Rows(config, first_row)
@@ -58,6 +74,8 @@ class Scheduler:
         self.decodes = Decodes(self.rows)
         self._states = StateCopies(config, self.rows)
         self.prompts = PromptQueue(config, self.rows, self._states, self.decodes, self.pace)
+        boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
+        self._drafts = None if speculation is None else Drafts(speculation, self.rows, boundary)
         self._requests: set[Request] = set()  # all that are not finished
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
@@ -98,6 +116,16 @@ class Scheduler:
         self._end(request, reason, stop_reason)
         return True
 
+    def end_at(self, request: Request, num_output: int, stop_string: str) -> None:
+        """End a request at a stop string in the text of its first `num_output` output tokens; later ones, of the same
+        verify step, are dropped. It may have ended with one of these."""
+        request.num_accepted_tokens -= len(request.output_token_ids) - num_output
+        del request.output_token_ids[num_output:], request.output_logprobs[num_output:]
+        num_tokens = len(request.prompt_token_ids) + num_output
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+        if not self.finish(request, "stop", stop_string):
+            request.finish_reason, request.stop_reason = "stop", stop_string
+
     def has_work(self) -> bool:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         self.finish_update()
@@ -133,6 +161,8 @@ class Scheduler:
         Run the batch before the next one, on one stream, then hand it to update() or fail().
         """
         self.finish_update()
+        if self._drafts is not None and self._awaits_tokens(self._drafts):
+            return None
         self._preempt_outgrown()
         decodes = self._plan_decodes()
         prefix_lens = self.rows.computed[decodes.rows] if decodes.requests else NO_DECODES.rows
@@ -140,14 +170,30 @@ class Scheduler:
         if not decodes.requests and (prompts is None or not prompts.chunks):
             self._check_not_stuck()
             return None
+        drafted = NOTHING_DRAFTED
         if decodes.requests:
-            self.rows.computed[decodes.rows] += 1
+            if self._drafts is not None:
+                drafted = self._plan_drafts(self._drafts, decodes, prompts)
+            self.rows.computed[decodes.rows] += 1 if drafted.num_new is None else drafted.num_new
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
-        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes)
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted)
         self._next_step += 1
         self.rows.begin_step(batch.rows)
         return batch
+
+    def _awaits_tokens(self, drafts: Drafts) -> bool:
+        """True while a step is in flight that drafts depend on."""
+        return self._next_update < self._next_step and any(map(drafts.may_draft, self.decodes.requests))
+
+    def _plan_drafts(self, drafts: Drafts, decodes: RunningDecodes, prompts: PromptPlan | None) -> Drafted:
+        """Drafts in what the decodes' own tokens and the prompts leave of a step."""
+        if self._next_update < self._next_step:  # none of these may have one
+            return NOTHING_DRAFTED
+        taken = len(decodes.requests) + (
+            0 if prompts is None else sum(chunk.token_ids.size for chunk in prompts.chunks)
+        )
+        return drafts.plan(decodes, self.config.max_num_batched_tokens - taken)
 
     def _plan_prompts(self, decodes: RunningDecodes) -> PromptPlan | None:
         """The prompts of a step with these decodes; None while no prompt could be in it."""
@@ -214,14 +260,17 @@ class Scheduler:
         out = set(without_page)
         return RunningDecodes.of([request for request in decodes.requests if request not in out]) if out else decodes
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, is_clean: bool = True) -> None:
         """Send a running request back to the queue; its pages come back at once, except pages worth caching."""
         row = request.row
         self._preemptions += 1
         num_computed = int(self.rows.computed[row])
         request.num_preemptions += 1
         self._leave_running(request)
-        self.rows.give_up_pages(request)
+        if is_clean:
+            self.rows.give_up_pages(request)
+        else:
+            self.rows.discard_own_pages(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.prompts.put_back(request, num_computed)
@@ -244,13 +293,20 @@ class Scheduler:
         """
         self.pace.took(batch, seconds * 1e3)
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
+    def update(
+        self,
+        batch: ScheduledBatch,
+        token_ids: np.ndarray,
+        broken_rows: Sequence[int] = (),
+        runs: TokenRuns | None = None,
+    ) -> UpdateResult:
         """Take the sampled tokens of a batch, in the order of the batches; `finish_update` does the rest of what
         follows.
 
         Args:
-            token_ids: [R] integers; entries of rows that are not sampled are ignored.
+            token_ids: [R] integers, the newest of each row; entries of rows that are not sampled are ignored.
             broken_rows: rows without a next token; their requests end with 'abort'.
+            runs: all tokens, of a verify step.
 
         Raises:
             RuntimeError: a batch out of order, or a wrong number of tokens.
@@ -260,6 +316,8 @@ class Scheduler:
             raise RuntimeError(
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
+        if runs is not None:
+            return self._take_runs(batch, token_ids, runs, set(broken_rows))
         broken = [
             request for row in broken_rows if self._end_broken(request := batch.requests[row], int(token_ids[row]))
         ]
@@ -296,6 +354,65 @@ class Scheduler:
         finished = [request for request, token in ended if self._end_if_due(request, token)]
         self._unfinished_update = batch
         return UpdateResult(accepted=accepted, finished=finished, broken=broken)
+
+    def _take_runs(
+        self, batch: ScheduledBatch, token_ids: np.ndarray, runs: TokenRuns, broken_rows: set[int]
+    ) -> UpdateResult:
+        """Take the tokens of a verify step: each row's up to the one that ends its request."""
+        counts: list[int] = []
+        result = UpdateResult(accepted=[], finished=[], broken=[], counts=counts)
+        now = time.monotonic()
+        for row, request in enumerate(batch.requests):
+            if request.is_finished:
+                continue
+            run = runs.token_ids[row, : runs.counts[row]].tolist()
+            if row in broken_rows or (runs.broken_drafts[row] and run[-1] == NO_TOKEN):
+                del run[-1:]
+            count = self._take_run(request, run, now)
+            num_written = int(batch.prefix_lens[row]) + int(batch.num_new[row])
+            if row < batch.num_decodes:
+                num_written = self._settle_decode(batch, row, count)
+            request.num_computed_tokens = num_written
+            if count:
+                result.accepted.append(row)
+                counts.append(count)
+            if request.is_finished:
+                result.finished.append(request)
+            elif row in broken_rows:
+                self._end_broken(request, int(token_ids[row]))
+                result.broken.append(request)
+            elif runs.broken_drafts[row]:
+                self._compute_anew(request)
+        self._unfinished_update = batch
+        return result
+
+    def _take_run(self, request: Request, tokens: Sequence[int], now: float) -> int:
+        """Append tokens up to the one that ends the request; how many that are."""
+        output = request.output_token_ids
+        for count, token in enumerate(tokens, start=1):
+            output.append(token)
+            request.last_token_time = now
+            if request.first_token_time is None:
+                request.first_token_time = now
+            is_end = len(output) >= request.max_new_tokens or token in request.stop_ids
+            if is_end and self._end_if_due(request, token):
+                return count
+        return len(tokens)
+
+    def _settle_decode(self, batch: ScheduledBatch, row: int, count: int) -> int:
+        """Correct the length of a decode that got `count` tokens; its tokens with KV. Those behind were drafted in
+        vain."""
+        request, num_drafted = batch.requests[row], int(batch.num_new[row]) - 1
+        num_written = int(batch.prefix_lens[row]) + max(count, 1)
+        self.rows.computed[request.row] = num_written
+        request.num_drafted_tokens += num_drafted
+        request.num_accepted_tokens += min(max(count - 1, 0), num_drafted)
+        return num_written
+
+    def _compute_anew(self, request: Request) -> None:
+        """Send a request back to the queue whose last page may hold NaN, of a draft; it is drafted no more."""
+        request.had_broken_draft = True
+        self._preempt(request, is_clean=False)
 
     def finish_update(self) -> None:
         """Finish the last update.
@@ -389,6 +506,8 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self._requests.remove(request)
+        if self._drafts is not None:
+            self._drafts.end(request)
         if request.row >= 0:
             self.rows.give_back(request.row)
 

@@ -160,7 +160,7 @@ class MediaSteps:
         """Each prompt with images."""
         if self._media is None:
             return
-        at = batch.num_decodes
+        at = batch.num_decode_tokens
         for place in range(batch.num_decodes, batch.num_requests):
             request, length = batch.requests[place], int(batch.num_new[place])
             if request.media is not None:

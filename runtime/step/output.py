@@ -5,7 +5,7 @@ Shape legend: R rows of the step, S sampled rows, N prompt positions, K alternat
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.request import Request
+    from mllm_compile.runtime.schedule.scheduled_batch import TokenRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,16 @@ class StepOutput:
     """The tokens of a step and their scores; see the module's header.
 
     Attributes:
-        token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or
-            nothing finite; NONE_ALLOWED in those whose request forbids all tokens.
+        token_ids: [R] int64, the newest of each row; NO_TOKEN in rows that were not sampled, or whose logits hold
+            NaN or inf or nothing finite; NONE_ALLOWED in those whose request forbids all tokens.
         requests: the rows' requests.
         scores: the sampled tokens' scores, None when no request wants them.
-        score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
+        score_rows: [S] index into R of the sampled tokens, and so of each row of `scores`; ascending, with one for each
+            token of a draft and the one behind.
         prompt_scores: prompt tokens' scores, None when no row of the step has any.
         prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
-        all_scores: row → log-probabilities of the whole vocabulary, [V] float32, for requests that asked.
+        all_scores: row of `scores` → log-probabilities of the whole vocabulary, [V] float32, for requests that asked.
+        runs: all tokens of a verify step; None: each row has one.
     """
 
     token_ids: np.ndarray
@@ -83,22 +86,27 @@ class StepOutput:
     prompt_scores: ScoreTable | None
     prompt_rows: np.ndarray
     all_scores: dict[int, np.ndarray] = field(default_factory=dict)
+    runs: TokenRuns | None = None
 
     @property
     def broken_rows(self) -> np.ndarray:
         """[≤ R] int64, ascending: rows that have no next token, and those whose scored prompt tokens' logits were no
         numbers."""
-        broken: np.ndarray = self.score_rows[self.token_ids[self.score_rows] < 0]
+        sampled = self.score_rows
+        if self.runs is not None:  # a broken draft is not the request's fault
+            sampled = np.flatnonzero((self.runs.counts > 0) & ~self.runs.broken_drafts)
+        broken: np.ndarray = sampled[self.token_ids[sampled] < 0]
         if self.prompt_scores is not None:
             broken = np.union1d(broken, self.prompt_rows[np.isnan(self.prompt_scores.logprobs)])
         return broken
 
-    def record_logprobs(self, accepted: Collection[int]) -> None:
+    def record_logprobs(self, accepted: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Append TokenScores to the requests that asked for them.
 
         Args:
             accepted: rows whose token was appended to its request (UpdateResult.accepted); the scores of other rows'
                 tokens are dropped with them. Prompt scores are kept unless the request was over before this step.
+            counts: how many were appended for each of these; None: one.
         """
         if self.prompt_scores is not None:
             taken = set(accepted)  # such a request may have ended with this very token
@@ -108,10 +116,11 @@ class StepOutput:
                 if is_wanted and request.params.prompt_logprobs is not None:
                     request.prompt_logprobs.append(self.prompt_scores.row(index, request.params.prompt_logprobs))
         if self.scores is not None:
-            index_of_row = {row: index for index, row in enumerate(self.score_rows.tolist())}
-            for row in accepted:
+            firsts = np.searchsorted(self.score_rows, accepted).tolist()
+            for row, first, count in zip(accepted, firsts, counts or [1] * len(firsts), strict=True):
                 request = self.requests[row]
                 if request.params.logprobs is not None:
                     num_top = max(request.params.logprobs, 0)
-                    scores = self.scores.row(index_of_row[row], num_top, self.all_scores.get(row))
-                    request.output_logprobs.append(scores)
+                    for index in range(first, first + count):
+                        scores = self.scores.row(index, num_top, self.all_scores.get(index))
+                        request.output_logprobs.append(scores)

@@ -16,11 +16,27 @@ import numpy as np
 
 from mllm_compile.runtime.graph_mode import DPMetadata
 from mllm_compile.runtime.media.step_plan import MediaPlan
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step_fields import StepFields
 
 _NONE = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunPlan:
+    """The sampled requests of a verify step; Q of them, with up to K drafted tokens.
+
+    Attributes:
+        requests: [Q] index of each in the batch.
+        places: [Q, K + 1] where its tokens are among StepPlan.sampled; behind them its last one again.
+        draft_ids: [Q, K]; NO_TOKEN behind a draft.
+    """
+
+    requests: np.ndarray
+    places: np.ndarray
+    draft_ids: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,7 +46,7 @@ class StepPlan:
     Attributes:
         fields: the uploaded inputs, except new pages.
         is_decode: every row of attention is one token.
-        sampled: [S] index of the requests whose next token is sampled.
+        sampled: [S] index of the requests whose next token is sampled; ascending, again for each token of a draft.
         token_indices: [S] where the tokens of `sampled` are among the sampled rows.
         score_indices: [N] where the scores of the prompt positions are among the scored rows.
         prompt_rows: [N] request of each prompt position that is scored.
@@ -38,6 +54,7 @@ class StepPlan:
         media: positions and features, where requests have images; set by the caller that knows them.
         rank_batch: the part of the batch that this rank computes, where ranks have requests of their own; None: all of
             it.
+        runs: the sampled requests of a verify step; None: each has one token.
         across: how many tokens each of these ranks has.
         scored: [N ranks * M] more tokens whose logits are wanted, a block a rank; every rank has to know them. None: no
             others are wanted, or fields.scored_indices has all.
@@ -51,6 +68,7 @@ class StepPlan:
     prompt_rows: np.ndarray
     prompt_num_top: int
     media: MediaPlan | None = None
+    runs: RunPlan | None = None
     rank_batch: ScheduledBatch | None = None
     across: DPMetadata | None = None
     scored: np.ndarray | None = None
@@ -114,7 +132,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         pages: the page table, the batch's own writes included.
     """
     seq_lens = batch.seq_lens
-    if batch.num_decodes == batch.num_requests:
+    if batch.num_decodes == batch.num_requests and not batch.has_drafts:
         positions = seq_lens - 1
         fields = StepFields(
             input_ids=np.zeros_like(positions),
@@ -130,14 +148,21 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
     sampled = batch.sample_mask.nonzero()[0]
-    if len(sampled) < batch.num_requests:
-        fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
-    # The head takes at least one row; with nothing to sample its logits are not looked at.
-    fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
+    runs = None
+    if batch.has_drafts:
+        sampled, last_tokens, runs = _plan_runs(batch, ends)
+        fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], fields.positions[last_tokens] + 1
+        fields.logits_indices = last_tokens
+        fields.run_indices, fields.draft_ids = runs.places.ravel(), runs.draft_ids.ravel()
+    else:
+        if len(sampled) < batch.num_requests:
+            fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
+        # The head takes at least one row; with nothing to sample its logits are not looked at.
+        fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
     prompt_rows, prompt_indices, targets = prompt_positions(batch, starts)
     if targets.size:
         fields.scored_indices, fields.prompt_targets = prompt_indices, targets
-    return _finish(batch, fields, sampled=sampled, is_decode=False, prompt_rows=prompt_rows)
+    return _finish(batch, fields, sampled=sampled, is_decode=False, prompt_rows=prompt_rows, runs=runs)
 
 
 def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:
@@ -154,6 +179,9 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     tokens = _tokens(batch, starts, pages)
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
+    runs = None
+    if batch.has_drafts:
+        sampled, last_rows, runs = _plan_runs(batch, ends)
     prompt_rows, prompt_indices, prompt_targets = prompt_positions(batch, starts)
     sampled_rows, targets = np.zeros((2, num_rows), dtype=np.int64)  # row 0 belongs to no request
     sampled_rows[last_rows] = batch.rows[sampled]
@@ -168,6 +196,8 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
         seq_lens=padded(tokens["positions"]) + 1,
         sampled_rows=sampled_rows,
         prompt_targets=targets if prompt_rows.size else None,
+        run_indices=None if runs is None else last_rows[runs.places].ravel(),
+        draft_ids=None if runs is None else runs.draft_ids.ravel(),
     )
     return StepPlan(
         fields=fields,
@@ -177,6 +207,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
         score_indices=prompt_indices,
         prompt_rows=prompt_rows,
         prompt_num_top=num_top(batch, prompt_rows),
+        runs=runs,
     )
 
 
@@ -195,6 +226,7 @@ def _finish(
     sampled: np.ndarray,
     is_decode: bool,
     prompt_rows: np.ndarray = _NONE,
+    runs: RunPlan | None = None,
 ) -> StepPlan:
     """A plan where only sampled rows have logits, and only scored ones have scores."""
     return StepPlan(
@@ -205,7 +237,25 @@ def _finish(
         score_indices=np.arange(len(prompt_rows)),
         prompt_rows=prompt_rows,
         prompt_num_top=num_top(batch, prompt_rows),
+        runs=runs,
     )
+
+
+def _plan_runs(batch: ScheduledBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, RunPlan]:
+    """(index of the request [S], index into T [S]) of each token of a verify step behind which one is sampled; ends:
+    [R] the end of each request's tokens."""
+    requests = batch.sample_mask.nonzero()[0]
+    counts = np.where(requests < batch.num_decodes, batch.num_new[requests], 1)
+    ends_of_runs = counts.cumsum()
+    starts = ends_of_runs - counts
+    last_tokens = np.arange(ends_of_runs[-1]) + (ends[requests] - ends_of_runs).repeat(counts)
+    columns = np.arange(counts.max())
+    places = starts[:, None] + np.minimum(columns, counts[:, None] - 1)
+    # Decodes come first: what is drafted for one is behind its own last token.
+    draft_ids = np.full((requests.size, columns.size - 1), NO_TOKEN, dtype=np.int64)
+    drafted = columns[1:] < counts[:, None]
+    draft_ids[drafted] = batch.verify_token_ids[last_tokens[places[:, 1:][drafted]]]
+    return requests.repeat(counts), last_tokens, RunPlan(requests, places, draft_ids)
 
 
 def token_positions(batch: ScheduledBatch) -> np.ndarray:
@@ -222,7 +272,9 @@ def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> 
     """The token inputs, [T] each; starts: [R] each request's first token."""
     positions = _positions(batch, starts)
     input_ids = batch.prefill_token_ids
-    if batch.num_decodes:
+    if batch.has_drafts:
+        input_ids = np.concatenate((batch.verify_token_ids, input_ids))
+    elif batch.num_decodes:
         input_ids = np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), input_ids))
     slots = pages.slots(batch.rows.repeat(batch.num_new), positions)
     return {"input_ids": input_ids, "positions": positions, "out_cache_loc": slots}

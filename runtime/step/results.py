@@ -12,14 +12,14 @@ from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.runtime.step.plan import StepPlan
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import HostSlot
 
-AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each
+AllScores = tuple[np.ndarray, torch.Tensor]  # which of the sampled tokens [F], and [F, V] of each
 
 
 class StepResults:
@@ -36,7 +36,7 @@ class StepResults:
         """
         Args:
             buffer: the host's memory of the step.
-            tokens: [S] int64, a part of it that is being written.
+            tokens: [S] int64, a part of it that is being written; of a verify step AcceptedTokens.packed.
             all_scores: as StepSampling.score_all gives them.
         """
         self._buffer = buffer
@@ -52,12 +52,12 @@ class StepResults:
         return self._tokens
 
     def fetch_all(self) -> dict[int, np.ndarray]:
-        """Scores of the whole vocabulary by row of the step: [V] float32, to be kept. Called after `fetch`."""
+        """Scores of the whole vocabulary by sampled token: [V] float32, to be kept. Called after `fetch`."""
         if self._all_scores is None:
             return {}
-        rows, scores = self._all_scores
+        places, scores = self._all_scores
         # Copies: the whole step's pinned memory would stay with one of them.
-        return {row: scores[index].numpy().copy() for index, row in enumerate(rows.tolist())}
+        return {place: scores[index].numpy().copy() for index, place in enumerate(places.tolist())}
 
     def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
         """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
@@ -91,6 +91,7 @@ class StepHandle:
             place: the request's likely index in the batch.
         """
         requests, plan, tokens = self._batch.requests, self._plan, self._results.tokens()
+        assert plan.runs is None, "a verify step is over before the next one begins"
         if place >= len(requests) or requests[place] is not request:
             place = requests.index(request)
         assert tokens is not None, "the request was sampled"
@@ -105,11 +106,17 @@ class StepHandle:
         tokens, scores, prompt_scores = self._results.fetch()
         plan = self._plan
         token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
-        if tokens is not None:
+        runs = None
+        if tokens is not None and plan.runs is not None:
+            tokens, runs = _unpack(tokens, plan, self._batch.num_requests)
+            newest = np.maximum(runs.counts - 1, 0)[:, None]
+            token_ids = np.where(runs.counts > 0, np.take_along_axis(runs.token_ids, newest, axis=1)[:, 0], NO_TOKEN)
+        elif tokens is not None:
             token_ids[plan.sampled] = tokens[plan.token_indices]
         targets = plan.fields.prompt_targets
         return StepOutput(
             token_ids=token_ids,
+            runs=runs,
             requests=self._batch.requests,
             scores=_table(tokens, scores, plan.token_indices),
             score_rows=plan.sampled,
@@ -117,6 +124,23 @@ class StepHandle:
             prompt_rows=plan.prompt_rows,
             all_scores=self._results.fetch_all(),
         )
+
+
+def _unpack(packed: np.ndarray, plan: StepPlan, num_requests: int) -> tuple[np.ndarray, TokenRuns]:
+    """The tokens of the step's rows of logits, as far as they were accepted, and the tokens of each request."""
+    assert plan.runs is not None, "the plan of a verify step"
+    places, requests = plan.runs.places, plan.runs.requests
+    of_requests, counts, broken_drafts = np.split(packed, (places.size, places.size + len(requests)))
+    of_requests = of_requests.reshape(places.shape)
+    tokens = np.zeros(int(plan.token_indices.max()) + 1, dtype=np.int64)
+    tokens[plan.token_indices[places]] = of_requests
+    runs = TokenRuns(
+        np.full((num_requests, places.shape[1]), NO_TOKEN, dtype=np.int64),
+        np.zeros(num_requests, dtype=np.int64),
+        np.zeros(num_requests, dtype=bool),
+    )
+    runs.token_ids[requests], runs.counts[requests], runs.broken_drafts[requests] = of_requests, counts, broken_drafts
+    return tokens, runs
 
 
 def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:

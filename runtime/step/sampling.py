@@ -15,6 +15,7 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ranks.records import SamplingMode
+from mllm_compile.runtime.sampling.acceptance import AcceptedTokens, accept, accept_synthetically
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
@@ -23,7 +24,7 @@ from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.grammar_rows import GrammarRows, SampledStep
-from mllm_compile.runtime.step.plan import StepPlan
+from mllm_compile.runtime.step.plan import RunPlan, StepPlan
 from mllm_compile.runtime.step.results import AllScores, StepHandle, StepResults
 from mllm_compile.runtime.step_fields import StepFields
 
@@ -82,7 +83,7 @@ class StepSampling:
         """How ranks come to the step's tokens."""
         self.follow_rows(batch)
         flags = self.state.flags
-        if self._grammars or not flags.chooses_plainly:
+        if self._grammars or batch.has_drafts or not flags.chooses_plainly:
             return SamplingMode.SAMPLED
         has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None
         return SamplingMode.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else SamplingMode.IN_GRAPH
@@ -118,6 +119,10 @@ class StepSampling:
                 sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
                 tokens, scores = sampled.token_ids, sampled.logprobs
                 all_scores = self.score_all(batch, plan, logits)
+        kept_rows, newest = sampled_rows[0], tokens
+        if tokens is not None and plan.runs is not None and fields is not None:
+            kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens)
+            newest, tokens = accepted.newest, accepted.packed()
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
         # Also for a step without results: the host must not run ahead of the device without bound.
@@ -126,8 +131,8 @@ class StepSampling:
         if tokens is not None:
             token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
         results = StepResults(buffer, token_ids, scores, prompt_scores, all_scores)
-        if tokens is not None:  # behind what the host waits for
-            self._keep_tokens(sampled_rows[0], tokens)
+        if newest is not None:  # behind what the host waits for
+            self._keep_tokens(kept_rows, newest)
             if not output.is_partial_vocab:
                 self._runner.broadcast_tokens()
         return results
@@ -146,14 +151,33 @@ class StepSampling:
         """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""
         if not self.state.flags.needs_all_logprobs:
             return None
-        wanted = [row for row in plan.sampled.tolist() if batch.requests[row].params.logprobs == ALL_LOGPROBS]
-        rows = np.array(wanted, dtype=np.int64)
-        indices = upload(plan.token_indices[np.searchsorted(plan.sampled, rows)], logits.device)
-        return rows, all_logprobs(logits.index_select(0, indices))
+        of_requests = [batch.requests[row].params.logprobs == ALL_LOGPROBS for row in plan.sampled.tolist()]
+        wanted = np.flatnonzero(of_requests)
+        indices = upload(plan.token_indices[wanted], logits.device)
+        return wanted, all_logprobs(logits.index_select(0, indices))
 
     def launched(self, handle: StepHandle) -> None:
         """Notes the step that was launched last."""
         self._previous = handle if self._grammars else None
+
+    def _accept(
+        self,
+        runs: RunPlan,
+        fields: StepFields[torch.Tensor],
+        sampled_rows: tuple[torch.Tensor, torch.Tensor],
+        tokens: torch.Tensor,
+    ) -> tuple[torch.Tensor, AcceptedTokens]:
+        """The rows of a verify step's requests [Q], and what of their drafts is accepted."""
+        assert fields.run_indices is not None and fields.draft_ids is not None, "a plan with runs has both"
+        places = fields.run_indices.view(runs.places.shape)
+        draft_ids = fields.draft_ids.view(runs.draft_ids.shape)
+        rows, positions = (values[places[:, 0]] for values in sampled_rows)
+        length = self._runner.config.speculative.synthetic_acceptance_length
+        if length is None:
+            return rows, accept(tokens[places], draft_ids)
+        self.state.flush()
+        seeds = self.state.gather(rows).seed
+        return rows, accept_synthetically(tokens[places], draft_ids, length, seeds, positions)
 
     def _keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keeps the tokens of these rows for the next step, which may be under way before the host knows that there was

@@ -14,7 +14,7 @@ from mllm_compile.config import schema as config_module
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import source_name
 from mllm_compile.config.schema import EngineConfig, RuntimeConfig
-from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.config.sources import config_or_runtime, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.store.artifact import PROGRAM
 
@@ -67,7 +67,7 @@ def test_every_field_has_a_docstring():
             documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if isinstance(node, ast.AnnAssign) and not documented:
                 bare.append(f"{section.name}.{ast.unparse(node.target)}")
-    assert len(sections) == 8
+    assert len(sections) == 9
     assert bare == []
 
 
@@ -311,3 +311,48 @@ def test_a_relative_model_path_is_taken_from_the_yaml_folder(tmp_path, monkeypat
 def test_a_relative_cache_folder_is_taken_from_the_yaml_folder(tmp_path):
     config = EngineConfig.from_yaml(write(tmp_path, "model: {path: m}\ncache: {dir: ./runtimes}"))
     assert config.cache.dir == str(tmp_path / "runtimes")
+
+
+def test_speculation_has_the_names_and_bounds_of_its_page():
+    keys = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    config = EngineConfig.from_dict({"model": {"path": "m"}, "speculative": keys})
+    assert (config.speculative.num_speculative_tokens, config.speculative.prompt_lookup_min) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"method": "eagle3"}, "speculative.method is 'eagle3'; expected 'none', 'ngram' or 'suffix'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
+        ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min of at most prompt_lookup_max, which is 4"),
+        ({"method": "suffix", "prompt_lookup_max": 9}, "expected method: ngram, which alone reads prompt_lookup_max"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
+            "expected method: suffix, which alone reads suffix_decoding_max_tree_depth",
+        ),
+        ({"num_speculative_tokens": 5}, "expected method: ngram or suffix, which alone reads num_speculative_tokens"),
+        (
+            {"method": "ngram", "synthetic_acceptance_length": 4.5},
+            "synthetic_acceptance_length of at most num_speculative_tokens + 1, which is 4",
+        ),
+        ({"method": "ngram", "num_tokens": 5}, "speculative.num_tokens is not a known key"),
+    ],
+)
+def test_a_mistake_in_speculation_says_what_was_expected(keys, said):
+    assert said in message_of({"model": {"path": "m"}, "speculative": keys})
+
+
+def test_the_option_of_speculation_is_the_section(tmp_path):
+    source = config_or_runtime({"model": {"path": "m"}, "runtime": {"seed": 3}})
+    found = with_speculative(source, '{"method": "ngram", "num_speculative_tokens": 2}')
+    assert isinstance(found, EngineConfig)
+    assert (found.speculative.num_speculative_tokens, found.runtime.seed) == (2, 3)
+    assert with_speculative(source, None) is source
+    for text in ("ngram", "[1]", "{"):
+        with pytest.raises(ConfigError, match=r"--speculative-config is '.*'; expected a JSON object such as"):
+            with_speculative(source, text)
+    with pytest.raises(ConfigError, match=r"speculative\.method is 'mtp'"):
+        with_speculative(source, '{"method": "mtp"}')
+    with pytest.raises(ConfigError, match="is a compiled runtime, whose config it has"):
+        with_speculative(tmp_path, '{"method": "ngram"}')

@@ -21,6 +21,7 @@ class Front:
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.ends: dict[int, Any] = {}
         self.scores: list[Any] = []
+        self.drafts: list[Any] = []
 
     def read(self) -> None:
         for frame in list(self.frames):
@@ -32,6 +33,7 @@ class Front:
             for end in rest.ended if rest else ():
                 self.ends[end.key] = end
             self.scores += rest.scores if rest else ()
+            self.drafts += rest.drafts if rest else ()
         self.frames.clear()
 
 

@@ -62,6 +62,7 @@ FLOORS = (
     "runtime/graph_mode",
     "runtime/memory_pool",
     "runtime/schedule",
+    "runtime/speculation",
     "runtime/sampling",
     "runtime/weights",
     "runtime/quantised",

@@ -20,6 +20,7 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.step.runner import StepRunner
 from tests.runtime.attention.attention_cases import make_layer
 
@@ -143,11 +144,15 @@ def make_runner(
 class Loop:
     """Scheduler and StepRunner, with or without a step launched ahead; checks nothing."""
 
-    def __init__(self, runner: ModelRunner, enable_prefix_cache: bool = False) -> None:
+    def __init__(
+        self, runner: ModelRunner, enable_prefix_cache: bool = False, speculation: Speculation | None = None
+    ) -> None:
         runtime = replace(runner.config.runtime, enable_prefix_cache=enable_prefix_cache)
         self.scheduler = Scheduler(
-            SchedulerConfig.of(runtime, runner.config.cudagraph, runner.token_to_kv_pool.num_pages)
+            SchedulerConfig.of(runtime, runner.config.cudagraph, runner.token_to_kv_pool.num_pages),
+            speculation=speculation,
         )
+        self.runner = runner
         self.steps = StepRunner(runner, Sampler())
         self.batches: list[ScheduledBatch] = []
         self._ids = itertools.count()
@@ -186,5 +191,5 @@ class Loop:
 
     def _finish(self, batch: ScheduledBatch, handle) -> None:
         output = handle.wait()
-        result = self.scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
-        output.record_logprobs(result.accepted)
+        result = self.scheduler.update(batch, output.token_ids, output.broken_rows.tolist(), output.runs)
+        output.record_logprobs(result.accepted, result.counts)

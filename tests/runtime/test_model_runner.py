@@ -116,11 +116,12 @@ def test_an_idle_data_parallel_rank_runs_the_dummy_row_for_the_others():
 
 
 def test_a_mode_says_what_its_batches_are():
-    extend, decode, mixed, idle = ForwardMode
+    extend, decode, mixed, idle, verify = ForwardMode
     assert [mode.is_extend() for mode in ForwardMode] == [mode.is_prefill() for mode in ForwardMode]
-    assert {mode for mode in ForwardMode if mode.is_prefill()} == {extend, mixed}
+    assert {mode for mode in ForwardMode if mode.is_prefill()} == {extend, mixed, verify}
     assert {mode for mode in ForwardMode if mode.is_decode_or_idle()} == {decode, idle}
     assert [mode for mode in ForwardMode if mode.is_mixed()] == [mixed]
+    assert [mode for mode in ForwardMode if mode.is_target_verify()] == [verify]
 
 
 def test_a_batch_counts_its_tokens_and_says_where_each_request_begins():

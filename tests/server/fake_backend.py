@@ -20,7 +20,9 @@ from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
+from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
@@ -130,8 +132,16 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         media = make_preprocessor(files, **settings["images"])
         next_token = hashed_token
     has_tokenizer = settings.get("has_tokenizer", True)
+    limits: dict[str, Any] = {
+        "max_running_requests": 8,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 512,
+        "num_pages": 2049,
+    }
+    if "speculative" in settings:
+        section = SpeculativeSection(**settings["speculative"])
+        limits["speculation"] = make_speculation(section, tokenizer.vocab_size)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
-    limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
     return fake_engine(
         runner,
         tokenizer=tokenizer if has_tokenizer else None,

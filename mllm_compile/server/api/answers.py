@@ -28,12 +28,18 @@ def event(data: Any) -> bytes:
 
 def usage_of(job: Job) -> dict[str, Any]:
     """The tokens of a request so far."""
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": job.num_prompt_tokens,
         "completion_tokens": job.num_output_tokens,
         "total_tokens": job.num_prompt_tokens + job.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": job.num_cached_tokens},
     }
+    if job.num_drafted_tokens:
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": job.num_accepted_tokens,
+            "rejected_prediction_tokens": job.num_drafted_tokens - job.num_accepted_tokens,
+        }
+    return usage
 
 
 class OpenAIAnswers:

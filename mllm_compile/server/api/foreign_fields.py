@@ -130,7 +130,7 @@ FOREIGN: ForeignFields = {
     "disagg_prefill_dp_rank": Foreign("SGLang", _KV),
     "routed_dp_rank": Foreign("SGLang", _REPLICA, (0,)),
     "data_parallel_rank": Foreign("SGLang", _REPLICA, (0,)),
-    "ngram_corpus_id": _taken("SGLang", "no tokens are drafted, and drafts change no answer"),
+    "ngram_corpus_id": _taken("SGLang", "drafts change no answer"),
     "custom_labels": _taken("SGLang", _ROUTED),
 }
 

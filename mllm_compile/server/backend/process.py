@@ -202,11 +202,12 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
     )
 
 
-def _make_engine(model: str) -> MakeEngine:
+def _make_engine(model: str, speculative: str | None) -> MakeEngine:
     def make(reporter: Reporter) -> Engine:
+        from mllm_compile.config.sources import config_or_runtime, with_speculative
         from mllm_compile.engine.engine import Engine
 
-        return Engine(model, reporter=reporter)
+        return Engine(with_speculative(config_or_runtime(model), speculative), reporter=reporter)
 
     return make
 
@@ -219,8 +220,9 @@ def channel_at(descriptor: str) -> Channel:
 
 
 def main() -> None:
-    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and the format of lines."""
-    model, descriptor, how, log = sys.argv[1:]
+    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and the format of lines; perhaps
+    --speculative-config."""
+    model, descriptor, how, log, *speculative = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     reporter: Reporter = NullReporter()
@@ -229,7 +231,7 @@ def main() -> None:
     elif how != "quiet":
         reporter = reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
-        code = EngineServer(channel_at(descriptor)).run(_make_engine(model), reporter)
+        code = EngineServer(channel_at(descriptor)).run(_make_engine(model, *speculative or (None,)), reporter)
     sys.exit(code)
 
 

@@ -18,7 +18,7 @@ from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.messages import Admitted, Scores, StepRest
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
     from mllm_compile.runtime.step.output import StepOutput, TokenScores
 
 
@@ -58,18 +58,48 @@ class StepEvents:
         if self._has_step:
             self.flush()
         self._has_step = True
+        if batch.admitted:
+            self._note_admitted(batch)
+        if output.runs is not None and result.counts is not None:
+            self._note_runs(batch, output.runs, result, np.array(result.counts, dtype=np.intp))
+            return
         accepted = np.array(result.accepted, dtype=np.intp)
         self._rows = batch.rows[accepted].tobytes()
         self._tokens = output.token_ids[accepted].astype(np.int32).tobytes()
-        rest = self._rest
-        if batch.admitted:
-            self._note_admitted(batch)
         if self._scored:
             self._note_scores(batch, result.accepted)
         for request in result.finished:
-            place = self._places.get(request)
-            if place is not None:
-                rest.finished.append((*place, request.finish_reason or "stop", request.stop_reason))
+            self._note_end(request)
+
+    def _note_runs(self, batch: ScheduledBatch, runs: TokenRuns, result: UpdateResult, counts: np.ndarray) -> None:
+        """Tells a verify step as several steps of a token each: only the last one is not sent yet."""
+        rows = np.array(result.accepted, dtype=np.intp)
+        self._note_drafts(batch, rows, counts)
+        ends = {request: batch.requests.index(request) for request in result.finished}
+        for place in range(int(counts.max(initial=1))):
+            if place:
+                self.flush()
+                self._has_step = True
+            accepted = rows[counts > place]
+            self._rows = batch.rows[accepted].tobytes()
+            self._tokens = runs.token_ids[accepted, place].astype(np.int32).tobytes()
+            if self._scored:
+                self._note_scores(batch, accepted.tolist(), (counts[counts > place] - place).tolist())
+            over = set(rows[counts == place + 1].tolist())
+            for request, row in ends.items():
+                if row in over:
+                    self._note_end(request)
+
+    def _note_drafts(self, batch: ScheduledBatch, rows: np.ndarray, counts: np.ndarray) -> None:
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            num_drafted = int(batch.num_new[row]) - 1
+            if row < batch.num_decodes and num_drafted:
+                self._rest.drafts.append((int(batch.rows[row]), num_drafted, count - 1))
+
+    def _note_end(self, request: Request) -> None:
+        place = self._places.get(request)
+        if place is not None:
+            self._rest.finished.append((*place, request.finish_reason or "stop", request.stop_reason))
 
     def _note_admitted(self, batch: ScheduledBatch) -> None:
         admitted = set(batch.admitted)
@@ -81,13 +111,14 @@ class StepEvents:
                 admitted_to = Admitted(*place, int(batch.rows[index]), request.num_cached_tokens, scheduled)
                 self._rest.admitted.append(admitted_to)
 
-    def _note_scores(self, batch: ScheduledBatch, accepted: list[int]) -> None:
-        for index in accepted:
+    def _note_scores(self, batch: ScheduledBatch, accepted: list[int], newest: list[int] | None = None) -> None:
+        """Args: newest: which of the last scores of each are told; None: the last."""
+        for index, back in zip(accepted, newest or [1] * len(accepted), strict=True):
             request = batch.requests[index]
             if request not in self._scored:
                 continue
             if request.params.logprobs is not None:
-                self._rest.scores.append((int(batch.rows[index]), _scores(request.output_logprobs[-1])))
+                self._rest.scores.append((int(batch.rows[index]), _scores(request.output_logprobs[-back])))
             if request.params.prompt_logprobs is not None and len(request.output_token_ids) == 1:
                 entries = [_scores(entry) for entry in request.prompt_logprobs]
                 self._rest.prompt_scores.append((self._places[request][0], entries))

@@ -138,6 +138,9 @@ class Dispatcher:
                 self._by_row[admitted.row] = (job, choice)
                 job.admitted(choice, admitted)
                 self._no_longer_waits(prompt)
+        for row, num_drafted, num_accepted in rest.drafts:
+            if row in self._by_row:
+                self._by_row[row][0].drafted(num_drafted, num_accepted)
         for key, prompt_scores in rest.prompt_scores:
             if key in self._runs:
                 self._runs[key][1].scores = prompt_scores

@@ -100,6 +100,7 @@ class Job:
         self.params = _NONE
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
         self.status = 200
         self.error: ApiError | None = None
         self.is_over = False
@@ -174,6 +175,11 @@ class Job:
             self.num_preemptions += 1
         if self.scheduled_s is None:
             self.scheduled_s = admitted.scheduled
+
+    def drafted(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts drafted tokens of a completion."""
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
 
     def comment(self, text: str, now: float) -> None:
         """Sends a line of a stream that clients pass over."""

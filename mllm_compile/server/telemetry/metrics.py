@@ -7,7 +7,7 @@ its labels `model_name` and `engine`; figures of the process are Prometheus' own
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -47,6 +47,9 @@ _COUNTERS: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("prefix_hit_tokens", "prefix_cache_hits", "Prompt tokens found in the cache.", lambda s: s["prefix_hit_tokens"]),
     ("preemptions", "num_preemptions", "Requests put back, as pages ran out.", lambda s: s["preemptions"]),
     ("steps", None, "Steps of the engine.", lambda s: s["steps"]),
+    ("drafts", "spec_decode_num_drafts", "Drafts that were checked.", lambda s: s["drafts"]),
+    ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that were drafted.", lambda s: s["drafted_tokens"]),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Those accepted.", lambda s: s["accepted_tokens"]),
 )
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "time_to_first_token", "From arrival at the engine to the first token."),
@@ -190,6 +193,7 @@ class _EngineFigures(Collector):
             yield from _both(GaugeMetricFamily, name, alias, what, of(stats), label)
         for name, alias, what, of in _COUNTERS:
             yield from _both(CounterMetricFamily, name, alias, what, of(stats), label)
+        yield from _by_position(stats["accepted_by_position"], label)
         for name, field, what in _HISTOGRAMS:
             yield from _histograms(name, what, stats[field], label)
 
@@ -199,6 +203,16 @@ class _EngineFigures(Collector):
             for reason, count in self._own.finished.items():
                 family.add_metric([reason, *labels.values()], count)
             yield family
+
+
+def _by_position(counts: Sequence[int], label: Mapping[str, str]) -> Iterator[Metric]:
+    """Accepted tokens by their place in the draft."""
+    what = "Accepted tokens by their place in the draft."
+    for prefix, labels in (("mllm:accepted_tokens", {}), ("vllm:spec_decode_num_accepted_tokens", label)):
+        family = CounterMetricFamily(f"{prefix}_per_pos", what, labels=["position", *labels])
+        for place, count in enumerate(counts):
+            family.add_metric([str(place), *labels.values()], count)
+        yield family
 
 
 def _both(

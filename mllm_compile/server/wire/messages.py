@@ -132,9 +132,11 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
     ended: list[End] = []
     scores: list[tuple[int, Scores]] = []  # row, of its new token
     prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first
+    drafts: list[tuple[int, int, int]] = []  # row, drafted tokens, accepted ones
 
     def is_empty(self) -> bool:
-        return not (self.admitted or self.finished or self.ended or self.scores or self.prompt_scores)
+        told = self.admitted or self.finished or self.ended or self.scores or self.prompt_scores or self.drafts
+        return not told
 
 
 Command = Submit | Abort | Close

@@ -2,7 +2,7 @@
 
 A row's pages are, in order, its locked path in the prefix cache and then its private ones. If two requests compute the
 same prefix at once, one is published first; the other's pages stay private until it is released. So a row's page never
-changes under a step in flight, and no request ever holds a page more than its tokens need. ../rows.py says which
+changes under a step in flight, and no request holds a page more than its tokens and drafts need. ../rows.py says which
 requests those are.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
@@ -209,6 +209,11 @@ class PageTables:
         own = [run.pages for run in self.cache.path_of(self._paths[row]) if run.locks == 1]
         private = self.table[row, self._path_pages[row] : self.num_pages[row]].copy()
         self._to_clear += [*own, private]
+        self.release(row)
+
+    def discard_own(self, row: int) -> None:
+        """Like release, where pages that the row alone has may hold NaN: these are cleared before they serve again."""
+        self._to_clear.append(self.table[row, self._path_pages[row] : self.num_pages[row]].copy())
         self.release(row)
 
     def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt) -> None:

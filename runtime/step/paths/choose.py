@@ -35,6 +35,8 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured decodes, captured prompts, or the forward path."""
+        if batch.has_drafts:
+            return self.forward
         if batch.num_decodes == batch.num_requests:
             count = self._planner.most_requests(batch)
             return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward

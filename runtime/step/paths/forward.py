@@ -53,7 +53,8 @@ class ForwardPath(StepPath):
         if media is None and self._runner.always_takes_features:
             media = self._media.no_features(fields.positions)
         forward_batch = self._forward_batch(batch, plan, fields)
-        forward_batch.common_prefix_len = self._common_prefix.num_tokens(batch, is_captured=False)
+        if not batch.has_drafts:
+            forward_batch.common_prefix_len = self._common_prefix.num_tokens(batch, is_captured=False)
         forward_batch.first_slot = self._first_slot(batch)
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
@@ -90,7 +91,7 @@ class ForwardPath(StepPath):
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids
-        if batch.num_decodes:
+        if batch.num_decodes and not batch.has_drafts:
             self._sampling.take_last_tokens(rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
             forward_batch = self._runner.prepare_forward_batch_decode(
@@ -116,6 +117,7 @@ class ForwardPath(StepPath):
             prefix_lens,
             fields.out_cache_loc,
             num_decodes=batch.num_decodes,
+            is_target_verify=batch.num_decodes == batch.num_requests,
             extend_seq_lens_cpu=torch.from_numpy(batch.num_new.copy()),
             extend_prefix_lens_cpu=torch.from_numpy(batch.prefix_lens.copy()),
             return_logprob=fields.scored_indices is not None,

@@ -7,7 +7,8 @@ doubled or computed twice. The output is compared with `answer`, the same model 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from zlib import crc32
 
 import numpy as np
@@ -19,8 +20,9 @@ from mllm_compile.runtime.schedule.pace import load_of
 from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun
 from mllm_compile.runtime.schedule.pages.tables import PageTables
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.speculation.drafter import Speculation
 
 EOS, STOP, VOCAB = 0, 1, 29
 _MASK = (1 << 61) - 1
@@ -101,6 +103,7 @@ class FakeDevice:
         # The state after a row's last token, which is what the KV of that token is; rows of snapshots behind.
         self.has_states = config.num_snapshots > 0
         self.states = [-2] * (num_rows + config.num_snapshots)
+        self.runs: dict[int, TokenRuns] = {}  # of verify steps, by number
         self.owners: dict[int, Request] = {}  # whose sampling parameters a row has
 
     def run(self, batch: ScheduledBatch) -> np.ndarray:
@@ -108,16 +111,29 @@ class FakeDevice:
         self.owners |= {request.row: request for request in batch.admitted}
         rows = {*batch.rows.tolist(), *(request.row for request in batch.admitted)}
         assert set(batch.page_rows.tolist()) <= rows, "page writes concern rows of the batch"
-        if batch.num_decodes == batch.num_requests:
+        if batch.num_decodes == batch.num_requests and not batch.has_drafts:
             self._check_new_pages(batch)
         self.page_table[batch.page_rows, batch.page_positions] = batch.page_ids
         self._copy_states(batch.state_restores)
         sampled = np.full(batch.num_requests, -1, dtype=np.int64)
-        taken = 0
+        taken = taken_of_decodes = 0
+        width = int(batch.num_new[: batch.num_decodes].max(initial=1))
+        choices = np.full((batch.num_requests, width), -1, dtype=np.int64)
+        runs = TokenRuns(choices, np.zeros(batch.num_requests, int), np.zeros(batch.num_requests, bool))
+        if batch.has_drafts:
+            self.runs[batch.step_id] = runs
         for i, (request, row, prefix_len, num_new) in enumerate(
             zip(batch.requests, batch.rows.tolist(), batch.prefix_lens.tolist(), batch.num_new.tolist(), strict=True)
         ):
             assert self.owners[row] is request, "a row has another's parameters"
+            if i < batch.num_decodes and batch.has_drafts:
+                tokens = batch.verify_token_ids[taken_of_decodes : taken_of_decodes + num_new].tolist()
+                taken_of_decodes += num_new
+                assert tokens[0] == self.last_tokens[row]
+                accepted = self._verify(row, prefix_len, tokens, _start(request.cache_salt))
+                runs.token_ids[i, : len(accepted)], runs.counts[i] = accepted, len(accepted)
+                sampled[i] = self.last_tokens[row] = accepted[-1]
+                continue
             if i < batch.num_decodes:
                 tokens = [self.last_tokens[row]]
             else:
@@ -130,12 +146,22 @@ class FakeDevice:
             kv_sum = self._compute(row, prefix_len, tokens, _start(request.cache_salt))
             if batch.sample_mask[i]:
                 sampled[i] = self.last_tokens[row] = _next_token(kv_sum)
+                runs.token_ids[i, 0], runs.counts[i] = sampled[i], 1
+        assert taken_of_decodes == batch.verify_token_ids.size
         assert taken == batch.prefill_token_ids.size, "prefill tokens are those of the prefill rows"
         assert set(batch.state_saves[:, 0].tolist()) <= set(batch.rows[batch.num_decodes :].tolist()), (
             "of prompts alone"
         )
         self._copy_states(batch.state_saves)
         return sampled
+
+    def _verify(self, row: int, prefix_len: int, tokens: list[int], start: int) -> list[int]:
+        """All of a draft is computed, and its longest right beginning accepted."""
+        choices = [_next_token(self._compute(row, prefix_len + j, [tokens[j]], start)) for j in range(len(tokens))]
+        count = 1
+        while count < len(tokens) and choices[count - 1] == tokens[count]:
+            count += 1
+        return choices[:count]
 
     def _copy_states(self, copies: np.ndarray) -> None:
         assert len(set(copies[:, 1].tolist())) == len(copies), "two copies to one row"
@@ -191,10 +217,12 @@ class Simulation:
         config: SchedulerConfig,
         steps_ahead: int = 0,
         ms_of: Callable[[ScheduledBatch], float] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
         self.ms_of = ms_of
-        self.scheduler = Scheduler(config)
+        self.speculates = speculation is not None
+        self.scheduler = Scheduler(config, speculation=speculation)
         self.device = FakeDevice(config)
         self.steps_ahead = steps_ahead
         self.in_flight: deque[tuple[ScheduledBatch, np.ndarray]] = deque()
@@ -222,7 +250,8 @@ class Simulation:
         waits = [] if batch is None else [one for one in batch.admitted if one not in batch.requests]
         running = self.scheduler.prompts.begun + self.scheduler.decodes.requests
         running = [request for request in running if request not in waits]
-        if running and not self.scheduler.rows.leaving:
+        awaits_tokens = self.speculates and self.in_flight
+        if running and not self.scheduler.rows.leaving and not awaits_tokens:
             assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
 
     def collect(self) -> list[Request]:
@@ -230,7 +259,8 @@ class Simulation:
         if self.ms_of is not None:
             batch, _ = self.in_flight[0]
             self.scheduler.step_took(batch, self.ms_of(batch) / 1e3)
-        return self.scheduler.update(*self.in_flight.popleft()).finished
+        batch, sampled = self.in_flight.popleft()
+        return self.scheduler.update(batch, sampled, runs=self.device.runs.pop(batch.step_id, None)).finished
 
     def lose(self) -> None:
         """An engine's reaction to a step that cannot be launched."""
@@ -288,7 +318,7 @@ def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
     assert 0 not in rows
     assert batch.num_tokens == batch.num_new.sum() <= config.max_num_batched_tokens
     assert (batch.num_new >= 1).all()
-    assert (batch.num_new[: batch.num_decodes] == 1).all()
+    assert batch.num_new[: batch.num_decodes].sum() == batch.num_decode_tokens
     assert batch.sample_mask[: batch.num_decodes].all()
     assert (batch.seq_lens < config.max_model_len).all()
     assert rows == [request.row for request in batch.requests]
@@ -321,3 +351,54 @@ def check_pages(pages: PageTables) -> None:
     kept = list(states._rows.values())
     assert set(states._rows) <= runs, "a state of a page that is gone"
     assert len({*kept, *states._free}) == len(kept) + states.num_free <= states.count, "a row of states has two owners"
+
+
+class GuessingDrafter:
+    """Guesses of every kind: right ones, wrong ones, of any length, some beyond the vocabulary.
+
+    Args:
+        kinds: right, wrong, any, none: what is drawn from, for each draft.
+    """
+
+    def __init__(self, choose: Random, kinds: Sequence[str]) -> None:
+        self.choose, self.kinds = choose, kinds
+        self.live = 0
+
+    def begin(self, prompt_token_ids: Sequence[int], salt: tuple) -> _Guesses:
+        self.live += 1
+        return _Guesses(self, list(prompt_token_ids), _start(salt))
+
+
+class _Guesses:
+    def __init__(self, drafter: GuessingDrafter, tokens: list[int], start: int) -> None:
+        self.drafter, self.tokens, self.start = drafter, tokens, start
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        self.tokens.extend(token_ids)
+
+    def propose(self, most: int) -> list[int]:
+        choose, kind = self.drafter.choose, self.drafter.choose.choice(self.drafter.kinds)
+        right = self._right(most + 1)
+        if kind == "right":
+            return right
+        if kind == "wrong":
+            return [(token + 1) % VOCAB for token in right[:most]]
+        if kind == "none":
+            return []
+        guess = right[: choose.randint(0, most)]
+        return guess + [choose.randint(-1, VOCAB) for _ in range(choose.randint(0, 2))]
+
+    def _right(self, count: int) -> list[int]:
+        kv, kv_sum = self.start, 0
+        for token in self.tokens:
+            kv = _kv(kv, token)
+            kv_sum += kv
+        found = []
+        for _ in range(count):
+            found.append(_next_token(kv_sum))
+            kv = _kv(kv, found[-1])
+            kv_sum += kv
+        return found
+
+    def end(self) -> None:
+        self.drafter.live -= 1

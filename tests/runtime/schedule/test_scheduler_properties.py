@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.speculation.drafter import Speculation
 from tests.runtime.schedule.image_cases import AHEAD, TOWER, Part, request_of
 from tests.runtime.schedule.scheduler_simulation import (
     STOP,
     VOCAB,
+    GuessingDrafter,
     Simulation,
     check_pages,
     linear_ms,
@@ -40,6 +42,7 @@ class History:
     events: list[str]
     seed: int
     tower: GridTower | None = None
+    drafts: tuple[int, list[str]] | None = None  # most tokens, and GuessingDrafter's kinds
 
 
 # `plan` and `collect` alone vary how far the host runs ahead.
@@ -67,8 +70,12 @@ def histories(draw: st.DrawFn) -> History:
     tower = draw(st.sampled_from([None, None, TOWER, AHEAD]))
     if limits["enable_prefix_cache"] and tower is not AHEAD:  # which no model with states has
         limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
+    drafts = None
+    if "num_snapshots" not in limits or not limits["num_snapshots"]:  # models with states get no drafts
+        kinds = st.lists(st.sampled_from(["right", "wrong", "any", "none"]), min_size=1, max_size=4)
+        drafts = draw(st.one_of(st.none(), st.tuples(st.sampled_from([1, 2, 5, 9]), kinds)))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
-    return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)), tower)
+    return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)), tower, drafts)
 
 
 def _parts(choose: Random, length: int) -> list[Part]:
@@ -136,10 +143,16 @@ def _happen(simulation: Simulation, event: str, choose: Random, tower: GridTower
 def _check(history: History) -> Simulation:
     choose = Random(history.seed)
     clock = Random(history.seed)  # steps of all lengths: what is learnt from them is often wrong
+    speculation = drafter = None
+    if history.drafts is not None:
+        most, kinds = history.drafts
+        drafter = GuessingDrafter(Random(history.seed), kinds)
+        speculation = Speculation(drafter=drafter, num_tokens=most, vocab_size=VOCAB)
     simulation = Simulation(
         make_config(**history.limits),
         history.steps_ahead,
         lambda batch: linear_ms(batch, token=0.2) * clock.choice([0.0, 1.0, 1.0, 20.0]),
+        speculation,
     )
     simulation.scheduler.pages._long = clock.choice([1, 3, 512])  # from so many pages on they follow each other
     for event in history.events:
@@ -149,6 +162,7 @@ def _check(history: History) -> Simulation:
     simulation.run(max_steps=200 * (1 + len(simulation.requests)))
     simulation.check_answers()
     simulation.check_all_returned()
+    assert drafter is None or not drafter.live, "drafters of requests that are over are told"
     return simulation
 
 

@@ -1,0 +1,31 @@
+"""Makes the drafter that a config names."""
+
+from __future__ import annotations
+
+from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.speculation.drafter import Drafter, Speculation
+from mllm_compile.runtime.speculation.ngram import NgramDrafter
+from mllm_compile.runtime.speculation.suffix import SuffixDrafter
+
+
+def make_speculation(section: SpeculativeSection, vocab_size: int) -> Speculation | None:
+    """How the scheduler speculates; None: it does not."""
+    if section.method == "none":
+        return None
+    return Speculation(
+        drafter=_drafter(section),
+        num_tokens=section.num_speculative_tokens,
+        vocab_size=vocab_size,
+        fills=section.synthetic_acceptance_length is not None,
+    )
+
+
+def _drafter(section: SpeculativeSection) -> Drafter:
+    if section.method == "ngram":
+        return NgramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
+    return SuffixDrafter(
+        section.suffix_decoding_max_tree_depth,
+        section.suffix_decoding_max_cached_requests,
+        section.suffix_decoding_max_spec_factor,
+        section.suffix_decoding_min_token_prob,
+    )

@@ -1,0 +1,135 @@
+"""Drafters guess what followed before, and remember a bounded text. Tests of steps show that answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.speculation import past_answers, suffix
+from mllm_compile.runtime.speculation.factory import make_speculation
+from mllm_compile.runtime.speculation.history import ROOM, TokenHistory
+from mllm_compile.runtime.speculation.ngram import NgramDrafter, distance_of_repeat
+from mllm_compile.runtime.speculation.past_answers import PastAnswers, PastAnswersBySalt
+from mllm_compile.runtime.speculation.suffix import SuffixDrafter
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def ngram(prompt: Sequence[int], shortest: int = 2, longest: int = 4, most: int = 3) -> list[int]:
+    return list(NgramDrafter(shortest, longest).begin(prompt, ()).propose(most))
+
+
+def make_suffix(prompts: int = 10, factor: float = 1.0, share: float = 0.1) -> SuffixDrafter:
+    return SuffixDrafter(24, prompts, factor, share)
+
+
+def test_what_followed_the_newest_tokens_is_drafted():
+    assert ngram([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5]
+
+
+def test_new_tokens_get_no_draft():
+    assert ngram([1, 2, 3, 4]) == ngram([7]) == ngram([1, 5, 2, 5]) == []
+
+
+def test_the_longest_match_comes_before_the_latest():
+    assert ngram([1, 2, 3, 8, 8, 2, 3, 9, 9, 1, 2, 3], most=2) == [8, 8]
+    assert ngram([1, 2, 3, 8, 8, 2, 3, 9, 9, 1, 2, 3], longest=2, most=2) == [9, 9], "of equals the latest"
+
+
+def test_a_draft_goes_round_a_loop():
+    assert ngram([6, 7, 6, 7, 6, 7], most=5) == [6, 7, 6, 7, 6]
+
+
+@given(TEXTS, st.integers(1, 3), st.integers(0, 3))
+def test_a_lookup_finds_what_a_search_by_hand_finds(text, shortest, more):
+    longest, expected = shortest + more, 0
+    for length in range(longest, shortest - 1, -1):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[len(text) - length :]]
+        if ends:
+            expected = len(text) - ends[-1]
+            break
+    assert distance_of_repeat(np.array(text), shortest, longest) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=30), max_size=99), st.integers(1, 50))
+def test_a_history_keeps_the_newest_tokens_and_not_many_more(parts, most):
+    history, text = TokenHistory([], most), []
+    for part in parts:
+        history.append(part)
+        text += part
+        kept = history.tokens.tolist()
+        assert kept == text[len(text) - len(kept) :]
+        assert min(most, len(text)) <= len(kept) <= 2 * most + ROOM + 2 * 30
+
+
+def test_a_suffix_draft_follows_the_majority_and_ends_where_few_agree():
+    text = [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 9, 0, 7, 1, 2, 3]
+    assert list(make_suffix(factor=4.0, share=0.6).begin(text, ()).propose(8)) == [4], "three of four places"
+    assert list(make_suffix(factor=4.0, share=0.5).begin(text, ()).propose(3)) == [4, 5, 0], "two of four"
+
+
+def test_a_suffix_draft_has_a_factor_of_what_agrees():
+    text = [*range(20), 1, 2, 3]
+    assert list(make_suffix().begin(text, ()).propose(8)) == [4, 5, 6]
+    assert list(make_suffix(factor=0.4).begin(text, ()).propose(8)) == [4]
+
+
+def test_past_answers_are_drafted_for_those_of_their_salt_alone():
+    drafter = make_suffix()
+    first = drafter.begin([1, 2], "a")
+    first.take([30, 31, 32, 33, 34, 35])
+    first.end()
+    assert list(drafter.begin([9, 30, 31, 32], "a").propose(3)) == [33, 34, 35]
+    assert list(drafter.begin([9, 30, 31, 32], "b").propose(3)) == []
+    assert list(make_suffix(prompts=0).begin([9, 30, 31, 32], "a").propose(3)) == []
+
+
+def test_a_draft_does_not_run_from_one_answer_into_the_next():
+    past = PastAnswers(10)
+    past.add([1, 2, 3, 4])
+    past.add([5, 6, 7])
+    assert past.places([1, 2, 3], 9) == [([1, 2, 3], [4])]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_newest_past_answers_are_kept_and_not_twice_as_many(most):
+    past = PastAnswers(most)
+    for index in range(20):
+        past.add([index, 100, 101, 102])
+        assert past.num_tokens <= (2 * most + 1) * 5
+        for kept in range(max(0, index - most + 1), index + 1):
+            assert past.places([kept, 100, 101], 1), "among the newest"
+    assert not past.places([0, 100, 101], 1)
+
+
+def test_all_that_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(past_answers, "MOST_TOKENS", 100)
+    monkeypatch.setattr(past_answers, "MOST_TOKENS_OF_ALL", 500)
+    choose, every = Random(0), PastAnswersBySalt(1000)
+    for salt in range(50):
+        past = every.of(salt)
+        for _ in range(20):
+            past.add([choose.randrange(5) for _ in range(choose.randint(1, 200))])
+            assert past.num_tokens <= 2 * 100 + 101
+            assert all(len(ends) <= past_answers.MOST_PLACES for ends in past._ends.values())
+        assert every._num_tokens() <= 500 + 400
+
+
+@given(TEXTS)
+def test_own_places_are_those_of_a_search_by_hand(text):
+    key = text[-suffix.KEY :]
+    ends = [end for end in range(suffix.KEY, len(text)) if text[end - suffix.KEY : end] == key]
+    expected = [(text[max(0, end - 8) : end], text[end : end + 2]) for end in ends[-suffix.MOST_PLACES :]]
+    found = suffix._own_places(np.array(text), 8, 2)
+    assert found == (expected if len(text) > suffix.KEY else [])
+
+
+def test_a_config_without_a_method_drafts_nothing():
+    assert make_speculation(SpeculativeSection(), 100) is None
+    assert SpeculativeSection(num_speculative_tokens=5).most_drafted == 0
