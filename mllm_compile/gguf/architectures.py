@@ -44,11 +44,17 @@ class Change(Enum):
     NO_ROWS = auto()  # dimension 0, of size 1, is left out
     NO_CHANNELS = auto()  # dimension 1, of size 1, is left out
     NEGATED_EXPONENTIALS = auto()
+    VALUE_HEADS = auto()  # rows of the value heads of all key heads take turns: the first of each, the second of each
+    VALUE_HEADS_BEHIND_KEYS = auto()  # behind queries and keys, as they are
+    VALUE_CHANNELS = auto()  # the same of a convolution, without dimension 1
+    VALUE_INPUTS = auto()  # columns
+    VALUE_EXPONENTIALS = auto()  # and negated exponentials
     APART = auto()  # queries of all groups are followed by their keys and values
 
 
 def _plus_one(tensors: Mapping[str, str]) -> dict[str, Change]:
-    return {f"{name}.weight": Change.PLUS_ONE for name in tensors if name.endswith("norm")}
+    norms = (name for name in tensors if name.endswith("norm") and not name.endswith("ssm_norm"))
+    return {f"{name}.weight": Change.PLUS_ONE for name in norms}
 
 
 _PAIRS = {"blk.{}.attn_q": Change.PAIRS_OF_QUERIES, "blk.{}.attn_k": Change.PAIRS_OF_KEYS}
@@ -120,6 +126,25 @@ _MAMBA = Architecture(
     has_rope=False,
 )
 
+_QWEN35_KEYS = _BASE | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_QWEN35_CHANGES = {
+    "blk.{}.attn_qkv": Change.VALUE_HEADS_BEHIND_KEYS,
+    "blk.{}.attn_gate": Change.VALUE_HEADS,
+    "blk.{}.ssm_alpha": Change.VALUE_HEADS,
+    "blk.{}.ssm_beta": Change.VALUE_HEADS,
+    "blk.{}.ssm_dt.bias": Change.VALUE_HEADS,
+    "blk.{}.ssm_a": Change.VALUE_EXPONENTIALS,
+    "blk.{}.ssm_conv1d.weight": Change.VALUE_CHANNELS,
+    "blk.{}.ssm_out": Change.VALUE_INPUTS,
+}
+_SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SHARED_GATE = {"blk.{}.ffn_gate_inp_shexp": Change.NO_ROWS}
+
 # By `general.architecture`.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -134,9 +159,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3": Architecture("qwen3", names=names.LLAMA | names.HEAD_NORMS, attention_biases="attention_bias"),
         "qwen2moe": Architecture(
             "qwen2_moe",
-            _BASE | _MOE | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+            _BASE | _MOE | _SHARED_EXPERT,
             names.LLAMA | names.EXPERTS | names.SHARED_EXPERT,
-            {"blk.{}.ffn_gate_inp_shexp": Change.NO_ROWS},
+            _SHARED_GATE,
             {"norm_topk_prob": False},
             has_head_dim=False,
         ),
@@ -145,6 +170,20 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _BASE | _MOE,
             names.LLAMA | names.HEAD_NORMS | names.EXPERTS,
             values={"norm_topk_prob": True},
+        ),
+        "qwen35": Architecture(
+            "qwen3_5_text",
+            _QWEN35_KEYS,
+            names.QWEN35,
+            _plus_one(names.QWEN35) | _QWEN35_CHANGES,
+            own=own.qwen35,
+        ),
+        "qwen35moe": Architecture(
+            "qwen3_5_moe_text",
+            _QWEN35_KEYS | _MOE | _SHARED_EXPERT,
+            names.QWEN35_MOE,
+            _plus_one(names.QWEN35) | _QWEN35_CHANGES | _SHARED_GATE,
+            own=own.qwen35,
         ),
         "gemma": Architecture("gemma", changes=_plus_one(names.LLAMA)),
         "gemma2": Architecture(

@@ -32,6 +32,19 @@ def minimax_m2(facts: ModelFacts, config: Config) -> None:
         raise facts.unsupported("expert_gating_func", f"{_SIGMOID}, sigmoid")
 
 
+def qwen35(facts: ModelFacts, config: Config) -> None:
+    """One layer of some attends; the last layers of the file may predict further tokens, which are left out."""
+    facts.metadata.numbers(f"{facts.name}.rope.dimension_sections", 4)  # of positions of images
+    layers = int(config["num_hidden_layers"]) - int(facts.number("nextn_predict_layers") or 0)
+    every, heads = int(facts.needed("full_attention_interval")), int(config["linear_num_value_heads"])
+    inner = int(facts.needed("ssm.inner_size"))
+    if every < 1 or heads < 1 or inner % heads:
+        raise facts.misfit("ssm.inner_size", f"ssm.time_step_rank is {heads}, full_attention_interval {every}")
+    config["num_hidden_layers"] = layers
+    config["linear_value_head_dim"] = inner // heads
+    config["layer_types"] = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
 def scaled_queries(wide_layers: int, facts: ModelFacts, config: Config) -> None:
     """Queries of one size of the models, which has so many layers, are scaled by hidden size over heads; of others by
     the size of a head."""

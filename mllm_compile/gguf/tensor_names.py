@@ -123,6 +123,25 @@ GPT_OSS = {
     "blk.{}.ffn_down_exps.weight": "model.layers.{}.mlp.experts.down_proj",
     "blk.{}.ffn_down_exps.bias": "model.layers.{}.mlp.experts.down_proj_bias",
 }
+_FUSED_EXPERTS = {"blk.{}.ffn_gate_up_exps.weight": "model.layers.{}.mlp.experts.gate_up_proj"}
+QWEN35 = {
+    **ENDS,
+    **ATTENTION,
+    **HEAD_NORMS,
+    **MLP,
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_qkv": "model.layers.{}.linear_attn.in_proj_qkv",
+    "blk.{}.attn_gate": "model.layers.{}.linear_attn.in_proj_z",
+    "blk.{}.ssm_alpha": "model.layers.{}.linear_attn.in_proj_a",
+    "blk.{}.ssm_beta": "model.layers.{}.linear_attn.in_proj_b",
+    "blk.{}.ssm_conv1d": "model.layers.{}.linear_attn.conv1d",
+    "blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias",
+    "blk.{}.ssm_a": "model.layers.{}.linear_attn.A_log",
+    "blk.{}.ssm_norm": "model.layers.{}.linear_attn.norm",
+    "blk.{}.ssm_out": "model.layers.{}.linear_attn.out_proj",
+}
+QWEN35_MOE = QWEN35 | EXPERTS | _FUSED_EXPERTS | SHARED_EXPERT
 MINIMAX_M2 = {
     **LLAMA,
     **HEAD_NORMS,

@@ -108,6 +108,8 @@ REFUSED = {
     "another choice of experts": ("minimax-m2", {"expert_gating_func": 1}, "expected 2, sigmoid"),
     "convolutions alone": ("lfm2", {"attention__head_count_kv": 0}, "one number for all layers that attend"),
     "layers of other heads": ("lfm2", {"attention__head_count_kv": [1, 2, 2, 2]}, "one number for all layers that"),
+    "values without keys": ("qwen35", {"ssm__group_count": 0}, "4 value heads of 0 key heads"),
+    "values of no whole heads": ("qwen35", {"ssm__inner_size": 63}, "ssm.time_step_rank is 4"),
     "layers too few": ("lfm2", {"attention__head_count_kv": [0, 2]}, "expected 4 numbers"),
     "two norms for one key": ("falcon", {"attention__head_count_kv": 1}, "several KV heads"),
     "heads that do not fit": ("falcon", {"attention__head_count_kv": 3}, "4 heads for 3 KV heads"),

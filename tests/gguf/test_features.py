@@ -145,6 +145,18 @@ def dequantize(file: File, folder: Path) -> None:
         assert file.serves(engine)
 
 
+def int4_of_plain_numbers(file: File, folder: Path) -> None:
+    model = tiny_model("llama")
+    write_model(model, "llama", folder / "plain.gguf")
+    model.save_pretrained(folder / "model")
+    found = []
+    for path in (folder / "plain.gguf", folder / "model"):
+        config = file.config(model={"path": str(path), "quantization": "int4"}, cache={"dir": str(folder / "cache")})
+        with Engine(config) as engine:
+            found.append(engine.generate([[30, 50, 70]], GREEDY, progress=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1] != greedy(model, [30, 50, 70], TOKENS)
+
+
 def int4_and_fp8(file: File, folder: Path) -> None:
     for quantization in ("int4", "fp8", "none"):
         config = file.config(model={"path": str(file.path), "quantization": quantization})
@@ -178,14 +190,15 @@ WORK: dict[str, Feature] = {
     "experts": experts,
     "experts over ranks": experts_over_ranks,
     "`quantization: dequantize`": dequantize,
+    "`quantization: int4` of files without blocks": int4_of_plain_numbers,
 }
 REFUSED: dict[str, Feature] = {
-    "`quantization: int4`, `fp8`, `none`": int4_and_fp8,
+    "`quantization: int4`, `fp8`, `none` of blocks": int4_and_fp8,
     "images": images,
 }
 
 
-LONG = [one for one in WORK if "ranks" in one or "Inductor" in one]
+LONG = [one for one in WORK if any(word in one for word in ("ranks", "Inductor", "without blocks"))]
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,21 @@ def config_of(path, cache, **runtime):
     }
 
 
-@pytest.mark.parametrize("name", slow_but_a_sample(MODELS, 1))
-def test_tokens_match_transformers(name, tmp_path):
+def assert_served(name, folder, **runtime):
     model = tiny_model(name)
-    write_model(model, name, tmp_path / "model.gguf", mixed)
+    write_model(model, name, folder / "model.gguf", mixed)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with Engine(config_of(tmp_path / "model.gguf", tmp_path / "cache")) as engine:
+    with Engine(config_of(folder / "model.gguf", folder / "cache", **runtime)) as engine:
         found = [one.outputs[0].token_ids for one in engine.generate(PROMPTS, params, progress=False)]
     assert found == [greedy(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", slow_but_a_sample(MODELS, 1))
+def test_tokens_match_transformers(name, tmp_path):
+    assert_served(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen35", "bloom", "falcon", "gpt-oss"])
+def test_ranks_take_their_part_of_tensors_that_converters_have_changed(name, tmp_path):
+    assert_served(name, tmp_path, tensor_parallel_size=2)

@@ -16,9 +16,9 @@ from tests.model.tiny_configs import tiny_config
 
 Kinds = Callable[[str], gguf.GGMLQuantizationType]
 F32 = gguf.GGMLQuantizationType.F32
-_FLOATS = re.compile(r"position_embd|ssm_conv1d|shortconv\.conv|ssm_a|gate_inp\.|_exps\.bias")  # never in blocks
+_FLOATS = re.compile(r"position_embd|ssm_conv1d|shortconv\.conv|ssm_a$|gate_inp\.|_exps\.bias")  # never in blocks
 _PERMUTED = {"llama", "mixtral", "granite", "smollm3"}
-_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}
+_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_text", "qwen3_5_moe_text"}
 _YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _YARN |= {"truncate": False, "original_max_position_embeddings": 8}
 _NONE = {"bos_token_id": None, "eos_token_id": None}
@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"use_sliding_window": False, **_FULL}),
     "qwen2moe": ("qwen2_moe", {"use_sliding_window": False, **_FULL, "norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True, "sliding_window": None}),
+    "qwen35": ("qwen3_5_text", {}),
+    "qwen35moe": ("qwen3_5_moe_text", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 4}),
@@ -187,6 +189,19 @@ def _own_metadata(config: Any, name: str) -> dict[str, Any]:
     """Tensors that llama.cpp's converter of the architecture adds or changes."""
     wide = 4 * config.hidden_size
     match name:
+        case "qwen35" | "qwen35moe":
+            heads = config.linear_num_value_heads
+            return {
+                "block_count": config.num_hidden_layers + 1,
+                "nextn_predict_layers": 1,
+                "full_attention_interval": 2,
+                "rope.dimension_sections": [11, 11, 10, 0],
+                "ssm.conv_kernel": config.linear_conv_kernel_dim,
+                "ssm.state_size": config.linear_key_head_dim,
+                "ssm.group_count": config.linear_num_key_heads,
+                "ssm.time_step_rank": heads,
+                "ssm.inner_size": heads * config.linear_value_head_dim,
+            }
         case "gpt-oss":
             scaling = {"type": "yarn", "factor": 32.0, "original_context_length": 8}
             scaling |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
@@ -247,6 +262,9 @@ def _gemma4_metadata(config: Any) -> dict[str, Any]:
 
 
 def _extra_tensors(config: Any, name: str) -> dict[str, list[float]]:
+    if name.startswith("qwen35"):  # a layer that predicts further tokens
+        layer = f"blk.{config.num_hidden_layers}"
+        return {f"{layer}.{one}.weight": [1.0] * 32 for one in ("attn_norm", "ffn_gate_exps", "nextn.enorm")}
     if name != "gemma4":
         return {}
     half = config.per_layer_config[1].head_dim // 2
@@ -277,6 +295,7 @@ def _gguf_name(names: Any, key: str, name: str) -> str:
         return f"blk.{router[1]}.{'ffn_gate_inp' if router[2] == 'scale' else 'ffn_down_exps'}.scale"
     if key.endswith(("sinks", "layer_scalar")):
         key += ".weight"
+    key = key.replace("dt_bias", "dt_proj.bias")
     key = key.replace("mlp.e_score_correction_bias", "block_sparse_moe.e_score_correction.bias")
     if name == "bloom":
         key = key.removeprefix("transformer.")
@@ -307,7 +326,9 @@ def _changes(kind: str, key: str, config: Any) -> tuple[Any, Any]:
     if kind in _PERMUTED and ("q_proj" in key or "k_proj" in key):
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         return (lambda one: _swapped(one, heads, 2, -1)), (lambda one: _swapped(one, heads, -1, 2))
-    if kind in _PLUS_ONE and key.endswith(("norm.weight", "layernorm.weight")):
+    if "linear_attn" in key and not key.endswith("norm.weight"):
+        return _tiled(config, key)
+    if kind in _PLUS_ONE and key.endswith("norm.weight") and "linear_attn" not in key:
         return (lambda one: one + np.float32(1)), (lambda one: one - np.float32(1))
     if kind == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", key):
         return (lambda one: one.T), (lambda one: one.T)
@@ -320,6 +341,31 @@ def _changes(kind: str, key: str, config: Any) -> tuple[Any, Any]:
     if key.endswith("shared_expert_gate.weight"):
         return (lambda one: one[0]), (lambda one: one[None])
     return (lambda one: one), (lambda one: one)
+
+
+def _tiled(config: Any, key: str) -> tuple[Any, Any]:
+    """Value heads of all key heads by turns, and the changes of exponentials and convolutions; and back."""
+    groups, values = config.linear_num_key_heads, config.linear_num_value_heads
+    skipped = 2 * groups * config.linear_key_head_dim if "qkv" in key or "conv1d" in key else 0
+
+    def turned(one: np.ndarray, first: int, second: int) -> np.ndarray:
+        if "out_proj" in key:
+            one = one.T
+        rest = one[skipped:]
+        heads = rest.reshape(first, second, -1, *rest.shape[1:]).swapaxes(0, 1).reshape(rest.shape)
+        whole = np.concatenate([one[:skipped], heads])
+        return whole.T if "out_proj" in key else whole
+
+    def changed(one: np.ndarray) -> np.ndarray:
+        one = -np.exp(one) if key.endswith("A_log") else one
+        return turned(one.squeeze(1) if "conv1d" in key else one, groups, values // groups)
+
+    def back(one: np.ndarray) -> np.ndarray:
+        one = turned(one, values // groups, groups)
+        one = torch.from_numpy(-one).log().numpy() if key.endswith("A_log") else one
+        return one[:, None] if "conv1d" in key else one
+
+    return changed, back
 
 
 def _apart(config: Any, kind: str) -> tuple[Any, Any]:
