@@ -28,6 +28,7 @@ from mllm_compile.runtime.device.memory import (
     check_weights_fit,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
+from mllm_compile.runtime.device.thread_trial import StepThreads
 from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
@@ -65,6 +66,7 @@ class ModelRunner(RunnerSizes):
         row_state: a StepRunner's, and captured decodes'.
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
+        step_threads: the CPU's threads of each kind of step; None: they are not changed from step to step.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
@@ -81,6 +83,7 @@ class ModelRunner(RunnerSizes):
         self._meet = meet
         self.forward_pass_id = 0
         self.graph_runner: GraphRunner | None = None
+        self.step_threads: StepThreads | None = None
         self._source = source
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
@@ -448,6 +451,8 @@ class ModelRunner(RunnerSizes):
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""
+        if self.step_threads is not None:
+            self.step_threads.use(batch.forward_mode.is_decode_or_idle())
         self.attn_backend.init_forward_metadata(batch)
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)

@@ -61,6 +61,7 @@ _KEYS_OF_GPUS = {
     "runtime": ("mem_fraction_static", "without"),
     "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens"),
 }
+_SWITCHES_OF_CPUS = ("paged_attention",)
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
@@ -418,9 +419,10 @@ def _longest_text(model: ModelFolder) -> int | None:
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:
     """Keys without an effect on a CPU that differ from their defaults."""
     sections = {name: getattr(config, name) for name in _KEYS_OF_GPUS}
+    defaults = {name: type(section).model_fields for name, section in sections.items()}
     return tuple(
         f"{name}.{key}"
         for name, section in sections.items()
         for key in _KEYS_OF_GPUS[name]
-        if getattr(section, key) != type(section).model_fields[key].default
+        if getattr(section, key) not in (defaults[name][key].default, _SWITCHES_OF_CPUS)
     )

@@ -18,6 +18,7 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
+from mllm_compile.engine.cpu_threads import prepare_threads
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
@@ -28,7 +29,6 @@ from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
-from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
@@ -133,7 +133,7 @@ def _load(
             eos_token_ids = ends_of_answers(defaults, tokenizer, runner.vocab_size, timeline)
             most_threads = None if group is None else group.threads
             is_cpu = runner.device.type == "cpu"
-            use_threads_of_cpu = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
+            use_threads_of_cpu = prepare_threads(compiled, runner, timeline, most_threads) if is_cpu else _nothing
             _tell_ready(compiled, runner, timeline)
             return EngineParts(
                 scheduler=scheduler,
@@ -330,21 +330,6 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
     }
     write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
-
-
-def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int | None) -> Callable[[], None]:
-    """Return what the engine's thread calls first: it sets as many threads as the model has work for.
-
-    Args:
-        most: of one rank, where there are several; None: it is alone.
-    """
-    threads = threads_for(sum(spec.num_bytes for spec in compiled.artifact.weights))
-    if most is not None and threads.count > most:
-        threads = replace(threads, count=most, why=f"of {compiled.config.runtime.num_ranks} ranks each")
-    timeline.note(f"CPU threads: {threads.count} ({threads.why})")
-    if threads.count > 1:
-        wait_briefly()
-    return lambda: use_threads(threads.count)
 
 
 def _in_turn(*functions: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,10 +27,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class CpuThreads:
-    """How many, and for people why."""
+    """How many, for people why, and whether a user has said so."""
 
     count: int
     why: str
+    is_given: bool = False
 
 
 def choose_threads(weight_bytes: int, cores: int, allowed: int) -> CpuThreads:
@@ -52,7 +53,7 @@ def choose_threads(weight_bytes: int, cores: int, allowed: int) -> CpuThreads:
 def threads_for(weight_bytes: int) -> CpuThreads:
     """OMP_NUM_THREADS where it is set, else choose_threads for this process."""
     if os.environ.get("OMP_NUM_THREADS"):
-        return CpuThreads(torch.get_num_threads(), "OMP_NUM_THREADS")
+        return CpuThreads(torch.get_num_threads(), "OMP_NUM_THREADS", is_given=True)
     return choose_threads(weight_bytes, usable_cores(), torch.get_num_threads())
 
 
@@ -60,12 +61,16 @@ def use_threads(count: int) -> None:
     """Sets the number for what the calling thread computes from now on, and for nothing else of this process."""
     if torch.get_num_threads() == count:  # also makes torch set its own, which it would do later
         return
+    for set_threads in _setters():
+        set_threads(count)
+
+
+@cache
+def _setters() -> tuple[Callable[[int], object], ...]:
     linked = ctypes.CDLL(torch._C.__file__)  # the libraries that it is linked with are looked through too
     # MKL has a number of its own where a program has called torch.set_num_threads.
-    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
-        set_threads = getattr(linked, name, None)
-        if set_threads is not None:
-            set_threads(count)
+    found = (getattr(linked, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"))
+    return tuple(one for one in found if one is not None)
 
 
 @cache

@@ -52,6 +52,7 @@ def test_what_a_config_says_for_gpus_alone_is_without_effect_on_a_cpu():
     }
     told = ("runtime.mem_fraction_static", "runtime.without", "cudagraph.decode_requests")
     assert resolved(CPU, **sections).without_effect == told
+    assert resolved(CPU, runtime={"without": ["paged_attention"]}).without_effect == ()
     assert resolved(CPU).without_effect == ()
     sections["cudagraph"]["mode"] = "full"
     assert resolved(H200, **sections).without_effect == ()

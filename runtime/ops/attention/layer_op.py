@@ -72,7 +72,9 @@ def attention_with_output(
         return
     if num_tokens != q.shape[0]:
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    slots = context.slot_mapping[layer_name][:num_tokens] if save_kv_cache else None
+    slots = context.slot_mapping[layer_name] if save_kv_cache else None
+    if slots is not None and slots.shape[0] != num_tokens:
+        slots = slots[:num_tokens]
     if slots is not None and not batch.attn_backend.writes_kv(layer):
         batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
         slots = None
