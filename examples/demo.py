@@ -29,7 +29,10 @@ QUESTIONS = {
         (*GREEDY, "Give three reasons to drink water."),
         (*JSON, *GREEDY, "Extract name, age and city: Anna is 31 years old and lives in Rome."),
     ),
-    EMBEDDED: ((*GREEDY, "What does shutil.copytree do?"), (*JSON, *GREEDY, "What is a list?")),
+    EMBEDDED: (
+        (*GREEDY, "What does shutil.copytree do?"),
+        ("--temperature", "0", "--max-tokens", "32", "--prompt", "Return a new list containing"),
+    ),
 }
 
 
@@ -88,9 +91,12 @@ def run(model: str) -> int:
         if code := subprocess.run([sys.executable, "-m", "mllm_compile", *arguments], cwd=ROOT).returncode:
             return code
     print(f"\nThe demo took {time.perf_counter() - start:.0f} s. Go on with these, after `. .venv/bin/activate`:")
-    print(f"  mllm-compile chat {model}      a conversation here")
-    print(f"  mllm-compile serve {model}     OpenAI's interface, and a page to chat at http://127.0.0.1:8000")
-    print("  python examples/about_images.py      questions about a picture")
+    for command, about in (
+        (f"mllm-compile chat {model}", "a conversation"),
+        (f"mllm-compile serve {model}", "OpenAI's interface, and a page to chat at http://127.0.0.1:8000"),
+        ("python examples/about_images.py", "questions about a picture"),
+    ):
+        print(f"  {command:<36}{about}")
     return 0
 
 
