@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 _ALIGNMENT = 16  # bytes
@@ -183,4 +184,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    try:
+        pages = np.zeros(num_bytes, dtype=np.uint8)
+    except MemoryError:
+        raise DeviceMemoryError(
+            f"a part of the KV cache needs {num_bytes / 1e9:.2f} GB, and the system refuses them. Raise the limit of "
+            "this process (ulimit -v), or end others."
+        ) from None
+    return torch.from_numpy(pages).view(dtype).view(shape)

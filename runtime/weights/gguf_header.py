@@ -116,12 +116,14 @@ class GgufHeader(WeightHeader):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Reads and checks the header of `path`.
+    """Reads and checks the header of `path`. Errors name the user's file, which a link in the cache leads to.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged, or of a version or type that is not read.
     """
     try:
+        if path.is_symlink() and os.path.isabs(target := os.readlink(path)):  # the hub's links are relative
+            path = Path(target)
         facts = os.stat(path)
         return _read(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
     except OSError as error:

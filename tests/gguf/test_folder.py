@@ -13,6 +13,7 @@ from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import CheckpointError, ConfigError, ModelNotFoundError
+from mllm_compile.runtime.weights.gguf_header import read_gguf
 from tests.gguf.test_tokenizers import byte_level, metadata
 from tests.gguf.writer import add_value, tiny_model, write_model
 
@@ -103,6 +104,15 @@ def test_several_models_in_a_folder_are_refused(file, tmp_path):
         shutil.copy(file[0], tmp_path / name)
     with pytest.raises(ModelNotFoundError, match=r"holds several GGUF models or none whole \(a\.gguf, b\.gguf\)"):
         opened(tmp_path, tmp_path / "cache")
+
+
+def test_a_file_that_is_gone_is_named_by_its_own_path(file, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    shutil.copy(file[0], path)
+    (link,) = opened(path, tmp_path / "cache").weight_files
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"^cannot read {path}: No such file"):
+        read_gguf(link)
 
 
 def test_a_changed_file_gets_a_folder_of_its_own(file, tmp_path):

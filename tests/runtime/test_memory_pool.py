@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from mllm_compile.runtime import memory_pool
+from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 
@@ -41,6 +43,17 @@ def test_kv_is_kept_in_the_pool_s_dtype():
     k = torch.randn(1, 1, 8)
     pool.set_kv_buffer(0, torch.tensor([4]), k, k)
     assert torch.equal(pool.get_kv_buffer(0)[0][4], k[0].bfloat16())
+
+
+def test_memory_that_the_system_refuses_is_told(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(memory_pool.np, "zeros", refuse)
+    with pytest.raises(
+        DeviceMemoryError, match=r"KV cache needs 0\.00 GB, and the system refuses them\. Raise the limit"
+    ):
+        memory_pool._zeros((8,), torch.float32, "cpu")
 
 
 def test_an_fp8_pool_rounds_and_saturates():
