@@ -1,19 +1,19 @@
 """The tokenizer files of a GGUF model, from its metadata: ids are llama.cpp's.
 
-Byte-level BPE (`gpt2`) has regexes by a name, tokenizer.ggml.pre; a name that is not known is refused, as another regex
-gives other ids. SentencePiece's BPE (`llama`) has scores, and merges follow from them: the pair whose token has the
-higher score comes first.
+Byte-level BPE (`gpt2`) has regexes by a name, tokenizer.ggml.pre; an unknown name is refused, as another regex gives
+other ids. SentencePiece's BPE (`llama`) has scores, and merges follow from them: the pair whose token has the higher
+score comes first. Gemma 4's (`gemma4`) has its letters and merges.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.metadata import Metadata
+from mllm_compile.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from mllm_compile.runtime.short_repr import short_repr
 
 _PREFIX = "tokenizer.ggml."
@@ -24,62 +24,6 @@ _MAX_SPLIT = 256  # characters of a token whose merges are looked for
 _ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eom_id|>")
 _SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 _SPECIAL |= {"pad_token": "padding_token_id"}
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
-)
-_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-
-
-@dataclass(frozen=True)
-class _Pre:
-    """
-    Attributes:
-        regexes: each splits what those before it have left in one piece.
-        ignores_merges: a piece that is a token is that token.
-        adds_bos: where the file does not say it.
-    """
-
-    regexes: tuple[str, ...]
-    ignores_merges: bool = False
-    adds_bos: bool = False
-
-
-_LLAMA3 = _Pre((_WORDS + r"|\p{N}{1,3}" + _REST,), ignores_merges=True, adds_bos=True)
-_LLAMA3_MERGING = _Pre(_LLAMA3.regexes)
-_QWEN2 = _Pre((_WORDS + r"|\p{N}" + _REST,))
-_DIGITS = _Pre((r"\p{N}", _GPT2))
-_PLAIN = _Pre((_GPT2,))
-_DEEPSEEK3 = _Pre(
-    (
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
-)
-_TEKKEN = _Pre((_CASED % ("", "") + r"|\p{N}" + _CASED_REST,), ignores_merges=True, adds_bos=True)
-_GPT4O = _Pre((_CASED % (_CONTRACTIONS, _CONTRACTIONS) + r"|\p{N}{1,3}" + _CASED_REST,))
-_FALCON = _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))
-_PRES: Mapping[str, _Pre] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LLAMA3_MERGING),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        _DIGITS,
-    ),
-    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "roberta-bpe", "mpt", "olmo", "jais"), _PLAIN),
-    "deepseek-v3": _DEEPSEEK3,
-    "falcon": _FALCON,
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
-}
 
 
 def tokenizer_files(metadata: Metadata, vocabulary: int) -> dict[str, str]:
@@ -101,10 +45,12 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> dict[str, str]:
         built = _byte_level(metadata, tokens)
     elif model == "llama":
         built = _sentencepiece(metadata, tokens)
+    elif model == "gemma4":
+        built = _whole_lines(metadata, tokens)
     else:
         raise UnsupportedModelError(
-            f"{metadata.path}: {_PREFIX}model is {short_repr(model)}; read are gpt2 and llama. Set model.path to the "
-            "model that it was made of, as safetensors."
+            f"{metadata.path}: {_PREFIX}model is {short_repr(model)}; read are gpt2, llama and gemma4. Set "
+            "model.path to the model that it was made of, as safetensors."
         )
     return {
         "tokenizer.json": built,
@@ -156,11 +102,8 @@ def _byte_level(metadata: Metadata, tokens: _Tokens) -> str:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = _pre(metadata)
-    merges = metadata.texts(f"{_PREFIX}merges")
-    if merges is None:
-        raise CheckpointError(f"{metadata.path} lacks {_PREFIX}merges. Download it again.")
-    pairs = [_pair(metadata, merge) for merge in merges]
-    tokenizer = Tokenizer(_bpe(metadata, models, tokens, pairs, ignore_merges=pre.ignores_merges))
+    options = {"ignore_merges": pre.ignores_merges}
+    tokenizer = Tokenizer(_bpe(metadata, models, tokens, _pairs(metadata), **options))
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in pre.regexes]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
@@ -174,11 +117,8 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> str:
     scores = metadata.numbers(f"{_PREFIX}scores", len(tokens.texts))
     if scores is None:
         raise CheckpointError(f"{metadata.path} lacks {_PREFIX}scores. Download it again.")
-    unknown = tokens.special("unknown_token_id")
-    unk_token = None if unknown is None else tokens.texts[unknown]
     pairs = _merges_of_scores(tokens, scores)
-    options = {"byte_fallback": True, "fuse_unk": True, "unk_token": unk_token}
-    tokenizer = Tokenizer(_bpe(metadata, models, tokens, pairs, **options))
+    tokenizer = Tokenizer(_bpe(metadata, models, tokens, pairs, **_by_bytes(tokens)))
     has_prefix = metadata.find(f"{_PREFIX}add_space_prefix", bool) is not False
     replace = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if has_prefix else replace
@@ -187,15 +127,41 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> str:
     return _finished(metadata, tokens, tokenizer, adds_bos=True)
 
 
-def _pre(metadata: Metadata) -> _Pre:
+def _whole_lines(metadata: Metadata, tokens: _Tokens) -> str:
+    """SentencePiece's letters with merges of the file's own: lines, and runs of their ends, are pieces. llama.cpp adds
+    the begin whatever the file says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(_bpe(metadata, models, tokens, _pairs(metadata), **_by_bytes(tokens)))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _finished(metadata, tokens, tokenizer, adds_bos=True, asks_for_bos=False)
+
+
+def _by_bytes(tokens: _Tokens) -> dict[str, Any]:
+    """Options of BPE that spells unknown letters in bytes."""
+    unknown = tokens.special("unknown_token_id")
+    unk_token = None if unknown is None else tokens.texts[unknown]
+    return {"byte_fallback": True, "fuse_unk": True, "unk_token": unk_token}
+
+
+def _pre(metadata: Metadata) -> PreTokenizer:
     key = f"{_PREFIX}pre"
     name = metadata.find(key, str)
-    if name is None or name not in _PRES:
+    if name is None or name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{metadata.path}: {key} is {short_repr(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the "
-            "model that it was made of, as safetensors."
+            f"{metadata.path}: {key} is {short_repr(name)}; read are {', '.join(sorted(PRE_TOKENIZERS))}. Set "
+            "model.path to the model that it was made of, as safetensors."
         )
-    return _PRES[name]
+    return PRE_TOKENIZERS[name]
+
+
+def _pairs(metadata: Metadata) -> list[tuple[str, str]]:
+    merges = metadata.texts(f"{_PREFIX}merges")
+    if merges is None:
+        raise CheckpointError(f"{metadata.path} lacks {_PREFIX}merges. Download it again.")
+    return [_pair(metadata, merge) for merge in merges]
 
 
 def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
@@ -225,7 +191,12 @@ def _bpe(metadata: Metadata, models: Any, tokens: _Tokens, pairs: list[tuple[str
         raise CheckpointError(f"{metadata.path}: its tokenizer cannot be built: {short_repr(str(error))}.") from None
 
 
-def _finished(metadata: Metadata, tokens: _Tokens, tokenizer: Any, *, adds_bos: bool) -> str:
+def _finished(metadata: Metadata, tokens: _Tokens, tokenizer: Any, *, adds_bos: bool, asks_for_bos: bool = True) -> str:
+    """
+    Args:
+        adds_bos: a begin is added where the file does not say it.
+        asks_for_bos: the file may say it.
+    """
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -235,7 +206,7 @@ def _finished(metadata: Metadata, tokens: _Tokens, tokenizer: Any, *, adds_bos: 
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in others])
     ends = []
     for key, default, name in (("add_bos_token", adds_bos, "bos_token_id"), ("add_eos_token", False, "eos_token_id")):
-        said = metadata.find(_PREFIX + key, bool)
+        said = metadata.find(_PREFIX + key, bool) if asks_for_bos or name != "bos_token_id" else None
         token = tokens.special(name)
         is_added = (default if said is None else said) and token is not None
         ends.append((tokens.texts[token], token) if is_added and token is not None else None)

@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.metadata import Metadata
+from mllm_compile.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mllm_compile.gguf.tokenizer import tokenizer_files
-from tests.sample import how_to_repeat, seed
+from tests.sample import how_to_repeat, seed, slow_but_a_sample
 
 COUNT = 2000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -22,14 +23,70 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2 = LLAMA3.replace("{1,3}", "")
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SENTENCE = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+# One name of each kind.
 SPLITS = {
+    "default": lambda: _split(
+        *(r"[\p{P}\$\+<=>\^~\|]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+        *(r"\p{N}+", "[0-9][0-9][0-9]"),
+    ),
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    "smollm": lambda: _in_turn(pre_tokenizers.Digits(individual_digits=True), _bytes()),
+    "falcon": lambda: _in_turn(
+        *(pre_tokenizers.Punctuation("contiguous"), _bytes(), pre_tokenizers.Digits(individual_digits=False)),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
     ),
     "llama-bpe": lambda: _split(LLAMA3),
-    "qwen2": lambda: _split(LLAMA3.replace("{1,3}", "")),
+    "dbrx": lambda: _split(LLAMA3),
+    "jais-2": lambda: _split(
+        LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
+        + r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+        r"|\s{1,2}(?!\S)|\s{1}"
+    ),
+    "minicpm5": lambda: _split(r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")),
+    "qwen2": lambda: _split(QWEN2),
+    "qwen35": lambda: _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "laguna": lambda: _split(r"[^\n]+|[\n]+", QWEN2),
+    "seed-coder": lambda: _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    ),
+    "bailingmoe": lambda: _split(
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "exaone-moe": lambda: _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "deepseek-v3": lambda: _split(
+        *(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"),
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-coder": lambda: _in_turn(
+        *(pre_tokenizers.Split(Regex(one), "isolated") for one in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+        pre_tokenizers.Split(Regex("[一-龥ࠀ-一가-퟿]+"), "isolated"),
+        *(pre_tokenizers.Digits(individual_digits=True), _bytes(use_regex=False)),
+    ),
+    "gpt-4o": lambda: _split(CASED),
+    "tiny_aya": lambda: _split(r"\d{1,3}(?=(?:\d{3})*\b)", CASED),
+    "tekken": lambda: _split(CASED.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")),
+    "bloom": lambda: _split(SENTENCE),
+    "viking": lambda: _in_turn(
+        pre_tokenizers.Split(Regex(SENTENCE), "isolated"),
+        *(pre_tokenizers.Digits(individual_digits=True), _bytes(use_regex=False)),
+    ),
 }
+WHOLE_PIECES = {"llama-bpe", "minicpm5", "tekken"}  # a piece that is a token is that token, whatever its merges
 WORDS = [
     "the",
     "a",
@@ -75,9 +132,16 @@ WORDS += [
 WORDS += ["\u00a0", "\u200b", "é", "e\u0301", "Ünï"]
 
 
-def _split(regex: str):
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), byte_level])
+def _bytes(use_regex: bool = True):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def _in_turn(*steps):
+    return pre_tokenizers.Sequence(list(steps))
+
+
+def _split(*regexes: str):
+    return _in_turn(*(pre_tokenizers.Split(Regex(one), "isolated") for one in regexes), _bytes(use_regex=False))
 
 
 def texts(kind: str) -> list[str]:
@@ -143,11 +207,18 @@ def built(values: dict, vocabulary: int | None = None) -> tuple[Tokenizer, dict]
     return Tokenizer.from_str(files["tokenizer.json"]), {name: json.loads(text) for name, text in files.items()}
 
 
-@pytest.mark.parametrize("pre", SPLITS)
+def test_every_regex_has_its_original_here():
+    def kind(one):
+        return one.regexes, one.ignores_merges
+
+    assert {kind(PRE_TOKENIZERS[name]) for name in SPLITS} == {kind(one) for one in PRE_TOKENIZERS.values()}
+
+
+@pytest.mark.parametrize("pre", slow_but_a_sample(SPLITS, 5))
 def test_byte_level_ids_are_the_originals(pre):
     original = byte_level(pre)
     values = metadata(original, "gpt2", pre=pre, add_bos_token=False)
-    if pre == "llama-bpe":  # these take a whole piece that is a token as that token
+    if pre in WHOLE_PIECES:
         content = json.loads(original.to_str())
         content["model"]["ignore_merges"] = True
         original = Tokenizer.from_str(json.dumps(content))
@@ -167,6 +238,44 @@ def test_sentencepiece_ids_are_the_originals():
     tokenizer, _ = built(metadata(original, "llama", add_bos_token=False))
     for text in texts("spm"):
         assert tokenizer.encode(text).ids == original.encode(text).ids, (text, how_to_repeat())
+
+
+@cache
+def gemma() -> Tokenizer:
+    """As Gemma's own tokenizer.json: spaces are letters, and merges go over words."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    special = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([f"{line}\n\n".replace(" ", "\u2581") for line in lines()], trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [one for one in content["added_tokens"] if not one["content"].startswith("<0x")]
+    content["model"]["merges"] = [one for one in content["model"]["merges"] if not _over_lines("".join(one))]
+    content["model"]["vocab"] = {
+        token: index for index, token in enumerate(one for one in content["model"]["vocab"] if not _over_lines(one))
+    }
+    for one in content["added_tokens"]:
+        one["id"] = content["model"]["vocab"][one["content"]]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return tokenizer
+
+
+def _over_lines(token: str) -> bool:
+    """Gemma has tokens of ends of lines alone."""
+    return "\n" in token and bool(token.strip("\n"))
+
+
+def test_gemma_4_ids_are_the_originals():
+    original = gemma()
+    merges = tuple(" ".join(one).encode() for one in json.loads(original.to_str())["model"]["merges"])
+    values = metadata(original, "gemma4", merges=merges, scores=None, add_bos_token=False)
+    tokenizer, _ = built(values)
+    begin = values["tokenizer.ggml.bos_token_id"]
+    for text in texts("gemma4"):
+        ids = tokenizer.encode(text).ids
+        assert ids == [begin, *original.encode(text).ids], (text, how_to_repeat())
+        assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
 
 
 def test_sentencepiece_decodes_to_the_text():
@@ -207,7 +316,7 @@ def test_templates_by_name_are_kept():
 REFUSED = {
     "an unknown regex": ({"pre": "klingon"}, UnsupportedModelError, "tokenizer.ggml.pre is 'klingon'; read are"),
     "no regex": ({"pre": None}, UnsupportedModelError, "tokenizer.ggml.pre is None"),
-    "another kind": ({"model": "rwkv"}, UnsupportedModelError, "read are gpt2 and llama"),
+    "another kind": ({"model": "rwkv"}, UnsupportedModelError, "read are gpt2, llama and gemma4"),
     "no merges": ({"merges": None}, CheckpointError, "lacks tokenizer.ggml.merges"),
     "a broken merge": ({"merges": (b"ab",)}, CheckpointError, "expected two parts, got 'ab'"),
     "an unknown part": ({"merges": (b"zzzz qqqq",)}, CheckpointError, "cannot be built"),

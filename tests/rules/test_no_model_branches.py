@@ -17,7 +17,7 @@ import mllm_compile
 
 PACKAGE = Path(mllm_compile.__file__).parent
 # A file format's own names: tables of tensors, keys and regexes.
-TABLES = {"gguf/architectures.py", "gguf/tokenizer.py"}
+TABLES = {"gguf/architectures.py", "gguf/pre_tokenizers.py", "gguf/tokenizer.py"}
 # Names of architectures that are also plain words, which other code may compare with.
 PLAIN_WORDS = {"align", "auto", "bark", "bit", "git", "led", "time", "van"}
 
