@@ -20,8 +20,14 @@ _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type
 _SPACE = "\u2581"
 _MAX_SPLIT = 256  # characters of a token whose merges are looked for
-# Ends of turns by their text, where files name no id (llama-vocab.cpp).
-_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eom_id|>")
+# Ends of turns by their text, where files name no id (llama-vocab.cpp); </s> is a tag of HTML for some.
+_ENDS_OF_TURNS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|eom_id|>", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
+)
+# Beside these <|end|> is the end of a message, and the turn goes on.
+_ENDS_BESIDE_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 _SPECIAL |= {"pad_token": "padding_token_id"}
 
@@ -83,6 +89,10 @@ class _Tokens:
         self.types: Sequence[int | float] = [1] * len(texts) if types is None else types
         self.ids = {text: index for index, text in enumerate(texts)}
         self._metadata = metadata
+
+    def is_whole(self, text: str) -> bool:
+        """True for the text of a token that no letters make: of the model's control, or defined by users."""
+        return text in self.ids and self.types[self.ids[text]] in (_CONTROL, _USER_DEFINED)
 
     def special(self, key: str) -> int | None:
         """The id of a special token, None where the file names none.
@@ -240,12 +250,13 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def _generation_config(metadata: Metadata, tokens: _Tokens) -> dict[str, Any]:
-    ends = [tokens.special(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    ends += [
-        tokens.ids[text] for text in _ENDS_OF_TURNS if text in tokens.ids and tokens.types[tokens.ids[text]] == _CONTROL
-    ]
+    named = (tokens.special(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
+    ends = {tokens.texts[token] for token in named if token is not None}
+    ends |= {text for text in _ENDS_OF_TURNS if tokens.is_whole(text)}
+    if any(both <= ends for both in _ENDS_BESIDE_MESSAGES):
+        ends.discard("<|end|>")
     config: dict[str, Any] = {}
-    if stops := sorted({end for end in ends if end is not None}):
+    if stops := sorted(tokens.ids[text] for text in ends):
         config["eos_token_id"] = stops
     for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := tokens.special(key)) is not None:

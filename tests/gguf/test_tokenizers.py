@@ -293,6 +293,24 @@ def test_a_begin_and_an_end_are_added_as_the_file_says():
     assert values["tokenizer.ggml.eos_token_id"] in files["generation_config.json"]["eos_token_id"]
 
 
+@pytest.mark.parametrize(
+    ("marks", "ends"),
+    [
+        (("<|return|>", "<|call|>", "<|end|>"), ("<|return|>", "<|call|>")),  # <|end|> ends a message
+        (("<|end|>", "<|assistant|>"), ("<|end|>",)),
+        (("<turn|>", "<|tool_response>"), ("<turn|>", "<|tool_response>")),
+    ],
+)
+def test_turns_end_where_llama_cpp_ends_them(marks, ends):
+    values = metadata(byte_level("gpt-2"), "gpt2", pre="gpt-2")
+    ids = {mark: len(values["tokenizer.ggml.tokens"]) + index for index, mark in enumerate(marks)}
+    values["tokenizer.ggml.tokens"] += tuple(mark.encode() for mark in marks)
+    values["tokenizer.ggml.token_type"] += (3,) * (len(marks) - 1) + (4,)
+    _, files = built(values)
+    found = set(files["generation_config.json"]["eos_token_id"])
+    assert found & set(ids.values()) == {ids[end] for end in ends}
+
+
 def test_tokens_that_users_define_are_whole():
     original = byte_level("gpt-2")
     original = Tokenizer.from_str(original.to_str())
