@@ -9,13 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
-from mllm_compile.config.names import nearest_path
+from mllm_compile.config.hub_gguf import chosen_files
+from mllm_compile.config.names import nearest_path, repository_and_tag
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.media.files import PROCESSOR_FILES
+from mllm_compile.runtime.weights.file_names import GGUF_SUFFIX
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.text.tokenizer_files import EXPORTED_FILES, NAMED_TEMPLATES, OLDER_FILES, TOKENIZER_FILE
 
@@ -30,15 +33,16 @@ _MOST_NAMES = 5  # of an error
 
 
 def download(model: ModelConfig) -> Path:
-    """The snapshot of a hub id in the hub's cache, with what is read of it.
+    """The snapshot of a hub id in the hub's cache, with the files that are read; or a GGUF file in it, its first part.
 
     Raises:
         ModelNotFoundError: there is no such model, it may not be fetched, or a file that is read is not there.
     """
     from huggingface_hub import errors, snapshot_download
 
+    repository, tag = repository_and_tag(model.path)
     patterns = list(_TEXT_FILES)
-    if model.load_format != "dummy":
+    if model.load_format != "dummy" and tag is None:
         patterns.append("*.safetensors")
     if model.trust_remote_code:
         patterns.append(_CODE_FILES)
@@ -47,16 +51,18 @@ def download(model: ModelConfig) -> Path:
         with _download_bars_on_terminals_only():
             # Sub-folders hold other formats of the same weights (original/, onnx/, gguf/).
             folder = snapshot_download(
-                model.path, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+                repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
             )
             # The one sub-folder that is read; of the same commit, which the snapshot's folder is named after.
-            snapshot_download(model.path, revision=Path(folder).name, allow_patterns=[_NAMED_TEMPLATES])
+            snapshot_download(repository, revision=Path(folder).name, allow_patterns=[_NAMED_TEMPLATES])
+            if _may_be_gguf(model, Path(folder)):
+                return _downloaded_gguf(model, Path(folder))
     except errors.HFValidationError as error:
         raise ModelNotFoundError(f"{name} is neither a folder nor a hub id: {error}") from None
     except errors.GatedRepoError:
         raise ModelNotFoundError(
             f"{name}: the hub asks to accept the model's terms first. Accept them on "
-            f"https://huggingface.co/{model.path} and log in with `hf auth login`, or set model.path to a local folder."
+            f"https://huggingface.co/{repository} and log in with `hf auth login`, or set model.path to a local folder."
         ) from None
     except errors.RevisionNotFoundError:
         raise ModelNotFoundError(
@@ -79,7 +85,7 @@ def download(model: ModelConfig) -> Path:
         raise ModelNotFoundError(
             f"{name}: there is no such folder{nearest_path(model.path)}, and the Hugging Face hub cannot be reached "
             f"({reason}). Give a local folder that holds {CONFIG_FILE}, the tokenizer and the safetensors files (made "
-            f"elsewhere with `hf download {model.path} --local-dir FOLDER`)."
+            f"elsewhere with `hf download {repository} --local-dir FOLDER`)."
         ) from None
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
@@ -90,18 +96,42 @@ def download(model: ModelConfig) -> Path:
     return Path(folder)
 
 
+def _may_be_gguf(model: ModelConfig, folder: Path) -> bool:
+    """True if a GGUF file is named, or the folder lacks files of another format."""
+    if repository_and_tag(model.path)[1] is not None:
+        return True
+    has_weights = (folder / WEIGHTS_FILE).exists() or (folder / WEIGHTS_INDEX_FILE).exists()
+    return not has_weights and (model.load_format != "dummy" or not (folder / CONFIG_FILE).exists())
+
+
+def _downloaded_gguf(model: ModelConfig, folder: Path) -> Path:
+    """The first part of the GGUF model that is meant, all parts fetched; `folder`, where the repository has none."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, tag = repository_and_tag(model.path)
+    files = chosen_files(HfApi().list_repo_files(repository, revision=folder.name), tag, model.path)
+    if files:
+        snapshot_download(repository, revision=folder.name, allow_patterns=[escape(name) for name in files])
+    return folder / files[0] if files else folder
+
+
 def _cached_snapshot(model: ModelConfig) -> Path | None:
     """The model's snapshot in the hub's cache, complete or not; or None."""
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=[], local_files_only=True))
+        repository, _ = repository_and_tag(model.path)
+        return Path(snapshot_download(repository, revision=model.revision, allow_patterns=[], local_files_only=True))
     except errors.LocalEntryNotFoundError:
         return None
 
 
 def _with_what_is_read(model: ModelConfig, snapshot: Path) -> Path:
-    """The snapshot, which lacks files of its listing, if none of those is read."""
+    """The snapshot, which lacks files of its listing, if none of those is read; or its GGUF file that is meant."""
+    if _may_be_gguf(model, snapshot):
+        there = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob(f"*{GGUF_SUFFIX}")]
+        if files := chosen_files(there, repository_and_tag(model.path)[1], model.path):
+            return snapshot / files[0]
     missing = [*_missing_texts(model, snapshot), *_missing_weights(model, snapshot)]
     if not missing:
         return snapshot
@@ -142,7 +172,8 @@ def _is_listed(model: ModelConfig, pattern: str) -> bool:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        snapshot_download(model.path, revision=model.revision, allow_patterns=[pattern], local_files_only=True)
+        repository, _ = repository_and_tag(model.path)
+        snapshot_download(repository, revision=model.revision, allow_patterns=[pattern], local_files_only=True)
     except errors.LocalEntryNotFoundError:
         return True
     return False

@@ -22,7 +22,8 @@ from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
-from mllm_compile.gguf.folder import GgufModel, gguf_parts, open_gguf
+from mllm_compile.gguf.folder import GgufModel, open_gguf
+from mllm_compile.gguf.parts import gguf_parts
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.file_names import is_gguf
 

@@ -20,10 +20,17 @@ def source_name(source: str) -> str:
 
 
 def is_hub_id(text: str) -> bool:
-    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
-    if is_local_path(text) or text.endswith(GGUF_SUFFIX):
+    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones; or one of its
+    GGUF files: `Qwen/Qwen3-0.6B-GGUF:Q8_0`."""
+    if is_local_path(text) or repository_and_tag(text)[0].endswith(GGUF_SUFFIX):
         return False
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+(:[\w.-]+)?)?", text, re.ASCII) is not None
+
+
+def repository_and_tag(hub_id: str) -> tuple[str, str | None]:
+    """The repository, and the GGUF file that is named behind a colon, or None."""
+    repository, _, tag = hub_id.partition(":")
+    return repository, tag or None
 
 
 def nearest_path(text: str) -> str:

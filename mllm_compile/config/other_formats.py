@@ -9,9 +9,7 @@ from typing import Any
 
 _GGUF = b"GGUF"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_FROM_GGUF = (
-    "Download one of its files (hf download REPOSITORY NAME.gguf --local-dir FOLDER), and give that as model.path."
-)
+_FROM_GGUF = "Give one of its files as model.path: OWNER/REPOSITORY:Q4_K_M, or a downloaded NAME.gguf."
 
 
 def told_of_file(path: Path) -> str | None:

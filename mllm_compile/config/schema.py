@@ -28,6 +28,7 @@ from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode, SpeculativeMethod, Switch
+from mllm_compile.runtime.weights.file_names import is_gguf
 
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
@@ -378,7 +379,8 @@ class EngineConfig(Section):
 
 def _anchored_model_path(text: str, folder: Path) -> str:
     candidate = os.path.normpath(folder / user_path(text))
-    return candidate if is_local_path(text) or os.path.isdir(candidate) else text
+    is_there = os.path.isdir(candidate) or (is_gguf(Path(candidate)) and os.path.isfile(candidate))
+    return candidate if is_local_path(text) or is_there else text
 
 
 def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,25 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mllm_compile.errors import CheckpointError, ModelNotFoundError
+from mllm_compile.errors import CheckpointError
 from mllm_compile.files.cache_folders import auto_cache_dir, make_private
 from mllm_compile.files.writable_place import cache_place
 from mllm_compile.gguf.config import architecture_of, model_config
 from mllm_compile.gguf.facts import ModelFacts
 from mllm_compile.gguf.metadata import Metadata
 from mllm_compile.gguf.tokenizer import tokenizer_files
-from mllm_compile.runtime.weights.file_names import is_gguf
 
 _VERSION = 2  # of what is written here
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_MAX_PARTS = 999
 
 
 class GgufModel(NamedTuple):
@@ -35,38 +31,6 @@ class GgufModel(NamedTuple):
     folder: Path
     files: tuple[Path, ...]
     types: tuple[str, ...]
-
-
-def gguf_parts(path: Path) -> tuple[Path, ...] | None:
-    """The GGUF files that a path names: a file, a part of several, or a folder with one model; None: it names none.
-
-    Raises:
-        ModelNotFoundError: the folder has several models.
-        CheckpointError: a part is missing.
-    """
-    if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if is_gguf(one))
-        if not names:
-            return None
-        firsts = [name for name in names if (part := _PART.fullmatch(name)) is None or int(part[2]) == 1]
-        if len(firsts) != 1:
-            shown = ", ".join((firsts or names)[:4])
-            raise ModelNotFoundError(f"{path} holds several GGUF models or none whole ({shown}). Name one file.")
-        path = path / firsts[0]
-    if not is_gguf(path):
-        return None
-    if (part := _PART.fullmatch(path.name)) is None:
-        return (path,)
-    count = int(part[3])
-    if not 1 <= int(part[2]) <= count <= _MAX_PARTS:
-        raise CheckpointError(f"{path} is named as part {int(part[2])} of {count}; expected 1 to {_MAX_PARTS} parts.")
-    parts = tuple(path.with_name(f"{part[1]}-{index:05}-of-{part[3]}.gguf") for index in range(1, count + 1))
-    if missing := [one for one in parts if not one.is_file()]:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of {count} parts are missing, first {missing[0].name}. Download them into "
-            "one folder."
-        )
-    return parts
 
 
 def open_gguf(parts: Sequence[Path], cache_dir: str) -> GgufModel:
