@@ -45,6 +45,20 @@ class AcceptedTokens:
         return torch.cat((self.token_ids.flatten(), self.counts, self.broken_drafts.long()))
 
 
+def drafted_before(places: torch.Tensor, draft_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The drafted tokens that each row of logits stands behind: [num_rows, K] int64, NO_TOKEN behind them.
+
+    Args:
+        places: [Q, K + 1] int64: the rows of each request; behind its draft the last one again.
+        draft_ids: as `accept` takes them.
+    """
+    columns = torch.arange(draft_ids.shape[1], device=draft_ids.device)
+    rows = torch.arange(places.shape[1], device=draft_ids.device)[:, None]
+    of_places = torch.where(columns < rows, draft_ids[:, None, :], NO_TOKEN)  # [Q, K + 1, K]
+    before = draft_ids.new_full((num_rows, draft_ids.shape[1]), NO_TOKEN)
+    return before.index_copy_(0, places.flatten(), of_places.flatten(0, 1))
+
+
 def accept(choices: torch.Tensor, draft_ids: torch.Tensor) -> AcceptedTokens:
     """Accepts of each draft what was chosen as well. No sync.
 

@@ -26,6 +26,10 @@ class TokenHistories:
     prompt_mask: torch.Tensor
     output_counts: torch.Tensor
 
+    def add(self, token_ids: torch.Tensor) -> None:
+        """Count further tokens of the output, in place. token_ids: [S, K] int64, negative ones are none."""
+        self.output_counts.scatter_add_(1, token_ids.clamp(min=0), (token_ids >= 0).to(torch.int32))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyParams:

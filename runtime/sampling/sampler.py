@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mllm_compile.runtime.sampling.acceptance import AcceptedTokens
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -82,6 +83,7 @@ class Sampler:
         flags: SamplingFlags,
         positions: torch.Tensor,
         mask: TokenMask | None = None,
+        drafted: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Sample each row once, and count the tokens for penalties and bad_words.
 
@@ -96,8 +98,10 @@ class Sampler:
             positions: [S] int: tokens of each request so far, prompt and output (a decode step's seq_lens). It is the
                 draw's counter, so a preempted and recomputed request draws the same tokens.
             mask: the tokens that grammars allow; None: no row has one.
+            drafted: [S, K] int64, of a verify step: the drafted tokens that a row stands behind, NO_TOKEN behind them.
+                Then the tokens are counted by `record_runs`, once it is known which are accepted.
         """
-        token_ids = self._choose(logits, state, rows, flags, positions, mask)
+        token_ids = self._choose(logits, state, rows, flags, positions, mask, drafted)
         if flags.changes_logits or mask is not None:
             are_forbidden = (token_ids == NO_TOKEN) & _is_finite(logits.amax(dim=-1))
             token_ids = torch.where(are_forbidden, NONE_ALLOWED, token_ids)
@@ -112,13 +116,14 @@ class Sampler:
         flags: SamplingFlags,
         positions: torch.Tensor,
         mask: TokenMask | None,
+        drafted: torch.Tensor | None,
     ) -> torch.Tensor:
         if flags.all_greedy and not flags.changes_logits:
             return _most_probable(self._pieces, logits if mask is None else mask.forbid_others(logits))
         state.flush()
         params = state.gather(rows)
         if flags.changes_logits:
-            logits = _adjust(logits, state, params, flags, positions)
+            logits = _adjust(logits, state, params, flags, positions, drafted)
         if mask is not None:
             logits = mask.forbid_others(logits)
         if flags.all_greedy:
@@ -136,11 +141,23 @@ class Sampler:
             )
             if flags.any_greedy:
                 token_ids = torch.where(params.is_greedy != 0, _most_probable(self._pieces, logits), token_ids)
-        if flags.needs_penalties:
+        if flags.needs_penalties and drafted is None:
             state.counts.record(params.count_row, token_ids.clamp(min=0))
-        if flags.needs_bad_words:
+        if flags.needs_bad_words and drafted is None:
             state.phrases.record(params.rows, token_ids.clamp(min=0))
         return token_ids
+
+    def record_runs(
+        self, state: SamplingState, rows: torch.Tensor, flags: SamplingFlags, accepted: AcceptedTokens
+    ) -> None:
+        """Count the tokens of a verify step for penalties and bad_words. rows: [Q] int64, each once or 0."""
+        if flags.needs_penalties:
+            columns = torch.arange(accepted.token_ids.shape[1], device=rows.device)
+            count_rows = state.gather(rows).count_row[:, None]
+            count_rows = torch.where(columns < accepted.counts[:, None], count_rows, 0)
+            state.counts.record(count_rows.flatten(), accepted.token_ids.clamp(min=0).flatten())
+        if flags.needs_bad_words:
+            state.phrases.record_runs(rows, accepted.token_ids.clamp(min=0), accepted.counts)
 
 
 def sample_tokens(
@@ -190,7 +207,12 @@ def sample_tokens(
 
 
 def _adjust(
-    logits: torch.Tensor, state: SamplingState, params: RowParams, flags: SamplingFlags, positions: torch.Tensor
+    logits: torch.Tensor,
+    state: SamplingState,
+    params: RowParams,
+    flags: SamplingFlags,
+    positions: torch.Tensor,
+    drafted: torch.Tensor | None,
 ) -> torch.Tensor:
     """A float32 copy of the logits with bias and penalties, -inf for what is forbidden. [S, V] → [S, V]."""
     adjusted = logits.to(torch.float32, copy=True)
@@ -199,23 +221,28 @@ def _adjust(
     if flags.needs_penalties:
         num_rows = max(1, _PENALTY_ELEMENTS // logits.shape[1])
         for start in range(0, logits.shape[0], num_rows):
-            _penalise(adjusted, state, params, slice(start, start + num_rows))
+            _penalise(adjusted, state, params, slice(start, start + num_rows), drafted)
     if flags.needs_min_tokens:
         state.forbidden.add_to(adjusted, params.rows, positions < params.min_tokens_end)
     if flags.needs_allowed:
         state.allowed.forbid_others(adjusted, params.rows)
     if flags.needs_bad_words:
-        state.phrases.forbid(adjusted, params.rows)
+        state.phrases.forbid(adjusted, params.rows, drafted)
     return adjusted
 
 
-def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, part: slice) -> None:
+def _penalise(
+    logits: torch.Tensor, state: SamplingState, params: RowParams, part: slice, drafted: torch.Tensor | None
+) -> None:
     """Apply the penalties to these rows of float32 logits, in place."""
+    histories = state.counts.gather(params.count_row[part])
+    if drafted is not None:
+        histories.add(drafted[part])
     penalties = PenaltyParams(
         repetition_penalties=params.repetition_penalty[part],
         frequency_penalties=params.frequency_penalty[part],
         presence_penalties=params.presence_penalty[part],
-        token_histories=state.counts.gather(params.count_row[part]),
+        token_histories=histories,
     )
     apply_penalties(logits[part], penalties)
 

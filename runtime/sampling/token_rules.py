@@ -89,16 +89,28 @@ class ForbiddenPhrases:
         self._prefixes[row] = upload(prefixes, device)
         self._outputs[row] = upload(outputs, device)
 
-    def forbid(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add -inf to the ends of phrases that outputs begin, in place. logits: [S, V] float32; rows: [S] int64."""
-        prefixes = self._prefixes[rows]
-        begins = ((prefixes == self._outputs[rows][:, None]) | (prefixes == _ANY)).all(dim=-1)
+    def forbid(self, logits: torch.Tensor, rows: torch.Tensor, drafted: torch.Tensor | None = None) -> None:
+        """Add -inf to the ends of phrases that outputs begin, in place.
+
+        Args:
+            logits: [S, V] float32.
+            rows: [S] int64.
+            drafted: [S, K] int64: further tokens of each output, negative behind them.
+        """
+        prefixes, outputs = self._prefixes[rows], self._outputs[rows]
+        if drafted is not None:
+            outputs = _newest(outputs, drafted, (drafted >= 0).sum(dim=1))
+        begins = ((prefixes == outputs[:, None]) | (prefixes == _ANY)).all(dim=-1)
         logits.scatter_add_(1, self._last_ids[rows], torch.where(begins, -torch.inf, 0.0))
 
     def record(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Take one output token a row into account. rows, token_ids: [S] int64; row 0 may occur many times."""
         newest = torch.cat([self._outputs[rows, 1:], token_ids[:, None].to(torch.int32)], dim=1)
         self._outputs.index_copy_(0, rows, newest)
+
+    def record_runs(self, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Take counts [Q] of the token_ids [Q, N] into account, a row each; rows: [Q] int64."""
+        self._outputs.index_copy_(0, rows, _newest(self._outputs[rows], token_ids, counts))
 
     def _widen(self, num_phrases: int, num_before: int) -> None:
         _, count, width = self._prefixes.shape
@@ -111,6 +123,12 @@ class ForbiddenPhrases:
             # Older phrases look back no further: an entry that never matches still has its own column.
             self._prefixes = pad(self._prefixes, (longer, 0), value=_ANY)
             self._outputs = pad(self._outputs, (longer, 0), value=_NO_OUTPUT)
+
+
+def _newest(outputs: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The last H of each row of outputs [S, H] int32 and the first counts [S] of token_ids [S, N] behind it."""
+    columns = torch.arange(outputs.shape[1], device=outputs.device) + counts[:, None]
+    return torch.cat([outputs, token_ids.to(torch.int32)], dim=1).gather(1, columns)
 
 
 class TokenBiases:

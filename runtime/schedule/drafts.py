@@ -119,10 +119,6 @@ def _obstacle(request: Request) -> str | None:
     """Why a request gets no drafts."""
     if request.grammar is not None:
         return "structured_outputs"
-    if request.params.has_penalties:
-        return "penalties"
-    if request.params.bad_words:
-        return "bad_words"
     if request.had_broken_draft:
         return "a draft whose logits were no numbers"
     return None

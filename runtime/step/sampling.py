@@ -15,7 +15,7 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ranks.records import SamplingMode
-from mllm_compile.runtime.sampling.acceptance import AcceptedTokens, accept, accept_synthetically
+from mllm_compile.runtime.sampling.acceptance import AcceptedTokens, accept, accept_synthetically, drafted_before
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
@@ -116,13 +116,15 @@ class StepSampling:
             if output.is_partial_vocab:
                 tokens = self._runner.greedy_across_ranks(output)
             else:
-                sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
+                drafted = self._drafted_before(plan, fields, rows.shape[0])
+                sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask, drafted)
                 tokens, scores = sampled.token_ids, sampled.logprobs
                 all_scores = self.score_all(batch, plan, logits)
         kept_rows, newest = sampled_rows[0], tokens
         if tokens is not None and plan.runs is not None and fields is not None:
             kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens)
             newest, tokens = accepted.newest, accepted.packed()
+            self._sampler.record_runs(self.state, kept_rows, self.state.flags, accepted)
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
         # Also for a step without results: the host must not run ahead of the device without bound.
@@ -160,6 +162,15 @@ class StepSampling:
         """Notes the step that was launched last."""
         self._previous = handle if self._grammars else None
 
+    def _drafted_before(
+        self, plan: StepPlan, fields: StepFields[torch.Tensor] | None, num_rows: int
+    ) -> torch.Tensor | None:
+        """Makes the drafted tokens that Sampler takes; None: the step has no drafts, or no request looks at its own output."""
+        flags = self.state.flags
+        if plan.runs is None or fields is None or not (flags.needs_penalties or flags.needs_bad_words):
+            return None
+        return drafted_before(*_runs_of(plan.runs, fields), num_rows)
+
     def _accept(
         self,
         runs: RunPlan,
@@ -168,9 +179,7 @@ class StepSampling:
         tokens: torch.Tensor,
     ) -> tuple[torch.Tensor, AcceptedTokens]:
         """The rows of a verify step's requests [Q], and what of their drafts is accepted."""
-        assert fields.run_indices is not None and fields.draft_ids is not None, "a plan with runs has both"
-        places = fields.run_indices.view(runs.places.shape)
-        draft_ids = fields.draft_ids.view(runs.draft_ids.shape)
+        places, draft_ids = _runs_of(runs, fields)
         rows, positions = (values[places[:, 0]] for values in sampled_rows)
         length = self._runner.config.speculative.synthetic_acceptance_length
         if length is None:
@@ -195,3 +204,9 @@ class StepSampling:
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
+
+
+def _runs_of(runs: RunPlan, fields: StepFields[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """RunPlan's places, among the rows of logits, and draft_ids on the device."""
+    assert fields.run_indices is not None and fields.draft_ids is not None, "a plan with runs has both"
+    return fields.run_indices.view(runs.places.shape), fields.draft_ids.view(runs.draft_ids.shape)

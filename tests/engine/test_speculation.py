@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.speculation.drafter import Speculation
 from tests.engine.test_step_sink import served
 from tests.fakes import VOCAB_SIZE, FakeStepRunner, NextToken, expected_tokens, fake_engine, hashed_token, recite
@@ -159,9 +160,19 @@ def test_figures_count_drafts_and_what_is_accepted_of_them():
     assert stats.time_between_tokens.count == 10
 
 
+class AnyGrammar:
+    """Takes every form, which the fake runner does not heed."""
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        return object()
+
+
 def test_what_cannot_be_drafted_is_told_once(caplog):
-    with caplog.at_level("INFO", "mllm_compile.runtime.schedule.drafts"), engine_of("right") as engine:
-        params = SamplingParams(max_tokens=6, frequency_penalty=0.5)
+    engine = engine_of("right", grammars=AnyGrammar())
+    with caplog.at_level("INFO", "mllm_compile.runtime.schedule.drafts"), engine:
+        params = SamplingParams(max_tokens=6, structured_outputs=StructuredOutputsParams(regex="a"))
         engine.generate(["one", "two"], params)
         assert engine.stats().drafts == 0
-    assert [record.message for record in caplog.records] == ["no tokens are drafted for requests with penalties"]
+    assert [record.message for record in caplog.records] == [
+        "no tokens are drafted for requests with structured_outputs"
+    ]
