@@ -165,7 +165,7 @@ class StepSampling:
     def _drafted_before(
         self, plan: StepPlan, fields: StepFields[torch.Tensor] | None, num_rows: int
     ) -> torch.Tensor | None:
-        """Makes the drafted tokens that Sampler takes; None: the step has no drafts, or no request looks at its own output."""
+        """Makes the drafted tokens that Sampler takes; None: there are no drafts, or no request looks at its output."""
         flags = self.state.flags
         if plan.runs is None or fields is None or not (flags.needs_penalties or flags.needs_bad_words):
             return None

@@ -108,6 +108,41 @@ def test_tokens_are_those_without_drafts_whatever_is_drafted(architecture, tmp_p
             assert accepted > 0 if kind == "right" else sum(request.num_drafted_tokens for request in drafted) > 0
 
 
+# RoPE whose frequencies follow the length: what grows beyond 32 tokens is computed anew (phi3), or goes on as it is.
+OF_LENGTHS = {
+    "phi3": {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [4.0] * 8,
+        },
+    },
+    "olmo2": {
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", OF_LENGTHS)
+def test_drafts_across_the_length_at_which_frequencies_change_give_the_same_tokens(architecture, tmp_path):
+    changes = OF_LENGTHS[architecture] | {"eos_token_id": None, "bos_token_id": None}
+    save_tiny_model(config_of_architecture(architecture, **changes), tmp_path / "model")
+    params = [SamplingParams(temperature=0.0, max_tokens=45)] * 5
+    with parts_of(config_of(tmp_path)) as parts:
+        assert parts.scheduler.config.rope is not None and parts.scheduler.config.rope.boundary == 32
+        plain = serve(parts, params)
+        answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
+        for kind in KINDS:
+            drafter = ReplayingDrafter(answers, kind, Random(1))
+            speculation = Speculation(drafter=drafter, num_tokens=5, vocab_size=parts.vocab_size)
+            drafted = serve(parts, params, speculation)
+            assert [one.output_token_ids for one in drafted] == [one.output_token_ids for one in plain], kind
+
+
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
 PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 REPEATS = ["x = 1\n" * 12, "for name in names:\n" * 4 + "for", [11, 12, 13, 14] * 6]
