@@ -50,7 +50,7 @@ WHOLE = pytest.mark.parametrize("served", [NUM_LAYERS], ids=["whole"], indirect=
 @pytest.fixture(
     scope="module", params=[2, pytest.param(NUM_LAYERS, marks=pytest.mark.slow)], ids=["first layers", "whole"]
 )
-def served(request, tmp_path_factory):
+def served(request, tmp_path_factory, eager_cache):
     folder = tmp_path_factory.mktemp("smollm2")
     path = packaged_file()
     if request.param < NUM_LAYERS:
@@ -60,12 +60,12 @@ def served(request, tmp_path_factory):
         "model": {"path": str(path)},
         "compile": {"backend": "eager"},
         "runtime": {"device": "cpu", "max_model_len": 2048},
-        "cache": {"dir": str(folder)},
+        "cache": {"dir": str(eager_cache)},  # where the C++ for CPUs may be built already
     }
     prompts = PROMPTS if request.param == NUM_LAYERS else sample_of(PROMPTS[:-2], 5)
     with Engine(config) as engine:
         token_ids = [encoded(engine, prompt) for prompt in prompts]
-        model = loaded(open_model_folder(ModelConfig(path=str(path)), str(folder)))
+        model = loaded(open_model_folder(ModelConfig(path=str(path)), str(eager_cache)))
         expected = [greedy(model, ids) for ids in token_ids]
         yield Served(engine, EngineConfig.from_dict(config), prompts, token_ids, expected)
 
