@@ -102,6 +102,11 @@ def packed_weights(file: File, folder: Path) -> None:
         assert file.serves(engine)
 
 
+def speculation(file: File, folder: Path) -> None:
+    with Engine(file.config(speculative={"method": "ngram", "num_speculative_tokens": 3})) as engine:
+        assert file.serves(engine)
+
+
 def deterministic(file: File, folder: Path) -> None:
     with Engine(file.config(runtime={"deterministic": True, "enable_prefix_cache": False})) as engine:
         assert file.serves(engine)
@@ -183,6 +188,7 @@ WORK: dict[str, Feature] = {
     "prefix hits": prefix_hits,
     "preemption": preemption,
     "`--pack-weights`": packed_weights,
+    "speculation": speculation,
     "`deterministic`": deterministic,
     "split files": split_files,
     "pieces by Inductor": pieces_by_inductor,
