@@ -55,6 +55,16 @@ def test_every_architecture_is_written():
     assert names == ARCHITECTURES.keys()
 
 
+def test_decoders_that_transformers_reads_are_read():
+    newer = pytest.importorskip("transformers.integrations.gguf.gguf_config_mapping")
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    theirs = {*GGUF_CONFIG_MAPPING, *newer.GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
+    found = {one.model_type.removesuffix("_text") for one in ARCHITECTURES.values()} | {*ARCHITECTURES}
+    encoders, of_llamas, without_a_class = {"t5", "umt5"}, {"mistral"}, {"deci"}
+    assert theirs - found <= encoders | of_llamas | without_a_class
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_the_one_that_was_written(name, tmp_path):
     model = tiny_model(name)
