@@ -56,12 +56,29 @@ def compiled(library: CpuLibrary, kept: Path) -> bytes:
     with _lock:
         if key not in _binaries:
             make_private(kept)
-            path = kept / (key + LIBRARY_SUFFIX)
-            if not path.is_file():
-                with TemporaryDirectory(dir=kept) as scratch:
-                    _compile(library, command, Path(scratch) / path.name).rename(path)
-            _binaries[key] = path.read_bytes()
+            _binaries[key] = _kept_binary(kept, key) or _compiled_into(kept, key, library, command)
         return _binaries[key]
+
+
+def _kept_binary(kept: Path, key: str) -> bytes | None:
+    """The binary that is kept; None: it is not there, or not as it was written (a crash may cut it short)."""
+    for path in kept.glob(f"{key}-*{LIBRARY_SUFFIX}"):
+        binary = path.read_bytes()
+        if path.name == _file_name(key, binary):
+            return binary
+    return None
+
+
+def _compiled_into(kept: Path, key: str, library: CpuLibrary, command: tuple[str, ...]) -> bytes:
+    with TemporaryDirectory(dir=kept) as scratch:
+        output = _compile(library, command, Path(scratch) / (key + LIBRARY_SUFFIX))
+        binary = output.read_bytes()
+        output.rename(kept / _file_name(key, binary))
+    return binary
+
+
+def _file_name(key: str, binary: bytes) -> str:
+    return f"{key}-{hashlib.sha256(binary).hexdigest()[:16]}{LIBRARY_SUFFIX}"
 
 
 def _compile(library: CpuLibrary, command: tuple[str, ...], output: Path) -> Path:
@@ -85,6 +102,12 @@ def _compile(library: CpuLibrary, command: tuple[str, ...], output: Path) -> Pat
 
 @cache
 def _version(command: tuple[str, ...]) -> str:
-    """The compiler's version, and the machine that it compiles for."""
-    asked = [*command, "-march=native", "-Q", "--help=target", "--version"]
-    return subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=60, check=False).stdout
+    """The macros that the compiler defines: its version, and the machine that it compiles for."""
+    asked = [*command, "-march=native", "-dM", "-E", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(
+            asked, capture_output=True, text=True, errors="replace", timeout=60, stdin=subprocess.DEVNULL, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompileError(f"{command[0]} does not say what it compiles for: {error}. Install g++.") from error
+    return done.stdout

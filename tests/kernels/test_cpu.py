@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,27 @@ def test_other_source_is_compiled_anew(tmp_path, source, monkeypatch):
     source["now"] = source["now"].replace("7;", "8;")
     assert load_library(SMALL, {"seven": compiled(tmp_path, source, monkeypatch)}).seven() == 8
     assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction set of x86")
+def test_machines_that_share_a_cache_have_a_library_each(tmp_path, source, monkeypatch):
+    compiled(tmp_path, source, monkeypatch)
+    there = tmp_path / "g++"
+    there.write_text(f'#!/bin/sh\nexec {cpp_compiler.SYSTEM_CXX} "$@" -march=x86-64-v2\n')
+    there.chmod(0o755)
+    monkeypatch.setattr(cpp_compiler, "SYSTEM_CXX", str(there))
+    cpu._binaries.clear()
+    compiled(tmp_path, source, monkeypatch)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+@pytest.mark.parametrize("left", [0, 1000])
+def test_a_kept_library_that_a_crash_has_cut_is_compiled_again(left, tmp_path, source, monkeypatch):
+    binary = compiled(tmp_path, source, monkeypatch)
+    (kept,) = (tmp_path / "kept").iterdir()
+    kept.write_bytes(binary[:left])
+    cpu._binaries.clear()
+    assert compiled(tmp_path, source, monkeypatch) == binary == kept.read_bytes()
 
 
 def test_what_the_compiler_refuses_is_told_with_its_first_error(tmp_path, source, monkeypatch):
