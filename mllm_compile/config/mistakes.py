@@ -69,6 +69,7 @@ _NAMES_ELSEWHERE = {
     "random_seed": "runtime.seed",
     "enable_deterministic_inference": "runtime.deterministic",
     "dp_size": "runtime.expert_parallel_size",
+    "speculative_config": "speculative.method",
     "speculative_algorithm": "speculative.method",
     "speculative_num_draft_tokens": "speculative.num_speculative_tokens",
 }

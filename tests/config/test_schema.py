@@ -14,7 +14,7 @@ from mllm_compile.config import schema as config_module
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import source_name
 from mllm_compile.config.schema import EngineConfig, RuntimeConfig
-from mllm_compile.config.sources import config_or_runtime, with_speculative
+from mllm_compile.config.sources import config_or_runtime, unknown_argument, unknown_option, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.store.artifact import PROGRAM
 
@@ -341,6 +341,12 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
 )
 def test_a_mistake_in_speculation_says_what_was_expected(keys, said):
     assert said in message_of({"model": {"path": "m"}, "speculative": keys})
+
+
+def test_names_of_speculation_elsewhere_lead_to_the_section():
+    for name in ("speculative_config", "speculative_algorithm", "num_speculative_tokens"):
+        assert "'speculative': {'" in str(unknown_argument(name, ()))
+    assert "speculative: {method: …}" in (unknown_option("--speculative-config") or "")
 
 
 def test_the_option_of_speculation_is_the_section(tmp_path):
