@@ -42,8 +42,12 @@ def prepare_threads(
 
 
 def _is_tried(runner: ModelRunner) -> bool:
-    """True of one rank whose steps count nothing: those of a trial are of no request."""
-    return runner.communicator is None and runner.expert_counts is None and runner.forward_times is None
+    """True of one rank whose steps count nothing: those of a trial are of no request.
+
+    In the deterministic mode no clock may choose threads: products have other last bits on another number of them.
+    """
+    counts_nothing = runner.expert_counts is None and runner.forward_times is None
+    return runner.communicator is None and counts_nothing and not runner.config.runtime.deterministic
 
 
 @torch.inference_mode()

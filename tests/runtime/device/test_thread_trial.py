@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mllm_compile.engine.cpu_threads import try_threads
+from mllm_compile.engine import cpu_threads
+from mllm_compile.engine.cpu_threads import prepare_threads, try_threads
+from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device import thread_trial
+from mllm_compile.runtime.device.cpu_threads import CpuThreads
 from mllm_compile.runtime.device.thread_trial import BUDGET_S, StepThreads, fastest
 from tests.runtime.runner_cases import make_runner
 
@@ -80,3 +85,14 @@ def test_steps_get_the_threads_of_their_kind(monkeypatch):
     try_threads(runner, 1)
     assert used.count(2) > 0
     assert set(used) == {1, 2}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_clock_chooses_threads_in_the_deterministic_mode(deterministic, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu_threads, "threads_for", lambda weight_bytes: CpuThreads(2, "two cores"))
+    tried = []
+    monkeypatch.setattr(cpu_threads, "try_threads", lambda *args: tried.append(args) or StepThreads(1, 1))
+    compiled = SimpleNamespace(artifact=SimpleNamespace(weights=()))
+    prepare_threads(compiled, make_runner(deterministic=deterministic), Timeline(), most=None)
+    assert bool(tried) is not deterministic
