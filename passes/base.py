@@ -20,6 +20,7 @@ WEIGHT_SCHEMES = "weight_schemes"  # WeightSchemes; without it no weight is quan
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
+HAS_AMX = "has_amx"  # bool: the CPU has AMX, by which libraries multiply bfloat16
 CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
 
 # node.meta key of a placeholder, which the driver fills, too: no checkpoint holds its tensor, and it is not cut.
@@ -33,6 +34,7 @@ PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
+PANELS = "panels"  # dict: name of a weight input that lies in panels → bytes that stay together
 VARIANTS = "variants"  # dict: piece → {most tokens: name of the submodule that is its variant for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -70,6 +72,7 @@ class PassTarget:
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
         split_decode: our decode kernels serve.
+        has_panels: our C++ for linears is fast on this CPU.
     """
 
     device_type: str
@@ -84,6 +87,7 @@ class PassTarget:
     attention_backend: str = "torch"
     deterministic: bool = False
     split_decode: bool = True
+    has_panels: bool = False
 
 
 class GraphPass:
@@ -169,12 +173,16 @@ class WeightSchemes:
         schemes: by the weight's name.
         transposed: likewise, of weights that may be experts' [E, K, N]: the schemes of [E, N, K].
         are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
-            whose errors choose tokens and experts, keep their numbers.
+            whose errors choose tokens and experts, keep their numbers; of int8 a head does not.
+        head: the head's weight by its own name, where it is the embedding by another; "" where it is not tied.
+        in_panels: linears compute with them as they are, in panels (pack_linears).
     """
 
     schemes: Mapping[str, WeightScheme]
     transposed: Mapping[str, WeightScheme] = field(default_factory=dict)
     are_chosen: bool = False
+    head: str = ""
+    in_panels: bool = False
 
 
 @dataclass(frozen=True)

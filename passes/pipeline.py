@@ -39,6 +39,7 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.multiply_patches import MultiplyPatches
 from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
+from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.pad_linears import PadLinears
@@ -80,6 +81,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
     RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
     GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
+    PackLinears,  # on a CPU: our C++ over weights in panels, and in few bits
     # From here on the graph is pieces with attention between them.
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module

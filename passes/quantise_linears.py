@@ -28,6 +28,7 @@ from mllm_compile.passes.match.nodes import (
 )
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import takes_weight
+from mllm_compile.runtime.ops.panels.layout import fits_panels
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme, tensor_name, third_role
 
 _FEWEST_ROWS = 16  # of a weight that is plain in the checkpoint: a gate of some rows gains nothing
@@ -68,8 +69,8 @@ class QuantiseLinears(GraphPass):
             kept = _choosing_linears(gm) if weight_schemes.are_chosen else set()
             fewest_rows = _FEWEST_ROWS if weight_schemes.are_chosen else 1
             for node in list(gm.graph.nodes):
-                if node not in kept and is_call(node, LINEAR):
-                    matches += _quantise(gm, node, weight_schemes.schemes, fewest_rows, told)
+                if is_call(node, LINEAR) and (node not in kept or _is_head_in_panels(node, weight_schemes)):
+                    matches += _quantise(gm, node, weight_schemes, fewest_rows, told)
                 elif (linear := match_expert_linear(node)) is not None and linear.scales is None:
                     matches += _quantise_experts(gm, node, linear, weight_schemes, fewest_rows, told)
         drop_dead_nodes(gm)
@@ -79,22 +80,51 @@ class QuantiseLinears(GraphPass):
 def _quantise(
     gm: fx.GraphModule,
     node: fx.Node,
-    schemes: Mapping[str, WeightScheme],
+    weight_schemes: WeightSchemes,
     fewest_rows: int,
     told: dict[str, QuantisedTensor],
 ) -> bool:
     source, weight, bias = linear_operands(node)
-    scheme = _scheme(weight, schemes, False, fewest_rows)
+    is_tied_head = bool(weight_schemes.head) and len(weight.users) > 1 and _is_head(node)
+    scheme = _scheme(weight, weight_schemes.schemes, False, fewest_rows, may_be_shared=is_tied_head)
     if scheme is None:
         return False
-    columns = int(weight.meta["val"].shape[1])  # of a rank's part of a row
-    scheme = scheme.of_linear(columns)
-    inputs = _inputs(gm, weight, scheme, False, told)
+    rows, columns = map(int, weight.meta["val"].shape)  # of a rank's part of a row
+    if not weight_schemes.in_panels:
+        scheme = scheme.of_linear(columns)
+    elif not fits_panels(scheme, rows, columns) and not weight_schemes.are_chosen:
+        return False  # stays as dequantised once, while it is read
+    inputs = _inputs(gm, weight, scheme, False, told, weight_schemes.head if is_tied_head else "")
     group = min(scheme.group, columns)
     operands = inputs[VALUES], inputs[SCALES], inputs.get(third_role(scheme.kind)), bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
-    gm.graph.erase_node(weight)
+    if not weight.users:
+        gm.graph.erase_node(weight)
     return True
+
+
+def _is_head_in_panels(node: fx.Node, weight_schemes: WeightSchemes) -> bool:
+    """True for a head in int8, whose errors are a hundredth."""
+    _, weight, _ = linear_operands(node)
+    scheme = weight_schemes.schemes.get(weight.meta.get("weight_name", ""))
+    return weight_schemes.in_panels and scheme is not None and scheme.kind == "int8" and _is_head(node)
+
+
+def _is_head(node: fx.Node) -> bool:
+    """True for a linear of the rows whose logits are wanted, which nothing but views and pointwise steps follow."""
+    return any(user.op == "output" for user in _reached(node))
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a value reaches without another linear between."""
+    found: set[fx.Node] = set()
+    wanted = list(node.users)
+    while wanted:
+        user = wanted.pop()
+        if user not in found and not is_call(user, LINEAR):
+            found.add(user)
+            wanted += user.users
+    return found
 
 
 def _quantise_experts(
@@ -127,7 +157,7 @@ def _has_whole_groups(gm: fx.GraphModule, linear: ExpertLinear, scheme: WeightSc
             continue
         ranges = [one for of_rank in cut.ranges for one in of_rank]
         num_inputs = max(start + length for start, length in ranges)
-        in_bytes = 1 if scheme.kind == "fp8" else 2
+        in_bytes = 1 if scheme.kind in ("fp8", "int8") else 2
         unit = scheme.group if scheme.group < num_inputs else in_bytes
         if any(start % unit or length % unit for start, length in ranges):
             return False
@@ -135,24 +165,33 @@ def _has_whole_groups(gm: fx.GraphModule, linear: ExpertLinear, scheme: WeightSc
 
 
 def _scheme(
-    weight: fx.Node, schemes: Mapping[str, WeightScheme], is_transposed: bool, fewest_rows: int
+    weight: fx.Node,
+    schemes: Mapping[str, WeightScheme],
+    is_transposed: bool,
+    fewest_rows: int,
+    may_be_shared: bool = False,
 ) -> WeightScheme | None:
-    if not is_weight(weight) or len(weight.users) != 1:
+    if not is_weight(weight) or (len(weight.users) != 1 and not may_be_shared):
         return None
     is_large = weight.meta["val"].shape[-1 if is_transposed else -2] >= fewest_rows
     return schemes.get(weight.meta["weight_name"]) if is_large else None
 
 
 def _inputs(
-    gm: fx.GraphModule, weight: fx.Node, scheme: WeightScheme, is_transposed: bool, told: dict[str, QuantisedTensor]
+    gm: fx.GraphModule,
+    weight: fx.Node,
+    scheme: WeightScheme,
+    is_transposed: bool,
+    told: dict[str, QuantisedTensor],
+    other_name: str = "",
 ) -> dict[str, fx.Node]:
-    """Inputs of a weight's tensors, by role."""
+    """Inputs of a weight's tensors, by role; they are called after `other_name`, where the weight itself stays too."""
     val, name = weight.meta["val"], weight.meta["weight_name"]
     *others, rows, columns = map(int, val.shape)
     shape = (*others, columns, rows) if is_transposed else (*others, rows, columns)
     inputs = {}
     for role in scheme.roles:
-        input_name = tensor_name(name, role)
+        input_name = tensor_name(other_name or name, role)
         told[input_name] = QuantisedTensor(name, role, scheme, shape, is_transposed)
         with gm.graph.inserting_before(weight):
             inputs[role] = gm.graph.placeholder(identifier(input_name))

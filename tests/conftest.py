@@ -67,6 +67,14 @@ def graphs_of_traces() -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def auto_is_float32() -> Iterator[None]:
+    """On a CPU with AMX too, where `auto` is bfloat16: tests compare tokens of float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mllm_compile.config.resolve.has_amx", lambda device: False)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def traces_are_remembered(request: pytest.FixtureRequest, graphs_of_traces: dict[str, Any]) -> Iterator[None]:
     """In the folders whose tests are not about the trace."""

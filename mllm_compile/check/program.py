@@ -39,6 +39,7 @@ from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.ops.panels.layout import put_in_panels
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
@@ -74,6 +75,8 @@ ROUNDED_TWICE = 2
 # Where linears read fp8 (quantise_activations): right models of 4 to 36 layers are off by 0.05 to 0.10. All else is
 # held to the bound above, by the batches of few tokens, whose variants read bfloat16.
 FP8_TOLERANCE = 0.2
+# Where a CPU's linears round what they read to eight bits (pack_linears): a linear is off by 0.005 to 0.014.
+INT8_TOLERANCE = 8e-2
 
 
 def self_check(
@@ -137,7 +140,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
             raise CompileError(
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
             ) from failure
-        limit = FP8_TOLERANCE if _reads_fp8(lowered, sum(map(len, batch_ids))) else TOLERANCE[hf_model.model.dtype]
+        limit = _limit(lowered, sum(map(len, batch_ids)))
         errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
         may_be_rerouted = bool(program.expert_weights) and ours.dtype != torch.float32
         error = _counted(errors, may_be_rerouted)
@@ -164,15 +167,23 @@ def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
     return errors.median().item() if len(errors) > 1 else 0.0  # of one token alone nothing can be told
 
 
-def _reads_fp8(lowered: Lowered, tokens: int) -> bool:
-    """True if linears of a step of so many tokens round what they read to fp8."""
+def _limit(lowered: Lowered, tokens: int) -> float:
+    """The bound of the error of a step of so many tokens: linears may round what they read."""
+    if _calls(lowered, tokens, "scaled_linear"):
+        return FP8_TOLERANCE
+    exact = TOLERANCE[lowered.hf_model.model.dtype]
+    return max(exact, INT8_TOLERANCE) if _calls(lowered, tokens, "integer_panel_linear") else exact
+
+
+def _calls(lowered: Lowered, tokens: int, name_of_op: str) -> bool:
+    """True if pieces of a step of so many tokens call the op."""
     variants: dict[str, dict[int, str]] = lowered.graph.meta.get(VARIANTS, {})
     names = []
     for name in called_pieces(lowered.graph):
         of_more = {most: variant for most, variant in variants.get(name, {}).items() if most >= tokens}
         names.append(of_more[min(of_more)] if of_more else name)
     pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
-    return any(is_op(node, "scaled_linear") for piece in pieces for node in piece.graph.nodes)
+    return any(is_op(node, name_of_op) for piece in pieces for node in piece.graph.nodes)
 
 
 def _check_media(
@@ -207,7 +218,7 @@ def _check_media(
         ours = run(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, run)[0]
     except Exception as failure:
         ours = failure
-    limit = TOLERANCE[dtype] * (1 if dtype == torch.float32 else ROUNDED_TWICE)
+    limit = _limit(text, sum(lengths)) * (1 if dtype == torch.float32 else ROUNDED_TWICE)
     return compare_media(hf_model, adapter, case, ours, limit, _hint(lowered))
 
 
@@ -347,7 +358,8 @@ def _quantise(
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]
-        owner, _, leaf_name = tensor.weight_name.rpartition(".")
+        # Of a tied head the input is called after the head, and the embedding keeps its numbers.
+        owner, _, leaf_name = name.removesuffix(f"_{tensor.role}").rpartition(".")
         setattr(model.get_submodule(owner), leaf_name, parameter)
     return found
 
@@ -360,6 +372,15 @@ def _program_weights(
     made: dict[Any, torch.Tensor] = {}
     bound = {}
 
+    def as_it_lies(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if (unit := program.panels.get(name)) is None:
+            return weight
+        key = weight.data_ptr(), "panels"
+        if key not in made:
+            made[key] = weight.clone(memory_format=torch.contiguous_format)
+            put_in_panels(made[key], unit)
+        return made[key]
+
     def part(name: str) -> torch.Tensor:
         cuts = lowered.cuts_of(name)
         key = by_name[name].data_ptr(), cuts
@@ -369,13 +390,13 @@ def _program_weights(
 
     for name in program.weights:
         if name not in lowered.packed:
-            bound[name] = part(name)
+            bound[name] = as_it_lies(name, part(name))
             continue
         members = [part(member.weight_name) for member in lowered.packed[name]]
         key = tuple(member.data_ptr() for member in members)
         if key not in made:
             made[key] = torch.cat(members)
-        bound[name] = made[key]
+        bound[name] = as_it_lies(name, made[key])
     return bound
 
 

@@ -137,11 +137,9 @@ class ModelTensors:
 
 def _in_halves(planned: PlannedTensor, heads: int) -> PlannedTensor:
     """The rows of each head in two halves that turn together; converters have put them into pairs."""
-    rows, *inner = planned.shape
-    if not heads or rows % (2 * heads):
+    if not heads or planned.shape[0] % (2 * heads):
         raise _misfit(planned, f"{heads} heads")
-    pairs = planned.reshape(heads, rows // heads // 2, 2, *inner)
-    return pairs.transpose(1, 2).reshape(rows, *inner)
+    return planned.in_halves(heads)
 
 
 def _misfit(planned: PlannedTensor, heads: str) -> CheckpointError:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Buffers that old checkpoints hold and Transformers computes: rotary frequencies, positions, causal masks.
+_OF_WHOLE_ROWS = ("unsqueeze", "halves")  # views that leave each row as it is: of an expert, of rotary weights
 _LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$"
 
 
@@ -176,7 +177,7 @@ def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
 
 def _scheme_of_block(block: Block, planned: PlannedTensor) -> WeightScheme | None:
     stored = block.quantised
-    is_as_stored = all(step[0] == "unsqueeze" for step in block.steps)  # an expert's, among others
+    is_as_stored = all(step[0] in _OF_WHOLE_ROWS for step in block.steps)
     if stored is None or not is_as_stored or not _has_whole_rows(block, planned):
         return None
     return FORMATS[stored.format].scheme(stored.tensors, block.source_shape, stored.numbers)

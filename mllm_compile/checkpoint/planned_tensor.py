@@ -120,6 +120,12 @@ class PlannedTensor:
         )
         return PlannedTensor((*self.shape[:dim], 1, *self.shape[dim:]), tuple(blocks))
 
+    def in_halves(self, heads: int) -> PlannedTensor:
+        """The rows of each head, which lie in pairs, in two halves: of a tensor of one block."""
+        if len(self.blocks) != 1:
+            raise TypeError("rows of a joined tensor cannot be planned in another order")
+        return PlannedTensor(self.shape, (self.blocks[0].then("halves", heads),))
+
     def narrow(self, dim: int, start: int, length: int) -> PlannedTensor:
         blocks = []
         for block in self.blocks:

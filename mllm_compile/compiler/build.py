@@ -85,6 +85,8 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     else:
         reason = miss_note(target.factors, nearest_runtime(target.factors, config.cache.dir))
     timeline.announce(f"compiling {config.model.source}: {reason}. This is done once.")
+    if line := config.line_on_cpu():
+        timeline.announce(line)
     with timeline.stage("check text files"):
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
+from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
@@ -105,11 +106,13 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> WeightSchemes:
     """The weights that config.model.quantization wants in few bits, where rows are whole."""
     from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, scheme_of
+    from mllm_compile.model.hf_model import tied_head
     from mllm_compile.passes.base import WeightSchemes
+    from mllm_compile.passes.pipeline import passes_left_out
     from mllm_compile.runtime.quantised.scheme import quantised_as
 
     asked = config.model.quantization
-    if asked not in ("keep", "fp8", "int4"):
+    if asked not in ("keep", "fp8", "int8", "int4"):
         return WeightSchemes({})
 
     def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
@@ -125,7 +128,9 @@ def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, 
         found = {name: scheme(name, shape, is_transposed) for name, shape in shapes.items()}
         return {name: one for name, one in found.items() if one is not None}
 
-    return WeightSchemes(schemes(False), schemes(True), are_chosen=asked != "keep")
+    in_panels = "pack_linears" not in passes_left_out(pass_target(config), config.compile.disable_passes)
+    head = tied_head(hf_model.model)
+    return WeightSchemes(schemes(False), schemes(True), are_chosen=asked != "keep", head=head, in_panels=in_panels)
 
 
 def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: Reporter) -> Lowered:
@@ -231,12 +236,13 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, WEIGHT_SCHEMES
+    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, HAS_AMX, WEIGHT_SCHEMES
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     _set_ranks(trace, built.hf_model, config.runtime)
     trace.graph_module.meta[WEIGHT_SCHEMES] = built.weight_schemes
     trace.graph_module.meta[CACHE_SCALES] = dict(built.cache_scales)
+    trace.graph_module.meta[HAS_AMX] = has_amx(config.runtime.device)
     trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes) | dict(not_of_it or {})
@@ -334,6 +340,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         attention_backend=config.runtime.attention_backend,
         deterministic=config.runtime.deterministic,
         split_decode=config.compile.split_decode,
+        has_panels=has_panels(config.runtime.device),
     )
 
 

@@ -17,6 +17,7 @@ from mllm_compile.passes.base import (
     CACHE_INPUT,
     CACHE_INPUTS,
     PACKED_WEIGHTS,
+    PANELS,
     QUANTISED_TENSORS,
     STATE_LAYERS,
     VARIANTS,
@@ -48,7 +49,7 @@ from mllm_compile.runtime.program.spec import (
     StateStep,
     Step,
 )
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+from mllm_compile.runtime.quantised.scheme import OFFSETS, SCALES, VALUES, ZEROS
 from mllm_compile.runtime.state.layer import StateLayer
 
 _VIEWS = frozenset(
@@ -92,6 +93,7 @@ def build_program(graph: fx.GraphModule) -> Program:
         counted_experts=counted,
         state_layers=tuple(graph.meta[STATE_LAYERS]),
         quantised_weights=_quantised(graph),
+        panels=dict(graph.meta.get(PANELS, {})),
         inputs=_own_inputs(graph),
         further_outputs=tuple(map(_value_name, others)),
     )
@@ -117,7 +119,8 @@ def _quantised(graph: fx.GraphModule) -> dict[str, QuantisedWeight]:
             roles.setdefault(of_weights, {})[members[0].role] = name
             sides[of_weights] = shapes[name][0][-2], members[0].shape[-1]
     return {
-        names[VALUES]: QuantisedWeight(names[SCALES], names.get(ZEROS), *sides[key]) for key, names in roles.items()
+        names[VALUES]: QuantisedWeight(names[SCALES], names.get(ZEROS) or names.get(OFFSETS), *sides[key])
+        for key, names in roles.items()
     }
 
 

@@ -173,3 +173,17 @@ def has_libraries(device: str, backend: str) -> bool:
         backend: compile.backend.
     """
     return device == "cpu" and (backend != "eager" or compiler_command() is not None)
+
+
+def has_panels(device: str) -> bool:
+    """True if linears on `device` compute by our C++ (runtime/ops/panels): on a CPU whose vectors it is written for."""
+    import torch
+
+    return device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def has_amx(device: str) -> bool:
+    """True if `device` is a CPU with AMX, which multiplies bfloat16 many times as fast as float32."""
+    import torch
+
+    return device == "cpu" and torch.cpu._is_amx_tile_supported()

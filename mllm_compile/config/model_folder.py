@@ -157,7 +157,8 @@ def _gguf_model(model: GgufModel, with_weights: bool) -> ModelFolder:
     if not with_weights:
         return ModelFolder(model.folder, config, ())
     names = " and ".join(model.types)
-    scheme = Scheme(f"gguf {names}", tuple(f"gguf {one.lower()}" for one in model.types)) if names else None
+    formats = tuple(f"gguf {one.lower()}" for one in model.types)
+    scheme = Scheme(f"gguf {names}", formats, kinds=("int4", "int8"), is_for_cpus=True) if names else None
     return ModelFolder(model.folder, config, model.files, scheme)
 
 

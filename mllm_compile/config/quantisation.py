@@ -43,6 +43,7 @@ class Scheme:
         settings: sizes that the config names.
         kinds: of the schemes that its linears' weights can have in memory (runtime/quantised); empty where none can.
         unused: how the names of tensors end that are not applied here.
+        is_for_cpus: linears compute with them on CPUs alone.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Scheme:
     settings: Settings = _NO_SETTINGS
     kinds: tuple[str, ...] = ()
     unused: tuple[str, ...] = _ACTIVATION_SCALES + _KV_SCALES
+    is_for_cpus: bool = False
 
     @property
     def is_plain(self) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mllm_compile.config.device import DeviceInfo
+from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
@@ -66,6 +66,7 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 _QUANTISING_PASS = "quantise_linears"
+_PANELS_PASS = "pack_linears"
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
@@ -101,7 +102,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             load_format=choices.resolve(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
-            quantization=_quantization(config, model, choices),
+            quantization=_quantization(config, model, device, choices),
             trust_remote_code=config.model.trust_remote_code,
             split_special_tokens=config.model.split_special_tokens,
         ),
@@ -137,7 +138,7 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
     return ResolvedStructuredOutputs(backends=backends if isinstance(backends, tuple) else (backends,), threads=threads)
 
 
-def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
+def _quantization(config: EngineConfig, model: ModelFolder, device: DeviceInfo, choices: AutoChoices) -> Quantization:
     asked = config.model.quantization
     scheme = None if model.scheme is None or model.scheme.is_plain else model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
@@ -149,6 +150,8 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
             return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
         if not scheme.kinds:
             return "dequantize", f"linears do not compute with {scheme.name}"
+        if scheme.is_for_cpus and (why := _why_no_panels(config, device)):
+            return "dequantize", why
         return "keep", f"the checkpoint's, {scheme.name}"
 
     chosen: Quantization = choices.resolve("model.quantization", asked, choose)
@@ -157,7 +160,9 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
             f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
             "dequantize, or set model.path to the original."
         )
-    if chosen not in ("fp8", "int4"):
+    if chosen == "int8" and device.is_cuda:
+        raise ConfigError("model.quantization is int8, which is for CPUs. Set it to fp8, which a GPU is as fast with.")
+    if chosen not in ("fp8", "int8", "int4"):
         return "none" if scheme is None else chosen
     if is_left_out:
         raise ConfigError(
@@ -174,9 +179,23 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
     return "keep"
 
 
+def _why_no_panels(config: EngineConfig, device: DeviceInfo) -> str | None:
+    """Why linears do not compute from panels (passes/pack_linears.py); None where they do."""
+    if not has_panels(device.device):
+        return "linears compute from its blocks on a CPU with AVX2 alone"
+    if config.compile.backend == "eager":
+        return "with compile.backend: eager linears compute in the model's type"
+    if _PANELS_PASS in config.compile.disable_passes:
+        return f"compile.disable_passes names {_PANELS_PASS}"
+    num_ranks = config.runtime.tensor_parallel_size * config.runtime.expert_parallel_size
+    return "over ranks linears compute in the model's type" if num_ranks > 1 else None
+
+
 def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
     if not device.is_cuda:
-        return "float32", "a CPU computes it fastest and exactly"
+        if has_amx(device.device):
+            return "bfloat16", "the CPU's AMX multiplies it fastest; float32 is exact"
+        return "float32", "the CPU has no AMX, by which bfloat16 would be faster"
     dtype = model.checkpoint_dtype()
     if dtype is None:
         return "bfloat16", "the checkpoint names no type"

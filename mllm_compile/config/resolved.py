@@ -25,7 +25,7 @@ class _Resolved(BaseModel):
 
 
 # keep: the checkpoint's own.
-Quantization = Literal["none", "keep", "dequantize", "fp8", "int4"]
+Quantization = Literal["none", "keep", "dequantize", "fp8", "int8", "int4"]
 
 
 class ResolvedModel(_Resolved):
@@ -98,12 +98,25 @@ class ResolvedConfig(_Resolved):
         sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"
         return EngineConfig.from_dict(sections)
 
+    def line_on_cpu(self) -> str | None:
+        """The line on the types that a CPU computes in, and why; None on a GPU."""
+        if self.runtime.device != "cpu":
+            return None
+        why = {choice.key: choice.why for choice in self.choices}
+        reason = why.get("model.dtype", "as model.dtype says")
+        asked = self.model.quantization
+        linears = "" if asked in ("none", "dequantize") else f"; linears from {_LINEARS.get(asked, asked)}"
+        return f"computing on the CPU in {self.model.dtype}: {reason}{linears}"
+
     def report(self, reporter: Reporter) -> None:
         """Shows the value of every `auto`, and keys that have no effect here."""
         if self.choices:
             reporter.table("auto values", ("key", "value", "why"), self.choices)
         if self.without_effect:
             reporter.announce(f"without effect on a CPU: {', '.join(self.without_effect)}")
+
+
+_LINEARS = {"keep": "the checkpoint's weights as they are stored"}
 
 
 class AutoChoices:

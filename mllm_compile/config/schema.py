@@ -72,15 +72,16 @@ class ModelConfig(Section):
     """Branch, tag or commit of the hub repository; null takes the main branch. Refused for a local folder."""
 
     dtype: Literal[Auto, DtypeName] = "auto"
-    """Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU."""
+    """Type of weights and activations. auto: the checkpoint's on a GPU, bfloat16 on a CPU with AMX, else float32."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
 
-    quantization: Literal["auto", "none", "dequantize", "fp8", "int4"] = "auto"
+    quantization: Literal["auto", "none", "dequantize", "fp8", "int8", "int4"] = "auto"
     """The weights of linears in memory. auto: as the checkpoint has them, if linears compute with its quantisation
     (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is refused.
-    fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too."""
+    fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too. int8:
+    likewise, on a CPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError
 from mllm_compile.files.cache_folders import make_private
@@ -52,7 +54,9 @@ def compiled(library: CpuLibrary, kept: Path) -> bytes:
     command = compiler_command()
     if command is None:
         raise CompileError(f"there is no C++ compiler for {library.source}: install g++, or set {library.switch}")
-    key = hashlib.sha256("\0".join((library.text(), _version(command), *_OPTIONS)).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join((library.text(), _version(command), torch.__version__, *_options(library))).encode()
+    ).hexdigest()
     with _lock:
         if key not in _binaries:
             make_private(kept)
@@ -84,7 +88,7 @@ def _file_name(key: str, binary: bytes) -> str:
 def _compile(library: CpuLibrary, command: tuple[str, ...], output: Path) -> Path:
     try:
         done = subprocess.run(
-            [*command, *_OPTIONS, f"-I{RUNTIME}", str(library.path), "-o", str(output)],
+            [*command, *_options(library), f"-I{RUNTIME}", str(library.path), "-o", str(output)],
             capture_output=True,
             text=True,
             errors="replace",
@@ -98,6 +102,14 @@ def _compile(library: CpuLibrary, command: tuple[str, ...], output: Path) -> Pat
         raise CompileError(f"{command[0]} refuses {library.source}: {lines[0]}. Set {library.switch}, and report this.")
     os.chmod(output, 0o600)
     return output
+
+
+def _options(library: CpuLibrary) -> list[str]:
+    """The compiler's options; where ops are registered also those of torch, which is loaded where the library is."""
+    if not library.registers_ops:
+        return list(_OPTIONS)
+    folder = Path(torch.__file__).parent
+    return [*_OPTIONS, f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
 
 
 @cache

@@ -226,6 +226,14 @@ def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> Non
             ) from error
 
 
+def tied_head(model: Any) -> str:
+    """The name of the head's weight, where it is the embedding too; else an empty one."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
+        return ""
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
 def compute_constants(
     model: PreTrainedModel,
 ) -> tuple[dict[str, torch.Tensor], frozenset[str], dict[str, torch.Tensor]]:

@@ -40,7 +40,7 @@ from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.files.regular_file import read_regular
 from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+from mllm_compile.runtime.quantised.scheme import OFFSETS, SCALES, VALUES, ZEROS
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.spec import WeightSpec
@@ -270,10 +270,10 @@ def _check_roles(program: Program, weights: Sequence[WeightSpec]) -> None:
     """Raises ValueError if what the program says of quantised weights is not what they are."""
     specs = {spec.name: spec for spec in weights}
     for name, one in ((name, one) for each in program.every for name, one in each.quantised_weights.items()):
-        for tensor, role in ((name, VALUES), (one.scales, SCALES), (one.zeros, ZEROS)):
+        for tensor, roles in ((name, (VALUES,)), (one.scales, (SCALES,)), (one.zeros, (ZEROS, OFFSETS))):
             parts = specs[tensor].parts if tensor is not None else ()
-            if any(part.kept is not None and part.kept.role != role for part in parts):
-                raise ValueError(f"{short_repr(tensor)} is not the weight of {role} of {short_repr(name)}")
+            if any(part.kept is not None and part.kept.role not in roles for part in parts):
+                raise ValueError(f"{short_repr(tensor)} is not the weight of {roles[0]} of {short_repr(name)}")
         wanted = {part.kept.scheme.shape(VALUES, one.outputs, one.inputs) for part in specs[name].parts if part.kept}
         if wanted - {specs[name].shape[-2:]}:
             raise ValueError(

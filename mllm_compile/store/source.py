@@ -15,6 +15,7 @@ from mllm_compile.checkpoint.quantised import lines_on_weights
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.ops.panels.layout import put_in_panels
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
@@ -124,6 +125,8 @@ class ArtifactSource:
                 else:
                     with self._artifact.trusted.naming_itself():
                         load_weights(specs, weights, self._weights_root, stage.advance)
+                for name, unit in self._artifact.program.every_panels().items():
+                    put_in_panels(weights[name], unit)
         return weights | _load_constants(self._artifact, device)
 
 

@@ -21,12 +21,14 @@ class CpuLibrary:
         source: its file, seen from the folder runtime/.
         switch: the setting that does without it.
         headers: files of runtime/ that it includes, by their paths from there.
+        registers_ops: it registers ops with torch, by its stable C interface, while it is loaded.
     """
 
     name: str
     source: str
     switch: str
     headers: tuple[str, ...] = ()
+    registers_ops: bool = False
 
     @property
     def path(self) -> Path:

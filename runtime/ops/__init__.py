@@ -48,6 +48,7 @@ OPS = {
     "gated_linear": "gated_linear.ops",
     "greedy_tokens": "tokens.greedy",
     "grouped_linear": "experts.grouped",
+    "integer_panel_linear": "panels.ops",
     "latent_decode": "attention.latent",
     "latent_prefill": "attention.latent",
     "linear_residual": "single_token",
@@ -55,6 +56,7 @@ OPS = {
     "norm_linear": "single_token",
     "order_experts": "experts.order",
     "paged_prefill": "attention.prefill",
+    "panel_linear": "panels.ops",
     "quantised_expert_linear": "experts.quantised",
     "quantised_grouped_linear": "experts.grouped_quantised",
     "quantised_linear": "quantised_linear.ops",
@@ -134,6 +136,7 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "experts.quantised",
+        "panels.ops",
         "quantised_linear.ops",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):

@@ -24,6 +24,7 @@ from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Linke
 from mllm_compile.runtime.cpu.library import CpuLibrary
 from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.ops import load_kernels
+from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
 from mllm_compile.runtime.program.spec import Program
@@ -88,6 +89,8 @@ def link(
     with current_device(device):
         for one in program.every:
             load_kernels(one.kernels, binaries, device)
+            if one.panels:
+                load_library(PANEL_LINEARS, binaries)
         layer_kernels = _layer_kernels(program, pieces, binaries, device)
     sampling, loop = program.sampling, program.decode_loop
     return LinkedProgram(

@@ -22,6 +22,7 @@ from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
 
@@ -205,7 +206,7 @@ class QuantisedWeight:
     """The matrix that a weight's values, scales and zero points stand for.
 
     Attributes:
-        scales, zeros: names of the weights that go with the values; zeros is None without zero points.
+        scales, zeros: names of the weights that go with the values; zeros stands for zero points or offsets, or None.
         outputs, inputs: its rows and columns.
     """
 
@@ -234,6 +235,7 @@ class Program:
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
+    panels: Mapping[str, int] = field(default_factory=dict)  # weight in panels → bytes of a unit (ops/panels/layout.py)
     state_layers: tuple[StateLayer, ...] = ()
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
     rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
@@ -257,6 +259,10 @@ class Program:
         """The libraries of C++ that the runtime holds compiled, of all programs."""
         return tuple(dict.fromkeys(library for program in self.every for library in program.libraries()))
 
+    def every_panels(self) -> dict[str, int]:
+        """The weights of all programs that lie in panels, and the bytes of a unit."""
+        return {name: unit for program in self.every for name, unit in program.panels.items()}
+
     def every_cuda_kernel(self) -> tuple[CudaKernel, ...]:
         """The kernels that the runtime holds compiled by NVRTC, of all programs."""
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
@@ -278,7 +284,8 @@ class Program:
 
     def libraries(self) -> tuple[CpuLibrary, ...]:
         """The libraries of C++ that this program calls."""
-        return tuple(dict.fromkeys(one.paged for one in self.layer_kernels.values() if one.paged is not None))
+        attention = (one.paged for one in self.layer_kernels.values() if one.paged is not None)
+        return tuple(dict.fromkeys([*attention, *([PANEL_LINEARS] if self.panels else [])]))
 
     def kernels_of_layer(self, name: str) -> StoredKernels:
         """The layer's own kernels; none of a layer that has none."""
@@ -306,6 +313,7 @@ class Program:
             "expert_weights": {name: asdict(weight) for name, weight in self.expert_weights.items()},
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
+            "panels": dict(self.panels),
             "state_layers": [layer.to_json() for layer in self.state_layers],
             "inputs": list(self.inputs),
             "rope": None if self.rope is None else asdict(self.rope),
@@ -335,6 +343,7 @@ class Program:
                 expert_weights=from_json(dict[str, ExpertWeight], data["expert_weights"]),
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
+                panels=from_json(dict[str, int], data["panels"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
                 inputs=from_json(tuple[str, ...], data["inputs"]),
                 rope=from_json(RopeLengths | None, data["rope"]),

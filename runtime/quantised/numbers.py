@@ -14,6 +14,7 @@ from mllm_compile.runtime.quantised.scheme import (
     FACTORS,
     FP8_MAX,
     INT4_ZERO,
+    OFFSETS,
     SCALES,
     SMALLEST_SCALE,
     VALUES,
@@ -23,6 +24,7 @@ from mllm_compile.runtime.quantised.scheme import (
 )
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+INT8_MAX = 127
 E8M0_BIAS, E8M0_NAN = 127, 255
 _MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight
 
@@ -39,6 +41,12 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         scaled = (groups / scales.float().unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
         values = scaled.view(rows, -1)[:, :columns].to(torch.float8_e4m3fn)
         return {VALUES: values, SCALES: scales}
+    if scheme.kind == "int8":
+        scales = _scales(groups.abs().amax(-1), INT8_MAX, scheme)
+        scaled = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-INT8_MAX, INT8_MAX)
+        return {VALUES: scaled.view(rows, -1)[:, :columns].to(torch.int8), SCALES: scales}
+    if third_role(scheme.kind) == OFFSETS:
+        return _with_offsets(groups, columns, scheme)
     if scheme.kind == "mxfp4":
         sizes = groups.abs().amax(-1)
         parts, powers = torch.frexp(sizes * (1 / E2M1[7]))
@@ -66,6 +74,16 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
     numbers = numbers.clamp_(0, 15).view(rows, -1)[:, :columns].to(torch.uint8)
     values = paired(numbers)
     return {VALUES: in_lanes(values) if scheme.kind == "int4_lanes" else values, SCALES: scales, **found}
+
+
+def _with_offsets(groups: torch.Tensor, columns: int, scheme: WeightScheme) -> dict[str, torch.Tensor]:
+    """The tensors of a weight of groups [N, G, group]: its smallest number is a group's offset."""
+    largest = 15 if scheme.name == "int4" else 255
+    offsets = groups.amin(-1).to(scheme.scale_dtype)
+    scales = _scales(groups.amax(-1) - groups.amin(-1), largest, scheme)
+    numbers = ((groups - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round_().clamp_(0, largest)
+    values = numbers.flatten(1)[:, :columns].to(torch.uint8)
+    return {VALUES: paired(values) if scheme.name == "int4" else values, SCALES: scales, OFFSETS: offsets}
 
 
 def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
@@ -118,8 +136,10 @@ def in_lanes(values: torch.Tensor) -> torch.Tensor:
 
 
 def integers(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """[N, K] uint8, or one more, of the values of int4 or int4_lanes."""
-    if kind == "int4":
+    """[N, K] of the values of int4, or one more, in whatever order they are, and of int8."""
+    if kind.startswith("int8"):
+        return values
+    if kind != "int4_lanes":
         return torch.stack((values & 15, values >> 4), -1).flatten(-2)
     lanes = values.unflatten(-1, (-1, 4, 2, 2))  # lane, first or behind, product
     return torch.stack((lanes & 15, lanes >> 4), -1).movedim((-2, -1), (-4, -3)).flatten(-5)
@@ -150,6 +170,12 @@ def dequantised(
             weight[rows] = unpacked_e2m1(values[rows])[:, :columns].mul_(factors)
             continue
         numbers = integers(values[rows], kind)[:, :columns].float()
+        if kind == "int8":
+            weight[rows] = numbers.mul_(factors)
+            continue
+        if third is not None and third_role(kind) == OFFSETS:
+            weight[rows] = numbers.mul_(factors).add_(_of_inputs(third[rows].float(), group, columns))
+            continue
         numbers -= INT4_ZERO if third is None else _of_inputs(third[rows].float(), group, columns)
         weight[rows] = numbers.mul_(factors)
     return weight

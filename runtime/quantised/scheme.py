@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 
 # Roles of the tensors that one weight is.
-VALUES, SCALES, ZEROS, FACTORS = "values", "scales", "zeros", "factors"
-Kind = Literal["fp8", "int4", "int4_lanes", "mxfp4", "nvfp4"]
+VALUES, SCALES, ZEROS, FACTORS, OFFSETS = "values", "scales", "zeros", "factors", "offsets"
+Kind = Literal["fp8", "int4", "int4_lanes", "int4_offsets", "int8", "int8_offsets", "mxfp4", "nvfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 INT4_GROUP = 128  # inputs that share a scale, where no checkpoint says how many
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
+_WHOLE_BYTES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8_offsets": torch.uint8}  # kind → a value's type
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class WeightScheme:
     low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. int4_lanes: the same,
     of a linear, with the values of each 32 inputs in another order (numbers.in_lanes). mxfp4: as int4, but with floats
     of four bits (E2M1); 32 inputs have a scale, a power of two in a byte (E8M0). nvfp4: the same floats; 16 inputs have
-    a scale in float8_e4m3fn, and each row a factor [N, 1] in float32.
+    a scale in float8_e4m3fn, and each row a factor [N, 1] in float32. int8: values [N, K] int8, weight = value * scale.
+    int4_offsets and int8_offsets: values as of int4, or [N, K] uint8; weight = value * scale + offset.
 
     Attributes:
         kind: what a value is.
         group: inputs that share a scale; K, where one scale is for a whole row, also of a rank's part of its inputs.
-        scale_dtype: of the scales [N, G].
+        scale_dtype: of the scales [N, G], and of offsets [N, G].
         has_zeros: zero points [N, G] uint8 are stored.
     """
 
@@ -47,19 +49,19 @@ class WeightScheme:
 
     @property
     def name(self) -> str:
-        """The kind, in whatever order values are."""
-        return "int4" if self.kind == "int4_lanes" else self.kind
+        """The kind, in whatever order values are, and whatever stands beside them."""
+        return self.kind.partition("_")[0]
 
     @property
     def roles(self) -> tuple[str, ...]:
-        has_third = self.has_zeros or self.kind == "nvfp4"
+        has_third = self.has_zeros or third_role(self.kind) != ZEROS
         return (VALUES, SCALES, third_role(self.kind)) if has_third else (VALUES, SCALES)
 
     def shape(self, role: str, *sizes: int) -> tuple[int, ...]:
         """The shape of one tensor of a weight of these sizes; the last one is its inputs."""
         *others, columns = sizes
         if role == VALUES:
-            return *others, columns if self.kind == "fp8" else -(-columns // 2)
+            return *others, columns if self.kind in _WHOLE_BYTES else -(-columns // 2)
         if role == FACTORS:
             return *others, 1
         return *others, -(-columns // self.group)
@@ -71,16 +73,16 @@ class WeightScheme:
         """
         if role == FACTORS:
             return 0, 1
-        unit = self.group if role != VALUES else 1 if self.kind == "fp8" else 2
+        unit = self.group if role != VALUES else 1 if self.kind in _WHOLE_BYTES else 2
         first = start // unit
         return first, -(-(start + length) // unit) - first
 
     def dtype(self, role: str) -> torch.dtype:
-        if role == SCALES:
+        if role in (SCALES, OFFSETS):
             return self.scale_dtype
         if role == FACTORS:
             return torch.float32
-        return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
+        return _WHOLE_BYTES.get(self.kind, torch.uint8) if role == VALUES else torch.uint8
 
     def of_linear(self, columns: int) -> WeightScheme:
         """The scheme of a linear of so many inputs whose weight has this one in a checkpoint. Values have the order of
@@ -99,16 +101,21 @@ NVFP4 = WeightScheme("nvfp4", 16, torch.float8_e4m3fn)
 
 def third_role(kind: str) -> str:
     """The role of what a weight of this kind may have beside values and scales; ops take either in one place."""
-    return FACTORS if kind == "nvfp4" else ZEROS
+    if kind == "nvfp4":
+        return FACTORS
+    return OFFSETS if kind.endswith("_offsets") else ZEROS
 
 
 def quantised_as(kind: Kind, columns: int) -> WeightScheme:
     """The scheme that a plain weight of so many inputs is quantised to."""
     if kind in ("mxfp4", "nvfp4"):
         return MXFP4 if kind == "mxfp4" else NVFP4
-    if kind == "fp8":
-        return WeightScheme("fp8", columns)
-    return WeightScheme("int4", min(INT4_GROUP, columns), torch.bfloat16)
+    if kind in ("fp8", "int8"):
+        return WeightScheme(kind, columns)
+    group = min(INT4_GROUP, columns)
+    if columns % group:  # kernels take groups that divide the inputs
+        group = next((size for size in (64, 32) if columns % size == 0), group)
+    return WeightScheme("int4", group, torch.bfloat16)
 
 
 def tensor_name(weight: str, role: str) -> str:

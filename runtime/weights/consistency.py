@@ -24,6 +24,9 @@ _FORMS: dict[Kind, tuple[int | None, tuple[torch.dtype, ...]]] = {
     "fp8": (None, (torch.float32,)),
     "int4": (None, FLOATS),
     "int4_lanes": (INT4_GROUP, FLOATS),
+    "int4_offsets": (None, FLOATS),
+    "int8": (None, FLOATS),
+    "int8_offsets": (None, FLOATS),
     "mxfp4": (MXFP4.group, (MXFP4.scale_dtype,)),
     "nvfp4": (NVFP4.group, (NVFP4.scale_dtype,)),
 }

@@ -13,7 +13,7 @@ from mllm_compile.runtime.short_repr import short_repr, typed_repr
 DAMAGED = "in the runtime's program.json is damaged; compile the model again"
 
 # A view to take of a tensor: ("narrow", dim, start, length), ("transpose", dim, dim), ("reshape", *sizes),
-# ("squeeze", dim), ("unsqueeze", dim).
+# ("squeeze", dim), ("unsqueeze", dim), ("halves", heads): the rows of each head, which lie in pairs, in two halves.
 ViewStep = tuple[str | int, ...]
 
 
@@ -30,6 +30,7 @@ _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
     "reshape": lambda tensor, *sizes: tensor.reshape(sizes),
     "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze,
+    "halves": lambda tensor, heads: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2),
 }
 _INVERSE = {"transpose": "transpose", "unsqueeze": "squeeze"}
 

@@ -618,6 +618,45 @@ def test_weights_are_kept_as_the_checkpoint_has_them_or_as_is_asked(asked, schem
     assert again.model.quantization == becomes
 
 
+GGUF = Scheme("gguf Q4_1", ("gguf q4_1",), kinds=("int4", "int8"), is_for_cpus=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "vectors", "becomes", "why"),
+    [
+        (CPU, {}, True, "keep", "the checkpoint's"),
+        (CPU, {}, False, "dequantize", "AVX2"),
+        (CPU, {"compile": {"backend": "eager"}}, True, "dequantize", "eager"),
+        (CPU, {"compile": {"disable_passes": ["pack_linears"]}}, True, "dequantize", "names pack_linears"),
+        (H200, {}, False, "dequantize", "AVX2"),
+    ],
+)
+def test_linears_compute_from_blocks_of_gguf_on_a_cpu(device, sections, vectors, becomes, why, monkeypatch):
+    monkeypatch.setattr("mllm_compile.config.resolve.has_panels", lambda device: vectors)
+    config = EngineConfig.from_dict({"model": {"path": "m"}, **sections})
+    found = resolve(config, ModelFolder(Path("/models/m"), QWEN, (), GGUF), device)
+    assert found.model.quantization == becomes
+    assert why in next(choice.why for choice in found.choices if choice.key == "model.quantization")
+
+
+def test_int8_is_for_cpus():
+    assert resolved(CPU, model={"path": "m", "quantization": "int8"}).model.quantization == "int8"
+    with pytest.raises(ConfigError, match=r"is int8, which is for CPUs\. Set it to fp8"):
+        resolved(H200, model={"path": "m", "quantization": "int8"})
+
+
+@pytest.mark.parametrize(("amx", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_computes_in_what_it_is_fast_in_and_says_so(amx, dtype, monkeypatch):
+    monkeypatch.setattr("mllm_compile.config.resolve.has_amx", lambda device: amx)
+    config = resolved(CPU, model={"path": "m", "quantization": "int8"})
+    assert config.model.dtype == dtype
+    line = config.line_on_cpu()
+    assert line.startswith(f"computing on the CPU in {dtype}: ")
+    assert "AMX" in line
+    assert line.endswith("; linears from int8")
+    assert resolved(H200).line_on_cpu() is None
+
+
 MIXED = Scheme("compressed-tensors fp8 and integers", ("compressed-tensors fp8",), kinds=("fp8", "int4"))
 
 

@@ -87,7 +87,9 @@ def test_a_compile_is_announced_with_the_reason(model, tmp_path, caplog):
     load_or_compile(config, LogReporter(), CompileOptions(output=tmp_path / "out"))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"compiling {model}: nothing was compiled for this model yet. This is done once.",
+        "computing on the CPU in float32: as model.dtype says",
         f"compiling {model}: there is no runtime in this folder yet. This is done once.",
+        "computing on the CPU in float32: as model.dtype says",
     ]
     caplog.clear()
     assert load_or_compile(config, LogReporter()).was_cached

@@ -7,12 +7,13 @@ A weight is one tensor of uint8 [..., bytes of a row]. Its rows become float32, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from mllm_compile.runtime.quantised.numbers import exponents
-from mllm_compile.runtime.weights.formats.base import VALUES, Format, Numbers, Roles, Stored, Tensors
+from mllm_compile.runtime.quantised.numbers import exponents, paired
+from mllm_compile.runtime.quantised.scheme import INT4_ZERO, OFFSETS, SCALES, VALUES, WeightScheme
+from mllm_compile.runtime.weights.formats.base import Format, Numbers, Roles, Stored, Tensors
 from mllm_compile.runtime.weights.formats.settings import Settings
 from mllm_compile.runtime.weights.gguf_header import BLOCK_TYPES, BlockType
 
@@ -20,8 +21,30 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+class Parts(NamedTuple):
+    """The content of M blocks of G groups each: number * scale, plus an offset in some types.
+
+    Attributes:
+        numbers: [M, block], integers.
+        scales: [M, G] float32.
+        offsets: likewise, or None.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def decoded(self) -> torch.Tensor:
+        """[M, block] float32."""
+        groups: torch.Tensor = self.numbers.float().unflatten(-1, (self.scales.shape[1], -1))
+        weight = groups * self.scales.unsqueeze(-1)
+        if self.offsets is not None:
+            weight = weight + self.offsets.unsqueeze(-1)
+        return weight.flatten(1)
+
+
 class GgufBlocks(Format):
-    """A weight in blocks of one type."""
+    """A weight in blocks of one type, whose numbers no scheme of memory has."""
 
     plain = ""
     roles: ClassVar[Roles] = {VALUES: ""}
@@ -39,6 +62,34 @@ class GgufBlocks(Format):
         return decoded_rows(tensors[VALUES][start:stop], self._kind)
 
 
+class IntegerBlocks(GgufBlocks):
+    """A weight in blocks of one type; memory holds the same integers, without loss."""
+
+    def __init__(self, kind: BlockType) -> None:
+        super().__init__(kind)
+        self._parts, self._scheme = _INTEGERS[kind.name]
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return self._scheme
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        return (VALUES,)
+
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        stored = tensors[VALUES]
+        parts = self._parts(stored.reshape(-1, self._kind.num_bytes))
+        if role == SCALES:
+            made = parts.scales
+        elif role == OFFSETS:
+            assert parts.offsets is not None, "the scheme has offsets"
+            made = parts.offsets
+        elif self._scheme.name == "int4":
+            made = paired(parts.numbers.add(0 if parts.offsets is not None else INT4_ZERO).to(torch.uint8))
+        else:
+            made = parts.numbers
+        return made.reshape(*stored.shape[:-1], -1)
+
+
 def format_name(kind: BlockType) -> str:
     """The name of the format of a block type."""
     return f"gguf {kind.name.lower()}"
@@ -48,7 +99,9 @@ def decoded_rows(rows: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """float32 of rows of plain numbers, or of blocks: [..., bytes of a row] uint8."""
     if kind.dtype is not None:
         return rows.float()
-    return _DECODERS[kind.name](rows.reshape(-1, kind.num_bytes)).view(*rows.shape[:-1], -1)
+    blocks = rows.reshape(-1, kind.num_bytes)
+    decoded = _INTEGERS[kind.name][0](blocks).decoded() if kind.name in _INTEGERS else _mxfp4(blocks)
+    return decoded.view(*rows.shape[:-1], -1)
 
 
 def _halves(blocks: torch.Tensor, begin: int, count: int = 1) -> torch.Tensor:
@@ -72,110 +125,109 @@ def _fifth_bits(blocks: torch.Tensor, begin: int) -> torch.Tensor:
     return _bits(blocks[:, begin : begin + 4], 1, 8).transpose(1, 2).reshape(-1, 32) << 4
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_low_then_high(blocks[:, 2:]).float() - 8) * _halves(blocks, 0)
+def _q4_0(blocks: torch.Tensor) -> Parts:
+    return Parts(_signed(_low_then_high(blocks[:, 2:]), 8), _halves(blocks, 0))
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _low_then_high(blocks[:, 4:]).float() * _halves(blocks, 0) + _halves(blocks, 2)
+def _q4_1(blocks: torch.Tensor) -> Parts:
+    return Parts(_low_then_high(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2))
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return ((_low_then_high(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16) * _halves(blocks, 0)
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    return Parts(_signed(_low_then_high(blocks[:, 6:]) | _fifth_bits(blocks, 2), 16), _halves(blocks, 0))
 
 
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_1(blocks: torch.Tensor) -> Parts:
     numbers = _low_then_high(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return numbers.float() * _halves(blocks, 0) + _halves(blocks, 2)
+    return Parts(numbers, _halves(blocks, 0), _halves(blocks, 2))
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
+def _q8_0(blocks: torch.Tensor) -> Parts:
+    return Parts(blocks[:, 2:].view(torch.int8), _halves(blocks, 0))
 
 
-def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q2_k(blocks: torch.Tensor) -> Parts:
     scales = blocks[:, :16]
-    numbers = _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2, 4).reshape(-1, 16, 16).float()
-    factors = (_halves(blocks, 80) * (scales & 15).float()).unsqueeze(-1)
-    offsets = (_halves(blocks, 82) * (scales >> 4).float()).unsqueeze(-1)
-    return (factors * numbers - offsets).flatten(1)
+    numbers = _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2, 4).flatten(1)
+    factors = _halves(blocks, 80) * (scales & 15).float()
+    return Parts(numbers, factors, -(_halves(blocks, 82) * (scales >> 4).float()))
 
 
-def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    is_set = _bits(blocks[:, :32], 1, 8).reshape(-1, 16, 16)
-    numbers = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2, 4).reshape(-1, 16, 16)
+def _q3_k(blocks: torch.Tensor) -> Parts:
+    is_set = _bits(blocks[:, :32], 1, 8).flatten(1)
+    numbers = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2, 4).flatten(1)
     low, high = blocks[:, 96:104], blocks[:, 104:108]
     scales = _low_then_high(low) | (_bits(high, 2, 4).flatten(1) << 4)
-    factors = (_halves(blocks, 108) * (scales.float() - 32)).unsqueeze(-1)
-    return (factors * (numbers.float() - 4 * (1 - is_set.float()))).flatten(1)
+    return Parts(_signed(numbers | is_set << 2, 4), _halves(blocks, 108) * (scales.float() - 32))
 
 
 def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, 8, 1] each: the scales and the offsets of eight groups, of Q4_K and Q5_K."""
+    """[M, 8] each: the scales and the offsets of eight groups, of Q4_K and Q5_K."""
     first, second, third = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat((first & 63, (third & 15) | ((first >> 2) & 48)), 1)
     offsets = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), 1)
-    return (
-        (_halves(blocks, 0) * scales.float()).unsqueeze(-1),
-        (_halves(blocks, 2) * offsets.float()).unsqueeze(-1),
-    )
+    return _halves(blocks, 0) * scales.float(), -(_halves(blocks, 2) * offsets.float())
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    factors, offsets = _six_bits(blocks)
-    numbers = _bits(blocks[:, 16:].unflatten(1, (4, 32)), 4, 2).reshape(-1, 8, 32)
-    return (factors * numbers.float() - offsets).flatten(1)
+def _q4_k(blocks: torch.Tensor) -> Parts:
+    return Parts(_bits(blocks[:, 16:].unflatten(1, (4, 32)), 4, 2).flatten(1), *_six_bits(blocks))
 
 
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    factors, offsets = _six_bits(blocks)
-    numbers = _bits(blocks[:, 48:].unflatten(1, (4, 32)), 4, 2).reshape(-1, 8, 32)
-    numbers = numbers | (_bits(blocks[:, 16:48], 1, 8) << 4)
-    return (factors * numbers.float() - offsets).flatten(1)
+def _q5_k(blocks: torch.Tensor) -> Parts:
+    numbers = _bits(blocks[:, 48:].unflatten(1, (4, 32)), 4, 2).flatten(1)
+    return Parts(numbers | (_bits(blocks[:, 16:48], 1, 8).flatten(1) << 4), *_six_bits(blocks))
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _bits(blocks[:, :128].unflatten(1, (2, 64)), 4, 2).reshape(-1, 256)
-    high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2, 4).reshape(-1, 256)
-    numbers = (low | (high << 4)).float() - 32
+def _q6_k(blocks: torch.Tensor) -> Parts:
+    low = _bits(blocks[:, :128].unflatten(1, (2, 64)), 4, 2).flatten(1)
+    high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2, 4).flatten(1)
     factors = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    decoded: torch.Tensor = (factors.unsqueeze(-1) * numbers.unflatten(1, (16, 16))).flatten(1)
-    return decoded
+    return Parts(_signed(low | (high << 4), 32), factors)
 
 
-def _of_table(numbers: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(table, device=numbers.device, dtype=torch.float32)[numbers.int()]
+def _signed(numbers: torch.Tensor, zero: int) -> torch.Tensor:
+    """int8 of numbers in uint8 below 128; `zero` stands for zero."""
+    return numbers.to(torch.int8) - zero
 
 
-def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * _of_table(_low_then_high(blocks[:, 2:]), _IQ4)
+def _of_table(numbers: torch.Tensor, table: tuple[float, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(table, device=numbers.device, dtype=dtype)[numbers.int()]
 
 
-def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+def _iq4_nl(blocks: torch.Tensor) -> Parts:
+    return Parts(_of_table(_low_then_high(blocks[:, 2:]), _IQ4, torch.int8), _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Parts:
     high = _bits(blocks[:, 2:4], 2, 4).transpose(1, 2).reshape(-1, 8)
     low = _bits(blocks[:, 4:8], 4, 2).transpose(1, 2).reshape(-1, 8)
     factors = _halves(blocks, 0) * ((low | (high << 4)).float() - 32)
-    numbers = _low_then_high(blocks[:, 8:].unflatten(1, (8, 16)))
-    return (factors.unsqueeze(-1) * _of_table(numbers, _IQ4)).flatten(1)
+    numbers = _low_then_high(blocks[:, 8:].unflatten(1, (8, 16))).flatten(1)
+    return Parts(_of_table(numbers, _IQ4, torch.int8), factors)
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return exponents(blocks[:, :1]) * _of_table(_low_then_high(blocks[:, 1:]), _E2M1)
 
 
-_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+_HALF, _FLOAT = torch.float16, torch.float32
+# Block type → what its blocks hold, and the scheme that holds the same. Products of two scales take float32.
+_INTEGERS: dict[str, tuple[Callable[[torch.Tensor], Parts], WeightScheme]] = {
+    "Q4_0": (_q4_0, WeightScheme("int4", 32, _HALF)),
+    "Q4_1": (_q4_1, WeightScheme("int4_offsets", 32, _HALF)),
+    "Q5_0": (_q5_0, WeightScheme("int8", 32, _HALF)),
+    "Q5_1": (_q5_1, WeightScheme("int8_offsets", 32, _HALF)),
+    "Q8_0": (_q8_0, WeightScheme("int8", 32, _HALF)),
+    "Q2_K": (_q2_k, WeightScheme("int4_offsets", 16, _FLOAT)),
+    "Q3_K": (_q3_k, WeightScheme("int8", 16, _FLOAT)),
+    "Q4_K": (_q4_k, WeightScheme("int4_offsets", 32, _FLOAT)),
+    "Q5_K": (_q5_k, WeightScheme("int8_offsets", 32, _FLOAT)),
+    "Q6_K": (_q6_k, WeightScheme("int8", 16, _FLOAT)),
+    "IQ4_NL": (_iq4_nl, WeightScheme("int8", 32, _HALF)),
+    "IQ4_XS": (_iq4_xs, WeightScheme("int8", 32, _FLOAT)),
 }
-GGUF_FORMATS = tuple(GgufBlocks(kind) for kind in BLOCK_TYPES.values() if kind.dtype is None)
+GGUF_FORMATS = tuple(
+    IntegerBlocks(kind) if kind.name in _INTEGERS else GgufBlocks(kind)
+    for kind in BLOCK_TYPES.values()
+    if kind.dtype is None
+)

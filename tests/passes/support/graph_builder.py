@@ -21,6 +21,7 @@ from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     EXPERT_RANKS,
     PACKED_WEIGHTS,
+    PANELS,
     QUANTISED_TENSORS,
     WEIGHT_CUTS,
     WEIGHT_SCHEMES,
@@ -34,6 +35,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.ops.panels.layout import put_in_panels
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
@@ -281,8 +283,13 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
     name, value = node.meta["weight_name"], node.meta["val"]
     parts = gm.meta.get(PACKED_WEIGHTS, {}).get(name)
     if parts is None:
-        return _weight(gm, name, value.shape, value.dtype)
-    return torch.cat([_weight(gm, p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+        weight = _weight(gm, name, value.shape, value.dtype)
+    else:
+        weight = torch.cat([_weight(gm, p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+    if (unit := gm.meta.get(PANELS, {}).get(name)) is not None:
+        weight = weight.contiguous()
+        put_in_panels(weight, unit)
+    return weight
 
 
 def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,13 @@ def only_kernel_passes(patch: pytest.MonkeyPatch, *passes: type[GraphPass]) -> N
     """Of the passes that put kernels into pieces these alone run, on a CPU as on a Hopper GPU, and on pieces that run
     as traced."""
     patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
-    facts = {"device_type": "cpu", "compiles_pieces": True, "compiles_cuda": True, "hopper_decode": True}
+    facts = {
+        "device_type": "cpu",
+        "compiles_pieces": True,
+        "compiles_cuda": True,
+        "hopper_decode": True,
+        "has_panels": False,
+    }
     real = lowering.pass_target
     patch.setattr(lowering, "pass_target", lambda config: replace(real(config), **facts))
     for graph_pass in PASSES:

@@ -1,0 +1,110 @@
+// The ops mllm::panel_linear and mllm::integer_panel_linear for a CPU (ops.py has their meaning). Loading the library
+// registers them with torch, by its stable C interface.
+
+#include <omp.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "integers.h"
+
+namespace mllm {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t BYTES_OF_A_THREAD = 256 << 10;    // of weights, which one reads in less than threads take to meet
+constexpr int64_t PRODUCTS_OF_A_THREAD = 4 << 20;
+
+Number number_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return Number::f32;
+    case ScalarType::BFloat16: return Number::bf16;
+    case ScalarType::Half: return Number::f16;
+    default: STD_TORCH_CHECK(false, "expected float32, bfloat16 or float16");
+  }
+}
+
+// A linear's inputs, as rows of K numbers, and the tensor of its outputs.
+struct Operands {
+  Tensor x, out;
+  int64_t m, n, k;
+  Rows rows;
+  Outputs outputs;
+
+  Operands(const Tensor& given, int64_t n, const std::optional<Tensor>& bias) : x(given), n(n) {
+    const int64_t dims = x.dim();
+    k = x.size(dims - 1);
+    m = k ? x.numel() / k : 0;
+    const bool has_rows = dims == 2 && x.stride(1) == 1;
+    if (!has_rows && !x.is_contiguous()) x = torch::stable::contiguous(x);
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes[dims - 1] = n;
+    out = torch::stable::new_empty(x, sizes);
+    rows = {x.const_data_ptr(), number_type(x), has_rows ? x.stride(0) : k};
+    STD_TORCH_CHECK(rows.type != Number::f16, "expected inputs in float32 or bfloat16");
+    outputs = {out.mutable_data_ptr(), bias ? bias->const_data_ptr() : nullptr, rows.type, n};
+  }
+};
+
+// Divides pairs of panels among as many threads as there is work for.
+template <class Linear>
+void run_in_threads(const Linear& linear, int64_t weight_bytes, int64_t products) {
+  const int64_t pairs = (linear.n / LANES + 1) / 2;
+  const int64_t wanted = std::max(weight_bytes / BYTES_OF_A_THREAD, products / PRODUCTS_OF_A_THREAD);
+  const int64_t threads = std::max<int64_t>(1, std::min<int64_t>({omp_get_max_threads(), pairs, wanted}));
+  if (threads == 1) return run(linear, 0, pairs);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < threads; i++) run(linear, pairs * i / threads, pairs * (i + 1) / threads);
+}
+
+Tensor panel_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  Operands a(x, weight.size(0), bias);
+  if (!a.m) return a.out;
+  const Number type = number_type(weight);
+  std::vector<float> wide;
+  if (type == Number::bf16 && !MULTIPLIES_BF16) {
+    wide.resize(a.m * a.k);
+    for (int64_t m = 0; m < a.m; m++)
+      for (int64_t i = 0; i < a.k; i++) wide[m * a.k + i] = widened(a.rows.half(m)[i]);
+    a.rows = {wide.data(), Number::f32, a.k};
+  }
+  const FloatLinear linear{a.rows, weight.const_data_ptr(), type, a.m, a.n, a.k, a.outputs};
+  run_in_threads(linear, a.n * a.k * (type == Number::f32 ? 4 : 2), a.m * a.n * a.k);
+  return a.out;
+}
+
+Tensor integer_panel_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> third,
+                            std::optional<Tensor> bias, int64_t group) {
+  Operands a(x, values.size(0), bias);
+  if (!a.m) return a.out;
+  const bool is_signed = values.scalar_type() == ScalarType::Char;
+  const Values kind = is_signed ? Values::signed_bytes : values.size(1) == a.k ? Values::bytes : Values::four_bits;
+  QuantisedInputs inputs(a.m, a.k, group);
+#pragma omp parallel for schedule(static) if (a.m * a.k >= PRODUCTS_OF_A_THREAD / 16)
+  for (int64_t m = 0; m < a.m; m++) inputs.quantise(a.rows, m, kind);
+  const Third role = !third ? Third::none : third->scalar_type() == ScalarType::Byte ? Third::zeros : Third::offsets;
+  const IntegerLinear linear{&inputs,
+                             (const uint8_t*)values.const_data_ptr(),
+                             scales.const_data_ptr(),
+                             third ? third->const_data_ptr() : nullptr,
+                             kind,
+                             number_type(scales),
+                             role,
+                             a.m,
+                             a.n,
+                             a.outputs};
+  run_in_threads(linear, values.numel(), a.m * a.n * a.k / 4);
+  return a.out;
+}
+
+}  // namespace
+}  // namespace mllm
+
+STABLE_TORCH_LIBRARY_IMPL(mllm, CPU, library) {
+  library.impl("panel_linear", TORCH_BOX(&mllm::panel_linear));
+  library.impl("integer_panel_linear", TORCH_BOX(&mllm::integer_panel_linear));
+}

@@ -1,0 +1,90 @@
+"""The ops of linears whose weights lie in panels (layout.py), and their references in plain torch.
+
+A CPU's library (library.py) replaces the references, which serve where none is loaded. Defined with torch.library's
+define/impl because calling a `torch.library.custom_op` imports Dynamo and Inductor.
+
+Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from mllm_compile.runtime.ops.panels.layout import VALUES_UNIT, in_rows
+from mllm_compile.runtime.quantised.numbers import dequantised
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, Kind, third_role
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+_LIBRARY.define("panel_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define(
+    "integer_panel_linear(Tensor x, Tensor values, Tensor scales, Tensor? third, Tensor? bias, int group) -> Tensor"
+)
+
+
+def panel_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x times the transposed weight.
+
+    Args:
+        x: [..., K] in float32 or bfloat16.
+        weight: [N, K] in panels, in the dtype of x.
+        bias: [N] likewise, or None.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    return functional.linear(x, in_rows(weight, VALUES_UNIT), bias)
+
+
+def integer_panel_linear_reference(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    third: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group: int,
+) -> torch.Tensor:
+    """x, in eight bits with a scale for each group of each token, times the transposed weight.
+
+    Args:
+        x: [..., K] in float32 or bfloat16.
+        values: [N, K] int8, or uint8 beside offsets; [N, K / 2] uint8 of four bits; in panels, as are all below.
+        scales: [N, G] in float32, float16 or bfloat16.
+        third: [N, G]: zero points in uint8, or offsets in the scales' dtype; or None.
+        bias: [N] in the dtype of x, or None.
+        group: inputs that share a scale; they divide K, and 8 divides them.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    kind = kind_of(values, third, x.shape[-1])
+    units = (values, VALUES_UNIT), (scales, scales.itemsize), (third, 0 if third is None else third.itemsize)
+    tensors = [None if one is None else in_rows(one, unit) for one, unit in units]
+    weight = dequantised(
+        dict(zip((VALUES, SCALES, third_role(kind)), tensors, strict=True)), kind, group, x.shape[-1], torch.float32
+    )
+    groups = x.float().unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True)
+    rounded = (groups * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
+    product = functional.linear(rounded.flatten(-2), weight, None if bias is None else bias.float())
+    return product.to(x.dtype)
+
+
+def kind_of(values: torch.Tensor, third: torch.Tensor | None, columns: int) -> Kind:
+    """The kind of a weight of these tensors and so many inputs."""
+    if values.dtype == torch.int8:
+        return "int8"
+    has_offsets = third is not None and third.is_floating_point()
+    if values.shape[-1] == columns:
+        return "int8_offsets"
+    return "int4_offsets" if has_offsets else "int4"
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY.impl("panel_linear", panel_linear_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("integer_panel_linear", integer_panel_linear_reference, "CompositeExplicitAutograd")
+for _name in ("panel_linear", "integer_panel_linear"):
+    torch.library.register_fake(f"mllm::{_name}", _fake, lib=_LIBRARY)
