@@ -104,28 +104,44 @@ void float_tile(const FloatLinear& a, int64_t token, int64_t panel) {
     }
 }
 
-// Multiplies tokens [begin, end) with some panels, which are read once for up to twelve of them.
-template <Number TYPE, int PANELS>
+// Multiplies tokens [begin, end) with some panels, which are read once for up to twelve of them. CHAINS decides the
+// order of a token's sums, so all tokens of a step have the same: a token's place in it changes no bit.
+template <Number TYPE, int PANELS, int CHAINS>
 void float_panels(const FloatLinear& a, int64_t begin, int64_t end, int64_t panel) {
   int64_t token = begin;
-  for (; token + 12 <= end; token += 12) float_tile<TYPE, 12, PANELS, 1>(a, token, panel);
-  if (token + 8 <= end) float_tile<TYPE, 8, PANELS, 1>(a, token, panel), token += 8;
-  if (token + 4 <= end) float_tile<TYPE, 4, PANELS, 2>(a, token, panel), token += 4;
-  if (token + 2 <= end) float_tile<TYPE, 2, PANELS, 4>(a, token, panel), token += 2;
-  if (token < end)
-    for (int p = 0; p < PANELS; p++) float_tile<TYPE, 1, 1, 8>(a, token, panel + p);  // memory is read in one stream
+  if constexpr (CHAINS == 1) {
+    for (; token + 12 <= end; token += 12) float_tile<TYPE, 12, PANELS, CHAINS>(a, token, panel);
+    if (token + 8 <= end) float_tile<TYPE, 8, PANELS, CHAINS>(a, token, panel), token += 8;
+  }
+  if constexpr (CHAINS <= 2)
+    if (token + 4 <= end) float_tile<TYPE, 4, PANELS, CHAINS>(a, token, panel), token += 4;
+  if constexpr (CHAINS <= 4)
+    if (token + 2 <= end) float_tile<TYPE, 2, PANELS, CHAINS>(a, token, panel), token += 2;
+  if (token == end) return;
+  if constexpr (CHAINS < 8)
+    float_tile<TYPE, 1, PANELS, CHAINS>(a, token, panel);
+  else
+    for (int p = 0; p < PANELS; p++) float_tile<TYPE, 1, 1, CHAINS>(a, token, panel + p);  // memory is read in a stream
 }
 
 constexpr int64_t CACHED_BYTES = 512 << 10;  // of tokens, which all panels are multiplied with before the next ones
 
-template <Number TYPE>
+template <Number TYPE, int CHAINS>
 void float_pairs(const FloatLinear& a, int64_t begin, int64_t end) {
   const int64_t panels = a.n / LANES, step = std::max<int64_t>(CACHED_BYTES / (a.k * 4) / 12 * 12, 12);
   for (int64_t token = 0; token < a.m; token += step)
     for (int64_t panel = begin * 2; panel < std::min(end * 2, panels); panel += 2) {
       const int64_t last = std::min(token + step, a.m);
-      panel + 2 <= panels ? float_panels<TYPE, 2>(a, token, last, panel) : float_panels<TYPE, 1>(a, token, last, panel);
+      panel + 2 <= panels ? float_panels<TYPE, 2, CHAINS>(a, token, last, panel)
+                          : float_panels<TYPE, 1, CHAINS>(a, token, last, panel);
     }
+}
+
+template <Number TYPE>
+void float_pairs(const FloatLinear& a, int64_t begin, int64_t end) {
+  if (a.m >= 8) return float_pairs<TYPE, 1>(a, begin, end);
+  if (a.m >= 4) return float_pairs<TYPE, 2>(a, begin, end);
+  a.m >= 2 ? float_pairs<TYPE, 4>(a, begin, end) : float_pairs<TYPE, 8>(a, begin, end);
 }
 
 // Computes the outputs of panels [2 * begin, 2 * end).

@@ -96,6 +96,14 @@ def test_a_token_gives_the_same_bits_alone_and_in_a_batch(name):
         assert torch.equal(alone[0], together[token])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_gives_the_same_bits_in_any_place_of_a_step(dtype):
+    weight, row = in_panels(numbers(48, 576, dtype=dtype, seed=1)), numbers(1, 576, dtype=dtype)
+    for tokens in range(2, 33):
+        found = torch.ops.mllm.panel_linear(row.repeat(tokens, 1), weight, None)
+        assert torch.equal(found, found[:1].expand_as(found)), tokens
+
+
 def test_inputs_may_be_parts_of_wider_rows_and_have_further_dimensions():
     weight = numbers(48, 64, seed=1)
     wide = numbers(5, 200)
