@@ -1,5 +1,7 @@
 """A CPU's linears in panels beside the libraries', float32 to four bits, by turns on one thread.
 
+    python -m benchmarks.kernels.cpu_linears_speed
+
 Weights lie in copies that no cache holds. Of each way the fastest of many short rounds counts, as others may hold the
 cores.
 """

@@ -22,7 +22,6 @@ from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
-from mllm_compile.gguf.config import MAX_LAYERS
 from mllm_compile.gguf.folder import GgufModel, open_gguf
 from mllm_compile.gguf.parts import gguf_parts
 from mllm_compile.runtime.short_repr import short_repr
@@ -32,6 +31,7 @@ _log = logging.getLogger("mllm_compile.config")
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILES = 10_000  # of a checkpoint; the largest known have some hundreds
 _MAX_NAME_BYTES = 255  # of a file, on the usual file systems
+_MAX_LAYERS = 1000  # the deepest known has 126
 _NUM_LAYERS = re.compile(r"(num|n)_([a-z]+_)*(layers?|blocks)|(en|de)coder_layers")
 
 
@@ -188,9 +188,9 @@ def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
     nested = [section for section in config.values() if isinstance(section, dict)]
     for section in (config, *nested):
         for name, value in section.items():
-            if _NUM_LAYERS.fullmatch(name) and type(value) is int and value > MAX_LAYERS:
+            if _NUM_LAYERS.fullmatch(name) and type(value) is int and value > _MAX_LAYERS:
                 raise UnsupportedModelError(
-                    f"{folder / CONFIG_FILE}: {name} is {value}; expected at most {MAX_LAYERS}. Is the file damaged?"
+                    f"{folder / CONFIG_FILE}: {name} is {value}; expected at most {_MAX_LAYERS}. Is the file damaged?"
                 )
 
 

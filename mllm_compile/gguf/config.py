@@ -15,7 +15,6 @@ from mllm_compile.gguf.facts import ARCHITECTURE_KEY, ModelFacts
 from mllm_compile.gguf.metadata import Metadata
 from mllm_compile.runtime.short_repr import short_repr
 
-MAX_LAYERS = 1000  # the deepest known has 126
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -75,8 +74,6 @@ class _Config:
         for ours in _NEEDED:
             if ours in architecture.keys:
                 facts.needed(ours)
-        if not 0 < (layers := facts.needed("block_count")) <= MAX_LAYERS or type(layers) is not int:
-            raise facts.unsupported("block_count", f"a whole number up to {MAX_LAYERS}")
         found = {
             theirs: value for ours, theirs in architecture.keys.items() if (value := facts.number(ours)) is not None
         }

@@ -10,7 +10,6 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 T = TypeVar("T", int, float, bool, str)
-_MOST = 2**53  # of a number: up to it integers are floats, too
 
 
 class Metadata:
@@ -59,7 +58,6 @@ class Metadata:
         if isinstance(value, tuple) and value and len(set(value)) == 1:
             value = value[0]
         if value is None or isinstance(value, int | float):
-            self._check_finite(key, value)
             return value
         raise self.refused(key, f"expected one number for all layers, got {typed_repr(value)}")
 
@@ -94,16 +92,8 @@ class Metadata:
         """The `count` numbers of an array, or one number so many times; or None."""
         if isinstance(value := self._values.get(key), int | float):
             self._asked.add(key)
-            found: tuple[int | float, ...] | None = (value,) * count
-        else:
-            found = self.numbers(key, count)
-        for one in found or ():
-            self._check_finite(key, one)
-        return found
-
-    def _check_finite(self, key: str, value: int | float | None) -> None:
-        if value is not None and not abs(value) <= _MOST:
-            raise self.refused(key, f"expected a finite number, got {short_repr(value)}")
+            return (value,) * count
+        return self.numbers(key, count)
 
     def unread(self, prefix: str) -> list[str]:
         """The keys that begin so, and were not asked for."""

@@ -16,9 +16,8 @@ _NEVER_TURNS = 1e29  # from this factor of rope_freqs on the frequency is next t
 
 def same_experts(facts: ModelFacts, config: Config) -> None:
     """Experts are as wide as the key of the MLP says."""
-    width = facts.needed("feed_forward_length")
-    if facts.number("expert_feed_forward_length") not in (None, width):
-        raise facts.misfit("expert_feed_forward_length", f"feed_forward_length is {width}")
+    if facts.number("expert_feed_forward_length") not in (None, config["intermediate_size"]):
+        raise facts.misfit("expert_feed_forward_length", f"feed_forward_length is {config['intermediate_size']}")
 
 
 def gpt_oss(facts: ModelFacts, config: Config) -> None:
@@ -37,7 +36,7 @@ def qwen35(facts: ModelFacts, config: Config) -> None:
     """One layer of some attends; the last layers of the file may predict further tokens, which are left out."""
     facts.metadata.numbers(f"{facts.name}.rope.dimension_sections", 4)  # of positions of images
     layers = int(config["num_hidden_layers"]) - int(facts.number("nextn_predict_layers") or 0)
-    every, heads = int(facts.needed("full_attention_interval")), int(facts.needed("ssm.time_step_rank"))
+    every, heads = int(facts.needed("full_attention_interval")), int(config["linear_num_value_heads"])
     inner = int(facts.needed("ssm.inner_size"))
     if every < 1 or heads < 1 or inner % heads:
         raise facts.misfit("ssm.inner_size", f"ssm.time_step_rank is {heads}, full_attention_interval {every}")
