@@ -60,7 +60,7 @@ def test_a_start_is_one_line_or_all_or_nothing(eager_cache, tmp_path, capsys):
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
     def said(*options: str) -> list[str]:
-        assert run(["generate", str(path), "--prompt", "x", "--max-tokens", "1", *options]) == 0
+        assert run(["generate", str(path), "--chat", "--prompt", "x", "--max-tokens", "1", *options]) == 0
         return capsys.readouterr().err.splitlines()
 
     ready = r"ready in \d+\.\d s · CPU · float32 · [\d,]+ KV tokens"
