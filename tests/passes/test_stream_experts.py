@@ -18,6 +18,7 @@ from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
@@ -91,7 +92,7 @@ def decoder_with(weighted: Callable[..., Any]) -> fx.GraphModule:
 def rewritten(make: Callable[[], fx.GraphModule], *passes: type) -> fx.GraphModule:
     gm = make()
     for graph_pass in PASSES:
-        if (not graph_pass.needs and graph_pass is not CountExperts) or graph_pass in passes:
+        if (not graph_pass.needs and graph_pass not in (CountExperts, PackLinears)) or graph_pass in passes:
             gm = graph_pass()(gm).gm
     gm.recompile()
     return gm

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
 _HEAD = """\
 # JSON Schema
 
-What each backend of [structured output](serving.md#structured-output) does with each keyword. `python -m
+How each backend of [structured output](serving.md#structured-output) treats each keyword. `python -m
 tests.structured.schema_page` writes this page: it gives both libraries the schemas of
 `tests/structured/schema_cases.json`, alone and with values at the edges.
 
