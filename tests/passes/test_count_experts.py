@@ -9,11 +9,12 @@ from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.passes.base import EXPERT_RANKS, PassTarget
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.match.nodes import called_pieces, is_op
-from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.spread_experts import chosen_of_all
 from mllm_compile.runtime.forward_context import ForwardContext, override_forward_context
 from mllm_compile.runtime.ops import op
 from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import FOR_GPUS
 from tests.passes.test_every_pass import decoder_of_experts, layers
 
 TARGET = PassTarget("cpu", True, False, False, "float32", "float32")
@@ -22,7 +23,7 @@ TARGET = PassTarget("cpu", True, False, False, "float32", "float32")
 def counted(make, num_ranks=1):
     gm = make()
     gm.meta[EXPERT_RANKS] = num_ranks
-    for graph_pass in PASSES:
+    for graph_pass in FOR_GPUS:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm
     gm.recompile()

@@ -12,12 +12,11 @@ from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, WEIGHT_SCHEMES, PassTarget, WeightSchemes
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
-from mllm_compile.passes.pack_linears import PackLinears
-from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme
 from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import INTEGERS, stand_in_ops
+from tests.passes.support.stand_ins import FOR_GPUS, INTEGERS, stand_in_ops
 from tests.passes.test_every_pass import Decoder
 
 SCHEMES = {
@@ -44,8 +43,8 @@ def pieces_of(scheme: WeightScheme) -> fx.GraphModule:
     gm.meta[WEIGHT_SCHEMES] = WeightSchemes(
         {f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in ("gate", "up")}
     )
-    for graph_pass in PASSES:
-        if not graph_pass.needs and graph_pass is not PackLinears:  # which is for CPUs
+    for graph_pass in FOR_GPUS:
+        if not graph_pass.needs:
             gm = graph_pass()(gm).gm
     gm.recompile()
     return gm

@@ -35,8 +35,6 @@ from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
-from mllm_compile.passes.pack_linears import PackLinears
-from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.spread_experts import SpreadExperts
@@ -54,11 +52,9 @@ from tests.passes.support.graph_builder import (
     text,
 )
 from tests.passes.support.latent_layer import latent_layer
-from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 
 TOKENS = (1, 7)
-# On a CPU linears end with it, so passes for a GPU would find none behind it: test_pack_linears.py has all of this.
-PIPELINE = [graph_pass for graph_pass in PASSES if graph_pass is not PackLinears]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -516,7 +512,7 @@ def through(make: Callable[[], fx.GraphModule]) -> tuple[dict[str, Step | Except
     numbers = [run(gm, tokens) for tokens in TOKENS]
     steps: dict[str, Step | Exception] = {}
     error_before = None
-    for graph_pass in PIPELINE:
+    for graph_pass in FOR_GPUS:
         try:
             gm, step = apply(graph_pass, gm, numbers, done(graph_pass.name), error_before)
             steps[graph_pass.name], error_before = step, step.error
@@ -533,7 +529,7 @@ def _is_half(node: fx.Node) -> bool:
 
 
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("name", [graph_pass.name for graph_pass in PIPELINE])
+@pytest.mark.parametrize("name", [graph_pass.name for graph_pass in FOR_GPUS])
 def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, make):
     steps, limit = through(make)
     if name not in steps:
@@ -550,7 +546,7 @@ OF_STATES = (UnrepeatKeys, GateInRecurrences, NormInRecurrences)
 ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues)
 
 
-@pytest.mark.parametrize("graph_pass", [one for one in PIPELINE if one not in ELSEWHERE], ids=lambda one: one.name)
+@pytest.mark.parametrize("graph_pass", [one for one in FOR_GPUS if one not in ELSEWHERE], ids=lambda one: one.name)
 def test_there_is_a_graph_that_a_pass_changes(graph_pass):
     """Else the tests above say nothing of it."""
     steps = [through(make)[0].get(graph_pass.name) for make in GRAPHS]

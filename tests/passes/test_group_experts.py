@@ -8,11 +8,10 @@ import torch
 from mllm_compile.passes.base import VARIANTS, WEIGHT_SCHEMES, WeightSchemes
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import is_op
-from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, VARIANT_TOKENS, most_blocks, rows_of_block
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 from tests.passes.test_every_pass import (
     CHOSEN,
     EXPERTS,
@@ -34,7 +33,7 @@ def grouped(make):
     """The graph with no other kernels than these, and what it computed as traced."""
     gm = make()
     numbers = run(gm, 7)
-    for graph_pass in PASSES:
+    for graph_pass in FOR_GPUS:
         if not graph_pass.needs or graph_pass is GroupExperts:
             gm = graph_pass()(gm).gm
     gm.recompile()

@@ -13,14 +13,14 @@ from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, VARIANTS, WEIGHT_S
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
-from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.scaled_linear.kernel import scaled_kernels
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import SILU_MUL, stand_in_ops
+from tests.passes.support.stand_ins import FOR_GPUS, SILU_MUL, stand_in_ops
 from tests.passes.test_every_pass import Decoder
 
 ROWS, GROUPS = WeightScheme("fp8", 256), WeightScheme("fp8", 128)
@@ -39,7 +39,7 @@ def pieces_of(
     schemes = dict.fromkeys(names, scheme) | ({} if of_down is None else {"down": of_down})
     of_layers = {f"layers.{n}.{part}.weight": one for n in (0, 1) for part, one in schemes.items()}
     gm.meta[WEIGHT_SCHEMES] = WeightSchemes(of_layers)
-    for graph_pass in PASSES:
+    for graph_pass in FOR_GPUS:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm
     gm.recompile()

@@ -12,12 +12,11 @@ from torch import fx
 from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.match.nodes import is_op
-from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.tile_experts import TileExperts
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.program.spec import PieceStep, Program
 from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 from tests.passes.test_every_pass import (
     EXPERT_FFN,
     decoder_of_experts,
@@ -37,7 +36,7 @@ def kernels_on_cpu():
 def tiled(make) -> tuple[fx.GraphModule, int]:
     """The graph with no other kernels than these and what they are on."""
     gm, matches = make(), 0
-    for graph_pass in PASSES:
+    for graph_pass in FOR_GPUS:
         if not graph_pass.needs or graph_pass.name in ("group_experts", TileExperts.name):
             result = graph_pass()(gm)
             gm, matches = result.gm, result.matches if graph_pass is TileExperts else matches

@@ -67,7 +67,7 @@ def test_a_request_is_a_span_below_the_callers_with_figures_and_no_texts():
     assert (told["gen_ai.request.temperature"], told["gen_ai.request.top_p"]) == (0.5, 0.9)
     assert (told["gen_ai.response.model"], told["gen_ai.request.id"]) == ("model", job.name)
     assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert told["gen_ai.latency.e2e"] + 1e-3 > told["gen_ai.latency.time_to_first_token"] >= 0  # rounded
+    assert told["gen_ai.latency.e2e"] + 0.1 > told["gen_ai.latency.time_to_first_token"] >= 0  # by other clocks
     assert abs((span.end_time - span.start_time) / 1e9 - told["gen_ai.latency.e2e"]) < 1e-3
     assert "ab" not in map(str, told.values())
     assert span.resource.attributes["service.name"] == "mllm-compile"

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from mllm_compile.compiler import lowering
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
+from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK
@@ -33,6 +34,9 @@ from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_bloc
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.quantised.numbers import dequantised
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+
+# On a CPU linears end with the pass left out, so passes for a GPU would find none behind it: see test_pack_linears.py.
+FOR_GPUS = [graph_pass for graph_pass in PASSES if graph_pass is not PackLinears]
 
 
 def only_kernel_passes(patch: pytest.MonkeyPatch, *passes: type[GraphPass]) -> None:
