@@ -435,7 +435,7 @@ class Scheduler:
 
         A request that was preempted since then computes the lost tokens again. If a later step of it is in flight, it
         ends: that step's token would take the lost one's place. A request that was admitted with the step but has no
-            token in it goes back to the queue: its pages, state and parameters may not have reached its row. (Its
+        token in it goes back to the queue: its pages, state and parameters may not have reached its row. (Its
         images were too many for the step.) So no request holds a page that the step was to clear; the next one clears
         it.
 

@@ -5,9 +5,9 @@ own plan takes the host 150 µs whatever a batch holds, its wrappers' two to sev
 it ahead of a prompt.
 
 fa3 (PrefillSM90Plan in FlashInfer's scheduler.cuh): a piece is a tile of a request's queries with one head. The plan
-    gives each block several, so that all blocks take about as long. With no more pieces than blocks it weighs nothing.
-    fa2 with keys divided among blocks (PrefillPlan): a piece is a tile of a request's queries, including the query
-    heads of a KV head, and a chunk of its keys, for each KV head. Blocks' results of one tile are merged afterwards.
+gives each block several, so that all blocks take about as long. With no more pieces than blocks it weighs nothing.
+fa2 with keys divided among blocks (PrefillPlan): a piece is a tile of a request's queries, including the query
+heads of a KV head, and a chunk of its keys, for each KV head. Blocks' results of one tile are merged afterwards.
 
 Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks; T tokens of a step.
 """
