@@ -8,30 +8,14 @@ Free of torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
-from mllm_compile.runtime.speculation.drafter import RequestDrafter, Speculation
+from mllm_compile.runtime.speculation.drafter import Asked, Draft, Speculation
 
 logger = logging.getLogger(__name__)
-
-Draft = Sequence[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Guesses:
-    drafter: RequestDrafter
-    num_taken: int = 0  # tokens of the output that the drafter has
-
-    def take(self, request: Request) -> None:
-        """Gives the drafter the newest tokens."""
-        new = request.output_token_ids[self.num_taken :]
-        if new:
-            self.drafter.take(new)
-            self.num_taken += len(new)
 
 
 class Drafts:
@@ -44,7 +28,6 @@ class Drafts:
 
     def __init__(self, speculation: Speculation, rows: Rows, boundary: int | None) -> None:
         self._speculation, self._rows, self._boundary = speculation, rows, boundary
-        self._guesses: dict[Request, _Guesses] = {}
         self._told: set[str] = set()  # reasons in the log
 
     def may_draft(self, request: Request) -> bool:
@@ -63,19 +46,39 @@ class Drafts:
         Args:
             num_tokens: most tokens of all.
         """
-        drafts: list[Draft] = []
-        for request in decodes.requests:
-            draft = self._draft(request, min(num_tokens, self._room(request))) if self.may_draft(request) else ()
-            num_tokens -= len(draft)
-            drafts.append(draft)
+        asked = dict(self._asked(decodes.requests, num_tokens))
+        if not asked:
+            return NOTHING_DRAFTED
+        drafter = self._speculation.drafter
+        if drafter.keeps_keys:
+            for one in asked.values():
+                self._take_pages(one.request.row, one.most)
+        drafts: list[Draft] = [()] * len(decodes.requests)
+        for (index, one), proposed in zip(asked.items(), drafter.propose(list(asked.values())), strict=True):
+            drafts[index] = draft = self._checked(one, proposed)
+            self._take_pages(one.request.row, len(draft))
         return Drafted.of(decodes.requests, drafts) if any(drafts) else NOTHING_DRAFTED
 
     def end(self, request: Request) -> None:
         """Forgets a request that is over."""
-        guesses = self._guesses.pop(request, None)
-        if guesses is not None:
-            guesses.take(request)
-            guesses.drafter.end()
+        self._speculation.drafter.end(request)
+
+    def _asked(self, requests: Sequence[Request], num_tokens: int) -> Iterator[tuple[int, Asked]]:
+        """The requests that may have a draft, by their index: as the pages that are left, and `num_tokens` in all, let
+        it be."""
+        pages = self._rows.pages
+        num_pages = pages.available_pages
+        for index, request in enumerate(requests):
+            if not self.may_draft(request):
+                continue
+            row, computed = request.row, int(self._rows.computed[request.row])
+            held = int(pages.num_pages[row])
+            most = min(num_tokens, self._room(request), (held + num_pages) * pages.page_size - computed - 1)
+            if most < 1:
+                continue
+            num_tokens -= most
+            num_pages -= max(0, pages.pages_for(computed + 1 + most) - held)
+            yield index, Asked(request, most, computed, pages.table[row])
 
     def _room(self, request: Request) -> int:
         """Most tokens of a draft, pages aside: the token behind it has room, too."""
@@ -85,33 +88,20 @@ class Drafts:
         computed = int(self._rows.computed[request.row])
         return min(most, self._boundary - computed - 1) if computed < self._boundary else most
 
-    def _draft(self, request: Request, most: int) -> Draft:
-        rows, row = self._rows, request.row
-        pages = rows.pages
-        most = min(
-            most, int(pages.capacity[row]) + pages.available_pages * pages.page_size - int(rows.computed[row]) - 1
-        )
-        if most < 1:
-            return ()
-        draft = self._proposed(request, most)
-        if draft:
-            end = int(rows.computed[row]) + 1 + len(draft)
-            pages.grow(row, pages.pages_for(end) - int(pages.num_pages[row]))
-        return draft
+    def _take_pages(self, row: int, num_drafted: int) -> None:
+        """Gives a row the pages of its next token and of so many drafted ones."""
+        pages = self._rows.pages
+        end = int(self._rows.computed[row]) + 1 + num_drafted
+        pages.grow(row, pages.pages_for(end) - int(pages.num_pages[row]))
 
-    def _proposed(self, request: Request, most: int) -> Draft:
-        guesses = self._guesses.get(request)
-        if guesses is None:
-            drafter = self._speculation.drafter.begin(request.prompt_token_ids, request.cache_salt)
-            guesses = self._guesses[request] = _Guesses(drafter)
-        guesses.take(request)
-        draft = list(guesses.drafter.propose(most)[:most])
-        vocab_size = self._speculation.vocab_size
+    def _checked(self, asked: Asked, proposed: Draft) -> Draft:
+        """The draft up to the first id that is none, in the length that is wanted."""
+        draft, vocab_size = list(proposed[: asked.most]), self._speculation.vocab_size
         wrong = next((place for place, token in enumerate(draft) if not 0 <= token < vocab_size), None)
         if wrong is not None:
             del draft[wrong:]
         if self._speculation.fills:
-            draft += request.output_token_ids[-1:] * (most - len(draft))
+            draft += [asked.request.output_token_ids[-1]] * (asked.most - len(draft))
         return draft
 
 

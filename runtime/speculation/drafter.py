@@ -1,5 +1,5 @@
-"""The interface of drafters. A drafter guesses the next tokens of an answer; schedule/drafts.py asks it, and a step of
-the model checks the guess. A bad guess costs time, and never changes a token. Free of torch.
+"""The interface of drafters. A drafter guesses the next tokens of answers; schedule/drafts.py asks it, and a step of
+the model checks the guesses. A bad guess costs time, and never changes a token. Free of torch.
 """
 
 from __future__ import annotations
@@ -8,29 +8,57 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 
-class RequestDrafter(Protocol):
-    """The guesses for one request."""
+Draft = Sequence[int]
 
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Takes the tokens that the request got since the last call."""
 
-    def propose(self, most: int) -> Sequence[int]:
-        """At most `most` ≥ 1 tokens that may follow; none where there is no guess."""
+class DraftedRequest(Protocol):
+    """What drafters know of a request; schedule/request.py has the class. They know requests by identity."""
 
-    def end(self) -> None:
-        """Ends the request; nothing is asked afterwards."""
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def cache_salt(self) -> Hashable: ...
+
+    @property
+    def row(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A request that is to get a draft.
+
+    Attributes:
+        most: most tokens of the draft, at least 1.
+        num_computed: its tokens whose keys the model has: all but the last.
+        pages: [P] int32: its pages, from the first on. They have room for the draft where the drafter keeps keys.
+    """
+
+    request: DraftedRequest
+    most: int
+    num_computed: int
+    pages: np.ndarray
 
 
 class Drafter(Protocol):
-    """Makes a RequestDrafter for each request. Used by one thread."""
+    """Guesses for all requests of a step. Used by one thread, while no step is in flight.
 
-    def begin(self, prompt_token_ids: Sequence[int], salt: Hashable) -> RequestDrafter:
-        """Begins with a request that has no output yet.
+    Attributes:
+        keeps_keys: it writes keys of drafted tokens to pages of its own, with the ids of the request's.
+    """
 
-        Args:
-            salt: requests of different salts must not learn from each other.
-        """
+    keeps_keys: bool
+
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Draft]:
+        """The tokens that may follow each, at most Asked.most; none where there is no guess."""
+
+    def end(self, request: DraftedRequest) -> None:
+        """Forgets a request that is over."""
 
 
 @dataclass(frozen=True, kw_only=True)

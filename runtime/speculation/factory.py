@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mllm_compile.runtime.config_sections import SpeculativeSection
-from mllm_compile.runtime.speculation.drafter import Drafter, Speculation
-from mllm_compile.runtime.speculation.ngram import NgramDrafter
-from mllm_compile.runtime.speculation.suffix import SuffixDrafter
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.ngram import NgramGuesser
+from mllm_compile.runtime.speculation.suffix import SuffixGuesser
+from mllm_compile.runtime.speculation.texts import TextDrafter, TextGuesser
 
 
 def make_speculation(section: SpeculativeSection, vocab_size: int) -> Speculation | None:
@@ -13,17 +14,17 @@ def make_speculation(section: SpeculativeSection, vocab_size: int) -> Speculatio
     if section.method == "none":
         return None
     return Speculation(
-        drafter=_drafter(section),
+        drafter=TextDrafter(_guesser(section)),
         num_tokens=section.num_speculative_tokens,
         vocab_size=vocab_size,
         fills=section.synthetic_acceptance_length is not None,
     )
 
 
-def _drafter(section: SpeculativeSection) -> Drafter:
+def _guesser(section: SpeculativeSection) -> TextGuesser:
     if section.method == "ngram":
-        return NgramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
-    return SuffixDrafter(
+        return NgramGuesser(section.prompt_lookup_min, section.prompt_lookup_max)
+    return SuffixGuesser(
         section.suffix_decoding_max_tree_depth,
         section.suffix_decoding_max_cached_requests,
         section.suffix_decoding_max_spec_factor,

@@ -14,7 +14,7 @@ from mllm_compile.runtime.speculation.history import TokenHistory
 _MOST_TOKENS = 1 << 15  # that are searched: 0.1 ms
 
 
-class NgramDrafter:
+class NgramGuesser:
     """Looks the newest `longest` tokens up, then fewer, down to `shortest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -18,7 +18,7 @@ from mllm_compile.runtime.speculation.past_answers import KEY, MOST_PLACES, Past
 _OWN_TOKENS = 1 << 14  # of a request's own text that are searched: 10 µs
 
 
-class SuffixDrafter:
+class SuffixGuesser:
     """Drafts from a request's own text and from past answers of its salt.
 
     Args:
@@ -41,8 +41,8 @@ class SuffixDrafter:
 class RequestSuffixes:
     """The drafts of one request."""
 
-    def __init__(self, drafter: SuffixDrafter, prompt_token_ids: Sequence[int], past: PastAnswers | None) -> None:
-        self._drafter, self._past = drafter, past
+    def __init__(self, guesser: SuffixGuesser, prompt_token_ids: Sequence[int], past: PastAnswers | None) -> None:
+        self._guesser, self._past = guesser, past
         self._own = TokenHistory(prompt_token_ids, _OWN_TOKENS)
         self._answer: list[int] = []
 
@@ -51,9 +51,9 @@ class RequestSuffixes:
         self._answer.extend(token_ids)
 
     def propose(self, most: int) -> Sequence[int]:
-        drafter, tokens = self._drafter, self._own.tokens
-        recent = tokens[-drafter.depth :].tolist()
-        limits = most, drafter.factor, drafter.least_share
+        guesser, tokens = self._guesser, self._own.tokens
+        recent = tokens[-guesser.depth :].tolist()
+        limits = most, guesser.factor, guesser.least_share
         length, draft = follow(_own_places(tokens, len(recent), most), recent, *limits)
         if self._past is not None:
             past_length, past_draft = follow(self._past.places(recent, most), recent, *limits)

@@ -20,6 +20,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.model.survey import DENSE, OF_EXPERTS
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -98,7 +99,7 @@ def test_tokens_are_those_without_drafts_whatever_is_drafted(architecture, tmp_p
         answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
         for kind in KINDS:
             drafter = ReplayingDrafter(answers, kind, Random(1))
-            speculation = Speculation(drafter=drafter, num_tokens=5, vocab_size=parts.vocab_size)
+            speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=5, vocab_size=parts.vocab_size)
             drafted = serve(parts, params, speculation)
             for one, other in zip(drafted, plain, strict=True):
                 assert one.output_token_ids == other.output_token_ids, (kind, one.params)
@@ -138,7 +139,7 @@ def test_drafts_across_the_length_at_which_frequencies_change_give_the_same_toke
         answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
         for kind in KINDS:
             drafter = ReplayingDrafter(answers, kind, Random(1))
-            speculation = Speculation(drafter=drafter, num_tokens=5, vocab_size=parts.vocab_size)
+            speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=5, vocab_size=parts.vocab_size)
             drafted = serve(parts, params, speculation)
             assert [one.output_token_ids for one in drafted] == [one.output_token_ids for one in plain], kind
 

@@ -11,6 +11,7 @@ import pytest
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.engine.test_step_sink import served
 from tests.fakes import VOCAB_SIZE, FakeStepRunner, NextToken, expected_tokens, fake_engine, hashed_token, recite
 
@@ -51,7 +52,7 @@ class Guesses:
 def engine_of(kind: str | None, next_token: NextToken = hashed_token, **limits: Any) -> Any:
     speculation = None
     if kind is not None:
-        speculation = Speculation(drafter=Drafter(kind, next_token), num_tokens=4, vocab_size=VOCAB_SIZE)
+        speculation = Speculation(drafter=TextDrafter(Drafter(kind, next_token)), num_tokens=4, vocab_size=VOCAB_SIZE)
     return fake_engine(FakeStepRunner(next_token=next_token), speculation=speculation, **limits)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.runtime.schedule.image_cases import AHEAD, TOWER, Part, request_of
 from tests.runtime.schedule.scheduler_simulation import (
     STOP,
@@ -147,7 +148,7 @@ def _check(history: History) -> Simulation:
     if history.drafts is not None:
         most, kinds = history.drafts
         drafter = GuessingDrafter(Random(history.seed), kinds)
-        speculation = Speculation(drafter=drafter, num_tokens=most, vocab_size=VOCAB)
+        speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=most, vocab_size=VOCAB)
     simulation = Simulation(
         make_config(**history.limits),
         history.steps_ahead,

@@ -14,19 +14,19 @@ from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.speculation import past_answers, suffix
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.speculation.history import ROOM, TokenHistory
-from mllm_compile.runtime.speculation.ngram import NgramDrafter, distance_of_repeat
+from mllm_compile.runtime.speculation.ngram import NgramGuesser, distance_of_repeat
 from mllm_compile.runtime.speculation.past_answers import PastAnswers, PastAnswersBySalt
-from mllm_compile.runtime.speculation.suffix import SuffixDrafter
+from mllm_compile.runtime.speculation.suffix import SuffixGuesser
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def ngram(prompt: Sequence[int], shortest: int = 2, longest: int = 4, most: int = 3) -> list[int]:
-    return list(NgramDrafter(shortest, longest).begin(prompt, ()).propose(most))
+    return list(NgramGuesser(shortest, longest).begin(prompt, ()).propose(most))
 
 
-def make_suffix(prompts: int = 10, factor: float = 1.0, share: float = 0.1) -> SuffixDrafter:
-    return SuffixDrafter(24, prompts, factor, share)
+def make_suffix(prompts: int = 10, factor: float = 1.0, share: float = 0.1) -> SuffixGuesser:
+    return SuffixGuesser(24, prompts, factor, share)
 
 
 def test_what_followed_the_newest_tokens_is_drafted():

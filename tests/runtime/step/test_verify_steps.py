@@ -13,6 +13,7 @@ import torch
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
@@ -86,7 +87,7 @@ def compare(requests: Sequence[dict], kind: str, most: int = 3, **options) -> tu
     """The loops without and with drafts, after a look that all tokens are the same."""
     plain = run(requests, **options)
     answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain.requests}
-    drafted = run(requests, ReplayingDrafter(answers, kind), most, **options)
+    drafted = run(requests, TextDrafter(ReplayingDrafter(answers, kind)), most, **options)
     assert seen(drafted) == seen(plain)
     for one, other in zip(drafted.requests, plain.requests, strict=True):
         ours, theirs = ([s.logprob for s in request.output_logprobs] for request in (one, other))
@@ -188,7 +189,7 @@ def test_a_prefix_hit_on_an_answer_that_was_drafted_gives_the_same_tokens(kind):
     """Keys of drafted tokens that were not accepted are not in the cache."""
     model, prompt = TinyModel(), [3, 9, 27, 20, 60]
     answer = model.greedy(prompt, 30)
-    drafter = ReplayingDrafter({tuple(prompt): answer}, kind)
+    drafter = TextDrafter(ReplayingDrafter({tuple(prompt): answer}, kind))
     loop = Loop(make_runner(model), True, Speculation(drafter=drafter, num_tokens=5, vocab_size=VOCAB))
     loop.add(prompt, max_tokens=15)
     loop.run()
@@ -248,7 +249,7 @@ def test_a_drafted_token_without_numbers_costs_no_token_and_no_neighbour():
     prompts = [prompt for prompt in PROMPTS if 60 not in prompt]
     expected = [model.greedy(prompt, 12) for prompt in prompts]
     assert all(60 not in answer for answer in expected)
-    loop = Loop(make_runner(model), True, Speculation(drafter=_Drafts60(), num_tokens=3, vocab_size=VOCAB))
+    loop = Loop(make_runner(model), True, Speculation(drafter=TextDrafter(_Drafts60()), num_tokens=3, vocab_size=VOCAB))
     requests = [loop.add(prompt, max_tokens=12) for prompt in prompts]
     loop.run()
     assert [request.output_token_ids for request in requests] == expected
@@ -263,7 +264,7 @@ def test_a_request_without_a_next_token_ends_as_without_drafts(kind):
     model, prompt = _BrokenToken(), PROMPTS[1]
     answer = model.greedy(prompt, 4)
     stop = {"min_tokens": 2, "stop_token_ids": [token for token in range(VOCAB) if token != 60]}
-    drafter = ReplayingDrafter({tuple(prompt): [60, *answer]}, kind or "")
+    drafter = TextDrafter(ReplayingDrafter({tuple(prompt): [60, *answer]}, kind or ""))
     speculation = Speculation(drafter=drafter, num_tokens=6, vocab_size=VOCAB) if kind else None
     loop = Loop(make_runner(model), False, speculation)
     request, neighbour = loop.add(prompt, max_tokens=12, **stop), loop.add(PROMPTS[2], max_tokens=12)
