@@ -14,7 +14,7 @@ Draft = Sequence[int]
 
 
 class DraftedRequest(Protocol):
-    """What drafters know of a request; schedule/request.py has the class. They know requests by identity."""
+    """The part of a request that drafters see; schedule/request.py has the class. They know requests by identity."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
