@@ -222,6 +222,8 @@ class LogitsProcessorOutput:
 
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
+        hidden_states: [T, n * hidden], n for each token beside each other, where the program gives some (model/
+            hidden_states.py); of captured prompts with padding behind them. Until the next forward.
         is_partial_vocab: they are [S, V of a rank], for Communicator.choose: of batches that are
             greedy_across_ranks, where ranks have a part of the vocabulary each.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next

@@ -483,8 +483,8 @@ class ModelRunner(RunnerSizes):
             contexts = [self.program.context_of_part(part, whole) for part in parts]
             bodies = overlap.bodies(inputs, contexts, share_a_request(slices))
             logits_of = partial(overlap.heads, bodies, slices[1].token_slice.start)
-            logits = logits_of(rows)
-        return LogitsProcessorOutput(logits, logits_of=logits_of if batch.return_logprob else None)
+            logits, hidden_states = logits_of(rows), overlap.hidden_states(bodies, inputs)
+        return LogitsProcessorOutput(logits, hidden_states, logits_of if batch.return_logprob else None)
 
     def _with_those_of_others(self, tokens: TokenInputs, across: DPMetadata | None) -> TokenInputs:
         """Pads the inputs to the largest rank's token count, and marks the real tokens of all ranks.

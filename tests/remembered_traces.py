@@ -66,7 +66,8 @@ def _what_decides(hf_model: Any, module: torch.nn.Module, inputs: Mapping[str, t
     settings = {name: value for name, value in vars(module).items() if isinstance(value, int | str)}
     config = model.config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
     sizes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in inputs.items()}
-    said = (type(model).__qualname__, settings, tensors, sizes, device, model.config._attn_implementation)
+    implementation = model.config._attn_implementation
+    said = (type(model).__qualname__, settings, tensors, sizes, device, implementation, hf_model.hidden_states)
     return repr(said) + json.dumps(config, sort_keys=True, default=str)
 
 

@@ -47,6 +47,9 @@ class EagerModel:
     def head(self, body: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         return body.index_select(0, logits_indices)
 
+    def hidden_states(self, body: torch.Tensor, num_tokens: int) -> None:
+        """None: drafters that read hidden states are refused with runtime.skip_compiled."""
+
 
 class EagerSource:
     """A ModelSource that adds the eager model to what another one loads."""

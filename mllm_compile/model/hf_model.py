@@ -57,6 +57,7 @@ class HFModel:
             may follow from another's.
         rope: how its RoPE follows the length of a text; None: it does not.
         full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
+        hidden_states: places of those that its programs give beside logits (hidden_states.py).
     """
 
     model: PreTrainedModel
@@ -66,6 +67,7 @@ class HFModel:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     rope: RopeLengths | None = None
     full_length: int | None = None
+    hidden_states: tuple[int, ...] = ()
 
     @property
     def text_config(self) -> PreTrainedConfig:

@@ -90,7 +90,7 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         *_state_reasons(gm),
         *_size_reasons(trace, _input_size(gm, "input_ids")),
     ]
-    yield from _output_reasons(gm)
+    yield from _output_reasons(gm, 1 + len(hf_model.hidden_states))
     if not layers:
         yield "no attention goes through Transformers' attention interface"
     yield from _constant_reasons(gm, hf_model)
@@ -117,11 +117,12 @@ def _foreign_ops(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} calls {namespace}::{name}, an op of another library's ({_where(node)})"
 
 
-def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:
-    """Refuses outputs beyond the logits of the rows that were asked for: each is state that the model keeps."""
+def _output_reasons(gm: fx.GraphModule, count: int) -> Iterator[str]:
+    """Refuses outputs beyond the `count` that were asked for, logits of some rows first: each is state that the model
+    keeps."""
     outputs: Any = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-    if len(outputs) != 1:
-        yield f"it keeps {len(outputs) - 1} values from one forward to the next"
+    if len(outputs) != count:
+        yield f"it keeps {len(outputs) - count} values from one forward to the next"
         return
     rows = [node for node in gm.graph.nodes if node.meta.get("input_name") == "logits_indices"]
     logits = outputs[0].meta["val"].shape

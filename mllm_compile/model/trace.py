@@ -23,6 +23,7 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
+from mllm_compile.model.hidden_states import give_hidden_states, marking_hidden_states
 from mllm_compile.model.positions_hook import as_positions, reading_positions, restore_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.replaced_methods import keeping_all_tokens, norms_by_formula
@@ -129,11 +130,13 @@ def trace_text(
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
             rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing_every_key(hf_model.model)
             methods = norms_by_formula(hf_model.model), keeping_all_tokens(hf_model.model)
-            with hooks[0], hooks[1], rope, keys, states_as_ops(hf_model.model), methods[0], methods[1]:
+            of_layers = states_as_ops(hf_model.model), marking_hidden_states(hf_model)
+            with hooks[0], hooks[1], rope, keys, of_layers[0], of_layers[1], methods[0], methods[1]:
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _drop_outputs_of_weights(captured)
+        give_hidden_states(captured, hf_model)
         _fold_numbers(captured)
         keep_host_values(captured, hf_model, device)
         restore_positions(captured)

@@ -37,6 +37,7 @@ class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     padded: PaddedBatch
     logits: torch.Tensor  # [R_padded, V], non-owning
+    hidden_states: torch.Tensor | None  # [R_padded, n * hidden], non-owning, of a program that gives some
     tokens: torch.Tensor | None  # [R_padded], non-owning, of a graph with a decode loop
 
 
@@ -112,21 +113,21 @@ class DecodeGraphs(BatchGraphs):
         if kind.shares_prefix:
             needed(self._cascades).use_cascade()
 
-        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             if loop is not None:
                 loop.begin(padded.num_ranks * size)
             tokens = replace(whole.tokens, all_slots=padded.decode_slots(size))
             output = runner.program.run(whole.batch, tokens, whole.all_rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
             if loop is None:
-                return logits, None
-            return logits, loop.end_greedy_across_ranks(logits) if output.is_partial_vocab else loop.end(logits)
+                return logits, output.hidden_states, None
+            end = loop.end_greedy_across_ranks if output.is_partial_vocab else loop.end
+            return logits, output.hidden_states, end(logits)
 
         if not any(self._graphs.values()):
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
-        graph, (logits, tokens) = self._setting.capturer.capture(run)
-        of_graph = None if tokens is None else WeakTensor(tokens).tensor()
-        self._graphs[kind][size] = _DecodeGraph(graph, whole, WeakTensor(logits).tensor(), of_graph)
+        graph, (logits, *others) = self._setting.capturer.capture(run)
+        self._graphs[kind][size] = _DecodeGraph(graph, whole, WeakTensor(logits).tensor(), *map(_weak, others))
 
     def end_captures(self) -> None:
         if self.loop is not None:
@@ -203,9 +204,11 @@ class DecodeGraphs(BatchGraphs):
         self._prepare(batch, descriptor.num_tokens)
         if self.loop is not None:
             self.loop.next_slot().write_in_place(descriptor.num_tokens)
-        logits = self._replay(descriptor.kind, descriptor.num_tokens).logits[: batch.batch_size]
+        entry, count = self._replay(descriptor.kind, descriptor.num_tokens), batch.batch_size
+        logits = entry.logits[:count]
         return LogitsProcessorOutput(
-            logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
+            logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices),
+            None if entry.hidden_states is None else entry.hidden_states[:count],
         )
 
     def _prepare(self, batch: ForwardBatch, size: int) -> None:
@@ -242,6 +245,10 @@ _GREEDY = {
     GraphKind.DECODE: GraphKind.DECODE_GREEDY_ACROSS_RANKS,
     GraphKind.CASCADE: GraphKind.CASCADE_GREEDY_ACROSS_RANKS,
 }
+
+
+def _weak(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else WeakTensor(value).tensor()
 
 
 def _pays_as_cascade(runner: CapturableModel, num_requests: int) -> bool:

@@ -48,6 +48,7 @@ OPS = {
     "gated_linear": "gated_linear.ops",
     "greedy_tokens": "tokens.greedy",
     "grouped_linear": "experts.grouped",
+    "hidden_state": "trace",
     "integer_panel_linear": "panels.ops",
     "latent_decode": "attention.latent",
     "latent_prefill": "attention.latent",

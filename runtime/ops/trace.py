@@ -132,5 +132,9 @@ torch.library.register_fake("mllm::counted_positions", torch.empty_like, lib=_LI
 _LIBRARY.define("request_lengths(Tensor positions) -> Tensor")
 _LIBRARY.impl("request_lengths", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::request_lengths", torch.empty_like, lib=_LIBRARY)
+# mllm::hidden_state marks a hidden state that a drafter reads (mllm_compile/model/hidden_states.py), likewise.
+_LIBRARY.define("hidden_state(Tensor x, int place) -> Tensor")
+_LIBRARY.impl("hidden_state", lambda x, place: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::hidden_state", lambda x, place: torch.empty_like(x), lib=_LIBRARY)
 _LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

@@ -173,6 +173,15 @@ class ProgramExecutor:
         output: torch.Tensor = values[self._registers[self.program.output]]
         return output
 
+    def hidden_states(self, body: list[Any], num_tokens: int) -> torch.Tensor | None:
+        """The hidden states [T, n * hidden] that the program gives of the first T = `num_tokens` tokens, beside each
+        other, from what `body` gave; None: it gives none."""
+        names = self.program.further_outputs
+        if not names:
+            return None
+        values = [body[self._registers[name]].flatten(0, -2)[:num_tokens] for name in names]
+        return values[0] if len(values) == 1 else torch.cat(values, -1)
+
     def _run(self, steps: Sequence[_LinkedStep], values: list[Any]) -> None:
         for step in steps:
             step.run(values, self._output_buffers)

@@ -28,6 +28,9 @@ class Executor(Protocol):
     def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""
 
+    def hidden_states(self, body: Any, num_tokens: int) -> torch.Tensor | None:
+        """Hidden states [num_tokens, n * hidden] of the first tokens, for a drafter; None: it reads none."""
+
 
 class TowerExecutor(Protocol):
     """A tower as a function of images."""

@@ -107,22 +107,24 @@ class ProgramRunner:
             return values
 
     def head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
-        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.
+        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others; and hidden
+        states, where a drafter reads them.
 
         Ranks with requests of their own get all ranks' logits, S each.
         """
         executor = self._executor_of(batch)
-        logits_of = partial(self._logits_of_all, executor, body)
+        logits_of = partial(self._logits_of_all, executor, body) if batch.return_logprob else None
+        hidden_states = executor.hidden_states(body, batch.num_tokens)
         if batch.greedy_across_ranks and self._communicator is not None and self._dp_size == 1:
             with leaving_parts() as parts:
                 logits = executor.head(body, logits_indices)
             is_partial_vocab = len(parts) == 1
             return LogitsProcessorOutput(
-                parts[0] if is_partial_vocab else logits,
-                logits_of=logits_of if batch.return_logprob else None,
-                is_partial_vocab=is_partial_vocab,
+                parts[0] if is_partial_vocab else logits, hidden_states, logits_of, is_partial_vocab=is_partial_vocab
             )
-        return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
+        return LogitsProcessorOutput(
+            self._logits_of_all(executor, body, logits_indices), hidden_states, logits_of=logits_of
+        )
 
     def context(
         self,

@@ -239,7 +239,7 @@ class Program:
     state_layers: tuple[StateLayer, ...] = ()
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
     rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
-    further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
+    further_outputs: tuple[str, ...] = ()  # beside `output`: hidden states that a drafter reads; or of a tower
     media: MediaPrograms | None = None
 
     @property

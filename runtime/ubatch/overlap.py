@@ -87,6 +87,17 @@ class BatchOverlap:
         of_second = self._executor.head(second, (logits_indices - first_of_second).clamp(min=0))
         return torch.where(own[:, None], of_first, of_second)
 
+    def hidden_states(
+        self, bodies: Sequence[list[Any]], inputs: Sequence[Mapping[str, torch.Tensor]]
+    ) -> torch.Tensor | None:
+        """Hidden states [T, n * hidden] of the whole step, where the program gives some; arguments as `bodies` has
+        them."""
+        parts = [
+            self._executor.hidden_states(body, len(given["input_ids"]))
+            for body, given in zip(bodies, inputs, strict=True)
+        ]
+        return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]  # both halves give some
+
     @contextmanager
     def _forked(self) -> Iterator[None]:
         """The halves' streams begin when what is queued on the current one is over, and that goes on when they are."""

@@ -76,6 +76,9 @@ class TinyModel:
         self.calls.append((body.shape[0], logits_indices.shape[0]))
         return body[logits_indices] @ self.head_weight.T
 
+    def hidden_states(self, body, num_tokens):
+        return None
+
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] of a whole sequence, without cache or batch."""
         ids = torch.tensor(token_ids)
