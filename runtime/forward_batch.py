@@ -135,6 +135,7 @@ class ForwardBatch:
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
+    num_verify_tokens: int = 0  # first tokens, of a verify step: those of decodes, drafts among them
     greedy_across_ranks: bool = False  # likeliest tokens are all that is wanted: ranks may keep their parts of logits
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None

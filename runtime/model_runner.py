@@ -46,6 +46,7 @@ from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.sampling.state import RowState
 from mllm_compile.runtime.state.factory import make_backend
+from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, share_a_request, ubatch_of, ubatch_slices
 
@@ -180,6 +181,7 @@ class ModelRunner(RunnerSizes):
         self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
         num_states = runtime.max_running_requests + 1 + self.num_snapshots  # a rank has states of its own requests
+        num_states += self.config.speculative.most_drafted > 0  # HeldStates' scratch row
         check_fits(
             num_states * self.state_bytes_per_request,
             f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
@@ -544,6 +546,13 @@ class ModelRunner(RunnerSizes):
         """Broadcasts contiguous `x` from rank 0, in place. Does nothing on one rank."""
         if self.communicator is not None:
             self.communicator.broadcast(x)
+
+    def keep_states(self, counts: torch.Tensor) -> None:
+        """Takes the states of a verify step's requests on by the tokens that hold, `counts` [Q] int64 of each sampled
+        request, which rank 0 knows. Does nothing for a model that has attention alone."""
+        if isinstance(self.attn_backend, HybridAttnBackend):
+            self.broadcast(counts)
+            self.attn_backend.keep_states(counts)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

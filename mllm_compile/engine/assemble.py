@@ -41,6 +41,7 @@ from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
+from mllm_compile.runtime.state.factory import draft_obstacle
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
@@ -163,10 +164,8 @@ def _load(
 
 def _speculation(config: ResolvedConfig, runner: ModelRunner, reporter: Reporter) -> Speculation | None:
     """How tokens are drafted; None: they are not. A line says why, if the config asks for drafts."""
-    obstacle = None
-    if runner.model.state_layers:
-        obstacle = "the model's layers carry states, which a step with drafts cannot take back"
-    elif config.runtime.expert_parallel_size > 1:
+    obstacle = draft_obstacle(runner.config, runner.model, runner.device)
+    if config.runtime.expert_parallel_size > 1:
         obstacle = "ranks have requests of their own (runtime.expert_parallel_size)"
     if obstacle is None or config.speculative.method == "none":
         return make_speculation(config.speculative, runner.vocab_size)

@@ -16,6 +16,7 @@ from mllm_compile.runtime.errors import UnsupportedModelError
 from mllm_compile.runtime.memory_pool import GDNPool, ReqToTokenPool
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.state.base import StateBackend
+from mllm_compile.runtime.state.held import HeldStates
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.mixed import MixedStateSteps
@@ -52,8 +53,7 @@ def make_backend(
     if not model.state_layers:
         return make_attention()
     is_deterministic = config.runtime.deterministic
-    pieces = of_kind(model.layer_kernels, "state")
-    without = next((layer.name for layer in model.state_layers if layer.name not in pieces), None)
+    pieces, without = of_kind(model.layer_kernels, "state"), _without_kernel(model)
     if is_deterministic and device.type == "cuda" and without is not None:
         raise UnsupportedModelError(
             f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
@@ -64,8 +64,26 @@ def make_backend(
     if pieces:
         states = PieceStateBackend(state_pool, pieces, states)
     mixed = MixedStateSteps(config.max_rows, device) if without is None else None
+    held = HeldStates(states, state_pool.num_rows - 1)
     if model.layers:
-        return HybridAttnBackend(make_attention(), states, mixed)
+        return HybridAttnBackend(make_attention(), states, held, mixed)
     slots = req_to_token_pool.req_to_token
     pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
-    return HybridAttnBackend(None, states, mixed, pages)
+    return HybridAttnBackend(None, states, held, mixed, pages)
+
+
+def draft_obstacle(config: RunnerConfig, model: StatefulModel, device: torch.device) -> str | None:
+    """Why steps of the model take no drafts; None: they do."""
+    if not model.state_layers or device.type != "cuda":
+        return None
+    if config.runtime.deterministic:
+        return "runtime.deterministic makes every step one captured decode, which leaves its states"
+    if (without := _without_kernel(model)) is not None:
+        return f"no kernel serves the states of {without}, and the device alone knows how many tokens hold"
+    return None
+
+
+def _without_kernel(model: StatefulModel) -> str | None:
+    """The first layer with a state that has no kernel."""
+    pieces = of_kind(model.layer_kernels, "state")
+    return next((layer.name for layer in model.state_layers if layer.name not in pieces), None)

@@ -21,6 +21,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
+from mllm_compile.runtime.state.held import HeldStates
 from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps, PromptStates
 
 
@@ -30,6 +31,7 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
     Args:
         attention: plans and computes attention; None for a model without any.
         state: computes layers with a state. It plans nothing: StateMetadata is all that it reads of a batch.
+        held: the states of verify steps.
         mixed: what it reads in captured steps with prompts; None: there are layers without kernels, and none can be
             captured.
         pages: [max requests, W] int32, of a model without attention: captured decodes that prepare their own inputs
@@ -40,11 +42,13 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         self,
         attention: AttentionBackend | None,
         state: StateBackend,
+        held: HeldStates,
         mixed: MixedStateSteps | None = None,
         pages: torch.Tensor | None = None,
     ) -> None:
         self._attention = attention
         self._state = state
+        self._held = held
         self._mixed = mixed
         self._pages = pages
         self._mixed_step: MixedStates | None = None  # what layers read of the batch
@@ -54,9 +58,15 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         if self._mixed_step is not None:
             inputs = replace(inputs, metadata=replace(inputs.metadata, mixed=self._mixed_step))
         self._state.forward(inputs)
+        if inputs.metadata.num_held_tokens:
+            self._held.hold(inputs)
+
+    def keep_states(self, counts: torch.Tensor) -> None:
+        """HeldStates.keep."""
+        self._held.keep(counts)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self._mixed_step = None
+        self._mixed_step = self._held.begin(batch)
         if self._attention is not None:
             self._attention.init_forward_metadata(batch)
 
@@ -145,7 +155,8 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         return None if self._attention is None else self._attention.mixed_obstacle
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        return self._attention is None or needed(self._attention.mixed).runs_well_captured(batch)
+        of_attention = self._attention is None or needed(self._attention.mixed).runs_well_captured(batch)
+        return of_attention and not batch.num_verify_tokens
 
     @property
     def prompts(self) -> CapturesPrompts | None:

@@ -44,7 +44,8 @@ class StateMetadata:
         num_actual_tokens: T without padding.
         are_runs: tokens are rows of their own, and a request's rows follow each other, as in the deterministic mode on
             a GPU: only the device knows how many a request has.
-        mixed: of a captured step with prompts, what kernels read in place of the rest.
+        mixed: of a captured step with prompts, or a verify step, what kernels read in place of the rest.
+        num_held_tokens: first tokens, of segments that leave no state (held.py).
     """
 
     batch: ForwardBatch
@@ -54,6 +55,7 @@ class StateMetadata:
     num_actual_tokens: int
     are_runs: bool = False
     mixed: MixedStates | None = None
+    num_held_tokens: int = 0
 
     @cached_property
     def has_state(self) -> torch.Tensor:
@@ -140,6 +142,7 @@ class StateMetadataBuilder:
             segments=segments,
             num_actual_tokens=common.num_actual_tokens,
             are_runs=are_runs,
+            num_held_tokens=common.batch.num_verify_tokens,
         )
         if not is_mixed and metadata.rows.is_cuda:
             # Made now, ahead of the model: kernels of states read these before the kernel right ahead has ended.

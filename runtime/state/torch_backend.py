@@ -52,7 +52,8 @@ class TorchStateBackend(StateBackend):
             out, state = math_of(kind).scan(kind, _tokens(inputs, span), state)
             inputs.out[span].copy_(out)
             state = state.to(states.dtype)  # after every token in deterministic mode, wherever a prompt is cut
-        states.index_copy_(0, row, state)
+        if segment.start >= inputs.metadata.num_held_tokens:
+            states.index_copy_(0, row, state)
 
 
 def _tokens(inputs: StateInputs, span: slice) -> Operands:

@@ -109,7 +109,7 @@ class StepSampling:
         mask: TokenMask | None,
     ) -> StepResults:
         """Chooses the tokens of `sampled_rows` (StepFields.sampled); scores prompts, which need `fields`."""
-        tokens = scores = prompt_scores = all_scores = None
+        tokens = scores = prompt_scores = all_scores = accepted = None
         logits = output.next_token_logits
         if plan.sampled.size:
             rows, positions = sampled_rows
@@ -137,6 +137,8 @@ class StepSampling:
             self._keep_tokens(kept_rows, newest)
             if not output.is_partial_vocab:
                 self._runner.broadcast_tokens()
+        if accepted is not None:
+            self._runner.keep_states(accepted.counts)
         return results
 
     def follow(self, plan: StepPlan, output: LogitsProcessorOutput, fields: StepFields[torch.Tensor]) -> None:
@@ -148,6 +150,10 @@ class StepSampling:
             self._keep_tokens(fields.sampled[0], self._runner.greedy_across_ranks(output))
         elif plan.sampled.size:
             self._runner.broadcast_tokens()
+        if plan.runs is not None:
+            self._runner.keep_states(
+                torch.empty(plan.runs.requests.size, dtype=torch.int64, device=self._last_tokens.device)
+            )
 
     def score_all(self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor) -> AllScores | None:
         """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""

@@ -21,7 +21,7 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
-from tests.model.survey import DENSE, OF_EXPERTS
+from tests.model.survey import DENSE, OF_EXPERTS, OF_STATES
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
@@ -81,7 +81,7 @@ def serve(parts: Any, params: Sequence[SamplingParams], speculation: Speculation
     return requests
 
 
-@pytest.mark.parametrize("architecture", slow_but_a_sample((*DENSE, *OF_EXPERTS, *OTHERS), 1))
+@pytest.mark.parametrize("architecture", slow_but_a_sample((*DENSE, *OF_EXPERTS, *OF_STATES, *OTHERS), 1))
 def test_tokens_are_those_without_drafts_whatever_is_drafted(architecture, tmp_path):
     save_tiny_model(config_of_architecture(architecture, eos_token_id=None, bos_token_id=None), tmp_path / "model")
     greedy = {"temperature": 0.0, "max_tokens": 24, "logprobs": 1}
@@ -247,6 +247,14 @@ def test_the_page_has_a_row_for_each_case():
 def test_a_row_of_the_page_is_true(label, eager_cache, tmp_path):
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
     assert (CASES[label](eager_cache, tmp_path) > 0) is row.endswith("| yes |")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", [{"deterministic": True}, {"tensor_parallel_size": 2}], ids=str)
+def test_drafts_for_states_go_with_other_settings(runtime, tmp_path):
+    few = {"allowed_token_ids": [11, 12, 13], "max_tokens": 24}  # so that answers repeat themselves
+    params = SamplingParams(temperature=0, **few), SamplingParams(temperature=0.6, seed=3, **few)
+    assert compared(*params, prompts=IDS, config=tiny_folder("qwen3_5_text"), **runtime)(tmp_path, tmp_path) > 0
 
 
 @pytest.mark.slow

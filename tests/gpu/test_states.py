@@ -147,6 +147,20 @@ def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(arch
         assert are_the_same_but_for_ties([answers(served, [prompt])[0] for prompt in prompts], alone)
 
 
+@pytest.mark.parametrize("mode", ["full_and_piecewise", "none"])
+def test_drafts_change_no_token_but_for_ties(folder, prompts, mode):
+    few = SamplingParams(  # so that answers repeat themselves
+        temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=-1, allowed_token_ids=[11, 12, 13]
+    )
+    found = []
+    for method in ("none", "ngram"):
+        sections = config(folder, mode) | {"speculative": {"method": method}}
+        with Engine(EngineConfig.from_dict(sections)) as served:
+            found.append([(output.token_ids, output.logprobs) for output in served.generate(prompts, few)])
+            assert (served.stats().accepted_tokens > 0) is (method == "ngram")
+    assert are_the_same_but_for_ties(*found)
+
+
 @torch.inference_mode()
 def test_captured_steps_give_the_logits_and_states_of_their_launches_bit_for_bit(folder):
     runner = make_gpu_runner(folder / "cache", model={"path": str(folder / "model")})

@@ -60,6 +60,7 @@ class ForwardPath(StepPath):
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
+        forward_batch.num_verify_tokens = batch.verify_token_ids.size
         forward_batch.greedy_across_ranks = step.choice is SamplingMode.GREEDY_ACROSS_RANKS
         if self._runner.reads_pages(forward_batch):
             self._pools.list_new_pages(fields)

@@ -156,11 +156,15 @@ class FakeDevice:
         return sampled
 
     def _verify(self, row: int, prefix_len: int, tokens: list[int], start: int) -> list[int]:
-        """All of a draft is computed, and its longest right beginning accepted."""
-        choices = [_next_token(self._compute(row, prefix_len + j, [tokens[j]], start)) for j in range(len(tokens))]
+        """All of a draft is computed, and its longest right beginning accepted; the state is the one behind that."""
+        choices, states = [], []
+        for place, token in enumerate(tokens):
+            choices.append(_next_token(self._compute(row, prefix_len + place, [token], start)))
+            states.append(self.states[row])
         count = 1
         while count < len(tokens) and choices[count - 1] == tokens[count]:
             count += 1
+        self.states[row] = states[count - 1]
         return choices[:count]
 
     def _copy_states(self, copies: np.ndarray) -> None:

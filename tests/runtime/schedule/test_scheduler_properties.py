@@ -71,10 +71,8 @@ def histories(draw: st.DrawFn) -> History:
     tower = draw(st.sampled_from([None, None, TOWER, AHEAD]))
     if limits["enable_prefix_cache"] and tower is not AHEAD:  # which no model with states has
         limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
-    drafts = None
-    if "num_snapshots" not in limits or not limits["num_snapshots"]:  # models with states get no drafts
-        kinds = st.lists(st.sampled_from(["right", "wrong", "any", "none"]), min_size=1, max_size=4)
-        drafts = draw(st.one_of(st.none(), st.tuples(st.sampled_from([1, 2, 5, 9]), kinds)))
+    kinds = st.lists(st.sampled_from(["right", "wrong", "any", "none"]), min_size=1, max_size=4)
+    drafts = draw(st.one_of(st.none(), st.tuples(st.sampled_from([1, 2, 5, 9]), kinds)))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
     return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)), tower, drafts)
 

@@ -37,7 +37,7 @@ class Noting:
 
     def __getattr__(self, name: str):
         self._called.add(name)
-        return lambda *args: 8
+        return lambda *args: 0
 
 
 def hybrid_of(attention, monkeypatch) -> HybridAttnBackend:
@@ -45,8 +45,9 @@ def hybrid_of(attention, monkeypatch) -> HybridAttnBackend:
     of_prompts = SimpleNamespace(num_bytes=16, capture=lambda work: None, write=lambda memory, prompts: True)
     monkeypatch.setattr(hybrid_backend, "PromptStates", of_prompts)
     monkeypatch.setattr(hybrid_backend, "CommonAttentionMetadata", SimpleNamespace(of=lambda batch: None))
+    held = SimpleNamespace(begin=lambda batch: None)
     mixed = SimpleNamespace(capture=lambda num_tokens: None, fill=lambda num_tokens, common: None)
-    return HybridAttnBackend(attention, SimpleNamespace(), mixed)
+    return HybridAttnBackend(attention, SimpleNamespace(), held, mixed)
 
 
 def call_all(owner, contract) -> None:

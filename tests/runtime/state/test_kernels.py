@@ -36,6 +36,7 @@ from tests.runtime.state.state_cases import (
     run_batch,
     tokens_of,
 )
+from tests.runtime.state.test_held import COUNTS, SPANS, check_states_go_on_by_what_holds
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
@@ -143,6 +144,13 @@ def test_a_prompt_that_reads_a_prefix_s_state_leaves_its_own_beside_it(name, len
     torch.testing.assert_close(pool.get_state(0)[3], expected[1][6], rtol=2e-5, atol=2e-5)
     before[3] = pool.get_state(0)[3]
     assert torch.equal(pool.get_state(0), before)
+
+
+@interpreted
+@pytest.mark.parametrize("counts", range(len(COUNTS)))
+@pytest.mark.parametrize("name", KINDS)
+def test_states_go_on_by_the_accepted_tokens_of_a_verify_step(name, counts):
+    check_states_go_on_by_what_holds(piece_backend, name, counts, SPANS["all"])
 
 
 @interpreted

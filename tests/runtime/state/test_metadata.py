@@ -79,6 +79,6 @@ def test_more_decodes_than_a_graph_of_theirs_holds_run_in_a_captured_step():
 
 
 def test_steps_with_prompts_are_not_captured_where_a_layer_has_no_kernel():
-    assert "no kernel serves" in (HybridAttnBackend(None, None).mixed_obstacle or "")  # type: ignore[arg-type]
+    assert "no kernel serves" in (HybridAttnBackend(None, None, None).mixed_obstacle or "")  # type: ignore[arg-type]
     steps = MixedStateSteps(1, torch.device("cpu"))
-    assert HybridAttnBackend(None, None, steps).mixed_obstacle is None  # type: ignore[arg-type]
+    assert HybridAttnBackend(None, None, None, steps).mixed_obstacle is None  # type: ignore[arg-type]

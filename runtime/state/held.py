@@ -1,0 +1,102 @@
+"""States of verify steps: those of decodes stay as they were until it is known which tokens are accepted.
+
+A state cannot be taken back, and one for each token would take several times the memory. So a step with drafts leaves
+none, and keeps the operands that its layers had. When the tokens are chosen each layer takes the states on by the
+accepted ones alone. That is its arithmetic again, for few tokens; the linears around it have run.
+
+Shape legend: T tokens of a step, R requests, Q requests that are sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
+from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
+from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+from mllm_compile.runtime.state.mixed import MixedStates, PromptRows
+
+
+class HeldStates:
+    """The verify step that runs, or whose tokens are being chosen.
+
+    Args:
+        states: computes layers.
+        scratch_row: of the pool; kernels leave there what nobody reads.
+    """
+
+    def __init__(self, states: StateBackend, scratch_row: int) -> None:
+        self._states, self._scratch_row = states, scratch_row
+        self._inputs: list[StateInputs] = []
+        self._requests: PromptRows | None = None  # whose states are held
+
+    def begin(self, batch: ForwardBatch) -> MixedStates | None:
+        """Plans a batch, ahead of the model; what kernels read of a verify step. None: what they read of any other."""
+        self._inputs, self._requests = [], None
+        new, earlier = batch.extend_seq_lens, batch.extend_prefix_lens
+        if not batch.num_verify_tokens or new is None or earlier is None:
+            return None
+        common = CommonAttentionMetadata.of(batch)
+        first = common.num_decodes  # those ahead have one token each, which is accepted
+        end = int(common.query_start_loc_cpu.numpy().searchsorted(batch.num_verify_tokens))
+        if first >= end:
+            return None
+        ends = torch.cumsum(new, 0, dtype=torch.int32)
+        rows, has_state = batch.req_pool_indices, earlier > 0
+        targets = rows.clone()
+        targets[first:end] = self._scratch_row
+        # Of their own, as StateMetadata.of_prompts has them.
+        parts = [part[first:].clone() for part in (targets, has_state, rows, ends - new, ends)]
+        held = [part[first:end].clone() for part in (rows, has_state, rows, ends - new, ends - new)]
+        self._requests = PromptRows(*held)
+        return MixedStates((rows[:first], has_state[:first]) if first else None, PromptRows(*parts))
+
+    def hold(self, inputs: StateInputs) -> None:
+        """Keeps a layer's operands."""
+        count, constants = inputs.metadata.num_held_tokens, inputs.layer.kind.constants
+        operands = {
+            name: value if name in constants else _kept(value[:count]) for name, value in inputs.operands.items()
+        }
+        self._inputs.append(replace(inputs, operands=operands))
+
+    def keep(self, counts: torch.Tensor) -> None:
+        """Takes the states on.
+
+        Args:
+            counts: [Q] int64, of the step's tokens of each request those that hold; decodes come first.
+        """
+        if not self._inputs:
+            return
+        metadata = self._accepted(self._inputs[0].metadata, counts)
+        outs: dict[tuple[object, ...], torch.Tensor] = {}  # which nobody reads
+        for inputs in self._inputs:
+            out, like = inputs.out, (inputs.out.shape, inputs.out.dtype)
+            if like not in outs:
+                # Zeros: kernels of states read `ends` before the launch right ahead has ended, and that is this.
+                outs[like] = out.new_zeros((inputs.metadata.num_held_tokens, *out.shape[1:]))
+            self._states.forward(replace(inputs, out=outs[like], metadata=metadata))
+        self._inputs = []
+
+    def _accepted(self, metadata: StateMetadata, counts: torch.Tensor) -> StateMetadata:
+        """The tokens that hold, as a step of their own."""
+        held = [segment for segment in metadata.segments if segment.start < metadata.num_held_tokens]
+        counts = counts[metadata.num_decodes : metadata.num_decodes + len(held)]
+        mixed = None
+        if self._requests is not None:
+            mixed = MixedStates(None, self._requests._replace(ends=self._requests.starts + counts.int()))
+        # A GPU's kernels read the tensors alone.
+        segments = _shortened(held, counts.tolist()) if counts.device.type == "cpu" else ()
+        return replace(metadata, num_decodes=0, num_held_tokens=0, segments=segments, mixed=mixed)
+
+
+def _shortened(segments: Sequence[Segment], lengths: Sequence[int]) -> list[Segment]:
+    return [segment._replace(end=segment.start + length) for segment, length in zip(segments, lengths, strict=True)]
+
+
+def _kept(tokens: torch.Tensor) -> torch.Tensor:
+    """A copy, as later layers use the memory again. With the same strides, which kernels are compiled for."""
+    return torch.empty_strided(tokens.shape, tokens.stride(), dtype=tokens.dtype, device=tokens.device).copy_(tokens)

@@ -1,0 +1,100 @@
+"""Verify steps: outputs as of any step, and states that go on by the accepted tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
+from mllm_compile.runtime.state.held import HeldStates
+from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
+from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.reference import Operands, math_of
+from mllm_compile.runtime.state.torch_backend import TorchStateBackend
+from tests.runtime.state.state_cases import KINDS, layer_of, operands_of, pool_of, tokens_of
+
+SCRATCH = 7
+# Three decodes with 0, 3 and 1 drafted tokens, and a prompt that begins; a step may lack the first and the last.
+ROWS, LENGTHS, EARLIER = (3, 1, 6, 2), (1, 4, 2, 5), (9, 4, 2, 0)
+COUNTS = ([1, 1, 1], [1, 2, 2], [1, 3, 1], [1, 4, 2])
+
+
+def verify_batch(rows: Sequence[int], new: Sequence[int], earlier: Sequence[int], num_decodes: int) -> ForwardBatch:
+    lengths, prefixes = (torch.tensor(counts, dtype=torch.int32) for counts in (new, earlier))
+    tokens = torch.zeros(sum(new), dtype=torch.int64)
+    table: Any = SimpleNamespace(req_to_token=torch.zeros(8, 1, dtype=torch.int32))
+    return ForwardBatch(
+        forward_mode=ForwardMode.MIXED,
+        batch_size=len(rows),
+        input_ids=tokens,
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=lengths + prefixes,
+        out_cache_loc=tokens,
+        positions=tokens,
+        seq_lens_cpu=lengths + prefixes,
+        req_to_token_pool=table,
+        token_to_kv_pool=table,
+        attn_backend=None,
+        extend_seq_lens=lengths,
+        extend_prefix_lens=prefixes,
+        extend_seq_lens_cpu=lengths,
+        extend_prefix_lens_cpu=prefixes,
+        num_verify_tokens=sum(new[:num_decodes]),
+    )
+
+
+def verify(
+    backend: StateBackend, layer: StateLayer, operands: Operands, batch: ForwardBatch, counts: Sequence[int]
+) -> torch.Tensor:
+    """The layer's outputs in a verify step, whose tokens hold as far as `counts` says."""
+    hybrid = HybridAttnBackend(None, backend, HeldStates(backend, SCRATCH))
+    config: Any = SimpleNamespace(runtime=SimpleNamespace(deterministic=False))
+    builder = StateMetadataBuilder([layer], config)
+    hybrid.init_forward_metadata(batch)
+    metadata = builder.build(CommonAttentionMetadata.of(batch))[layer.name]
+    out = torch.full((batch.num_tokens, *layer.out_shape), torch.nan)
+    hybrid.forward_state(StateInputs(operands, out, layer, metadata))
+    for name, value in operands.items():
+        if name not in layer.kind.constants:
+            value.fill_(torch.nan)  # later layers use their memory
+    hybrid.keep_states(torch.tensor(counts))
+    return out
+
+
+def check_states_go_on_by_what_holds(backend_of: Any, name: str, counts: Sequence[int], span: slice) -> None:
+    layer, rows, lengths, earlier = layer_of(name), ROWS[span], LENGTHS[span], EARLIER[span]
+    num_decodes = sum(count > 0 for count in earlier)
+    counts = COUNTS[counts][span][:num_decodes]
+    operands, pool = operands_of(name, sum(lengths)), pool_of(layer)
+    given = {key: value.clone() for key, value in operands.items()}
+    before = torch.randn(8, *layer.state_shape, generator=torch.Generator().manual_seed(5))
+    pool.get_state(0).copy_(before)
+    out = verify(backend_of(layer, pool), layer, given, verify_batch(rows, lengths, earlier, num_decodes), counts)
+    expected, start = before.clone(), 0
+    for row, length, prefix, count in zip(rows, lengths, earlier, [*counts, *lengths[num_decodes:]], strict=True):
+        state = before[row : row + 1] if prefix else torch.zeros(1, *layer.state_shape)
+        parts = [tokens_of(name, operands, slice(start, start + number)) for number in (length, count)]
+        of_all, _ = math_of(layer.kind).scan(layer.kind, parts[0], state)
+        torch.testing.assert_close(out[start : start + length], of_all, rtol=2e-5, atol=2e-5)
+        expected[row] = math_of(layer.kind).scan(layer.kind, parts[1], state)[1][0]
+        start += length
+    states = pool.get_state(0)
+    states[SCRATCH] = expected[SCRATCH]
+    torch.testing.assert_close(states[1:], expected[1:], rtol=2e-5, atol=2e-5)
+
+
+SPANS = {"all": slice(0, 4), "no prompt": slice(0, 3), "drafted alone": slice(1, 3)}
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("counts", range(len(COUNTS)))
+@pytest.mark.parametrize("name", KINDS)
+def test_states_go_on_by_the_accepted_tokens_alone(name, counts, span):
+    check_states_go_on_by_what_holds(lambda _, pool: TorchStateBackend(pool), name, counts, SPANS[span])
