@@ -26,7 +26,7 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
-SpeculativeMethod = Literal["none", "ngram", "suffix"]
+SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class SpeculativeSection:
 
     method: SpeculativeMethod = "none"
     num_speculative_tokens: int = 3
+    model: str | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24

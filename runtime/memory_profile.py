@@ -7,6 +7,7 @@ device/memory.py knows what a device has and how it is shared out; here is what 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +35,9 @@ class ProfiledModel(CapturableModel, Protocol):
     token_to_kv_pool: KVPool
     state_pool: GDNPool
     feature_pool: FeaturePool | None
+
+    @property
+    def drafter(self) -> ProfiledModel | None: ...
 
     @property
     def captures_graphs(self) -> bool: ...
@@ -67,9 +71,10 @@ def count_pages(runner: ProfiledModel) -> int:
     """
     config = runner.config
     if runner.device.type == "cuda":
-        budget = cuda_kv_budget(config.runtime, runner.device, partial(run_largest_batch, runner))
-        if runner.captures_graphs:
-            budget = budget.without(_estimate_graph_bytes(runner), "CUDA graphs (by a trial capture)")
+        runners = [runner] if runner.drafter is None else [runner, runner.drafter]
+        budget = cuda_kv_budget(config.runtime, runner.device, partial(_run_largest_batches, runners))
+        if graph_bytes := sum(_estimate_graph_bytes(one) for one in runners if one.captures_graphs):
+            budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")
     else:
         budget = cpu_kv_budget(1 if runner.communicator is None else runner.communicator.size)
         # Pages of memory that were not written yet still count as free.
@@ -93,6 +98,12 @@ def _estimate_graph_bytes(runner: ProfiledModel) -> int:
     del runner.token_to_kv_pool, runner.attn_backend
     give_back_unused(runner.device)
     return num_bytes
+
+
+def _run_largest_batches(runners: Sequence[ProfiledModel]) -> None:
+    """Runs the largest batch of each: steps of a model and its draft model follow each other."""
+    for runner in runners:
+        run_largest_batch(runner)
 
 
 @torch.inference_mode()

@@ -67,15 +67,21 @@ class ModelRunner(RunnerSizes):
         row_state: a StepRunner's, and captured decodes'.
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
+        drafter: runs the draft model, over pages of the same ids and the same rows; None: no tokens are drafted by one.
         step_threads: the CPU's threads of each kind of step; None: they are not changed from step to step.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
     def __init__(
-        self, config: RunnerConfig, source: ModelSource, meet: Callable[[], Communicator] | None = None
+        self,
+        config: RunnerConfig,
+        source: ModelSource,
+        meet: Callable[[], Communicator] | None = None,
+        drafter: ModelRunner | None = None,
     ) -> None:
         """
         Args:
+            drafter: of a draft model, initialised with this one.
             meet: waits for the other ranks, if the model is cut over several: then all make the same calls of the
                 communicator in one order. Called when the model is loaded.
         """
@@ -86,6 +92,7 @@ class ModelRunner(RunnerSizes):
         self.graph_runner: GraphRunner | None = None
         self.step_threads: StepThreads | None = None
         self._source = source
+        self.drafter = drafter
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -110,13 +117,18 @@ class ModelRunner(RunnerSizes):
             with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
-                with stage("prepare attention"):
-                    self.init_attention_backend()
-                with stage("capture graphs"):
-                    self.init_cuda_graphs()
+                for one in (self, *self._drafters):
+                    with stage("prepare attention"):
+                        one.init_attention_backend()
+                    with stage("capture graphs"):
+                        one.init_cuda_graphs()
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def _drafters(self) -> tuple[ModelRunner, ...]:
+        return () if self.drafter is None else (self.drafter,)
 
     def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Load program and weights, and meet other ranks, which is under way meanwhile."""
@@ -151,6 +163,9 @@ class ModelRunner(RunnerSizes):
             forward_times=self.forward_times,
             expert_counts=self.expert_counts,
         )
+        if self.drafter is not None:
+            self.drafter.device = self.device
+            self.drafter.load_model(stage)
 
     def _make_overlap(self, communicator: Communicator) -> BatchOverlap:
         """
@@ -191,10 +206,26 @@ class ModelRunner(RunnerSizes):
             self.device,
         )
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
-        self.feature_pool = self._make_feature_pool()
+        self.feature_pool: FeaturePool | None = self._make_feature_pool()
+        if self.drafter is not None:
+            self.drafter.share_rows(self)
         num_pages = count_pages(self) if num_pages is None else num_pages
-        self.token_to_kv_pool = self.make_kv_pool(num_pages)
+        self._take_pages(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
+
+    def _take_pages(self, num_pages: int) -> None:
+        self.token_to_kv_pool = self.make_kv_pool(num_pages)
+        if self.drafter is not None:
+            self.drafter._take_pages(num_pages)
+
+    def share_rows(self, target: ModelRunner) -> None:
+        """Takes the table of slots and the sampling parameters of the model that this one drafts for: it has states of
+        no request, and takes no images."""
+        table = self.req_to_token_pool = target.req_to_token_pool
+        num_rows = table.req_to_token.shape[0]
+        self.row_state = RowState(num_rows, self.vocab_size, self.device, target.row_state.sampling)
+        self.state_pool = GDNPool(1, (), self.device)
+        self.feature_pool = None
 
     @property
     def always_takes_features(self) -> bool:
@@ -260,6 +291,8 @@ class ModelRunner(RunnerSizes):
             # Torch does not know what graphs read: without this it might give that memory away while one still runs.
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
+        if self.drafter is not None:
+            self.drafter.shutdown()
         # Whatever part of it is there: a failed initialize ends here too.
         pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
         for name in ("model", "program", "attn_backend", "_overlap", *pools):
@@ -566,8 +599,9 @@ class ModelRunner(RunnerSizes):
 
     @property
     def kv_bytes_per_page(self) -> int:
-        """Bytes of a page of all layers; 0 of a model without attention."""
-        return KVPool.bytes_per_page(self.config.runtime.page_size, self._kv_shapes(), self.config.kv_cache_dtype)
+        """Bytes of a page of all layers, the draft model's among them; 0 of a model without attention."""
+        own = KVPool.bytes_per_page(self.config.runtime.page_size, self._kv_shapes(), self.config.kv_cache_dtype)
+        return own + sum(one.kv_bytes_per_page for one in self._drafters)
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype

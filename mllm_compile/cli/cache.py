@@ -150,7 +150,6 @@ def prune_command(
 
 def verify_command(cache_dir: DirOption = None) -> None:
     """Check every file of every runtime; exit code 1 when one is unusable, but not when another version wrote it."""
-    from mllm_compile.store.artifact import open_artifact
     from mllm_compile.store.contents import stored_runtimes
 
     num_bad, folder = 0, _folder(cache_dir)
@@ -159,16 +158,26 @@ def verify_command(cache_dir: DirOption = None) -> None:
         print(f"no runtimes in {folder}")
     for runtime in runtimes:
         try:
-            artifact = open_artifact(runtime.folder)
-            if artifact.manifest.weights.is_packed:
-                with artifact.trusted.naming_itself():
-                    artifact.manifest.weights.hashed(artifact.trusted.pinned_path)
+            _verify(runtime.folder)
             print(f"{runtime.folder.name}: good")
         except (ArtifactError, CheckpointError) as error:
             num_bad += not isinstance(error, OtherFormatError)
             print(f"{runtime.folder.name}: {_state(error)}: {error}")
     if num_bad:
         raise typer.Exit(1)
+
+
+def _verify(folder: Path) -> None:
+    """Checks every file of a runtime, its draft model among them."""
+    from mllm_compile.store.artifact import DRAFTER, open_artifact
+    from mllm_compile.store.key import DRAFT_MODEL
+
+    artifact = open_artifact(folder)
+    if artifact.manifest.weights.is_packed:
+        with artifact.trusted.naming_itself():
+            artifact.manifest.weights.hashed(artifact.trusted.pinned_path)
+    if DRAFT_MODEL in artifact.factors:
+        _verify(folder / DRAFTER)
 
 
 def _state(problem: MllmError | None) -> str:

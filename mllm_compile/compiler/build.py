@@ -20,6 +20,12 @@ from mllm_compile.check.program import self_check
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
+from mllm_compile.compiler.draft_model import (
+    check_draft_program,
+    check_tokenizers,
+    check_vocabularies,
+    told_of_draft_model,
+)
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import (
@@ -49,6 +55,7 @@ from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
     BINARIES,
+    DRAFTER,
     GRAPHS,
     KERNELS,
     MANIFEST,
@@ -79,7 +86,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     Raises:
         MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
     """
-    config, folder, runtime = target.config, target.folder, target.config.runtime
+    config, folder = target.config, target.folder
     if options.output is not None and not os.path.exists(folder / MANIFEST):
         reason = "there is no runtime in this folder yet"
     else:
@@ -90,31 +97,54 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     with timeline.stage("check text files"):
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
-        lowered, files, suffix = _fill(scratch, target, options, timeline)
-        check_unchanged(config, target.model, target.factors)
-        with timeline.stage("self-check"):
-            types = runtime.state_dtype, runtime.kv_cache_dtype
-            fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
-        if fault is not None:
-            timeline.announce(f"its text is served without images: {fault}")
-            lowered = lowered.without_images()
-            shutil.rmtree(scratch / WEIGHTS, ignore_errors=True)  # packed with the tower's
-            files = _write_weights(scratch, target, options, lowered, timeline)
-            _remove_pieces(scratch, lowered)
-        manifest = Manifest(
-            factors=target.factors,
-            config=config.model_dump(mode="json"),
-            sizes=lowered.hf_model.sizes(lowered.program.layers),
-            piece_suffix=suffix,
-            weights=files,
-            about=_about(lowered, timeline),
-            files=hash_files(scratch),
-        )
-        write_manifest(scratch, manifest)
-    del lowered  # with the self-check's weights: an engine of this process counts what is free
-    give_back_unused(config.runtime.device)
+        drafter = None if target.drafter is None else _write_drafter(scratch / DRAFTER, target, options, timeline)
+        manifest = _write(scratch, target, options, timeline)
+        if drafter is not None:
+            check_vocabularies(config, manifest.sizes.vocab_size, drafter.sizes.vocab_size)
+    give_back_unused(config.runtime.device)  # an engine of this process counts what is free
     with timeline.stage("check runtime"):
         return open_artifact(folder)
+
+
+def _write_drafter(folder: Path, target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+    """Compiles the draft model, which is the faster of the two, into a new folder of the runtime's, and opens it."""
+    config, drafter = target.config, target.drafter
+    assert drafter is not None, "the caller has looked"
+    check_tokenizers(config, target.model.path, drafter.model.path)
+    timeline.announce(f"compiling its draft model {drafter.config.model.source} first")
+    folder.mkdir(mode=0o700)
+    with told_of_draft_model(config):
+        _write(folder, drafter, options, timeline)
+        artifact = open_artifact(folder)
+    check_draft_program(config, artifact.sizes, artifact.program)
+    return artifact
+
+
+def _write(scratch: Path, target: Target, options: CompileOptions, timeline: Timeline) -> Manifest:
+    """Compiles into a folder, all but a draft model; returns its manifest."""
+    config, runtime = target.config, target.config.runtime
+    lowered, files, suffix = _fill(scratch, target, options, timeline)
+    check_unchanged(config, target.model, target.factors)
+    with timeline.stage("self-check"):
+        types = runtime.state_dtype, runtime.kv_cache_dtype
+        fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
+    if fault is not None:
+        timeline.announce(f"its text is served without images: {fault}")
+        lowered = lowered.without_images()
+        shutil.rmtree(scratch / WEIGHTS, ignore_errors=True)  # packed with the tower's
+        files = _write_weights(scratch, target, options, lowered, timeline)
+        _remove_pieces(scratch, lowered)
+    manifest = Manifest(
+        factors=target.factors,
+        config=config.model_dump(mode="json"),
+        sizes=lowered.hf_model.sizes(lowered.program.layers),
+        piece_suffix=suffix,
+        weights=files,
+        about=_about(lowered, timeline),
+        files=hash_files(scratch),
+    )
+    write_manifest(scratch, manifest)
+    return manifest
 
 
 def _fill(

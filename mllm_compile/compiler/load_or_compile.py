@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mllm_compile.compiler.target import Target, find_target
@@ -20,8 +21,8 @@ from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError
 from mllm_compile.files.writable_place import place_of
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
-from mllm_compile.store.artifact import MANIFEST, Artifact, open_artifact
-from mllm_compile.store.key import MACHINE_FACTORS, machine_factors
+from mllm_compile.store.artifact import DRAFTER, MANIFEST, Artifact, open_artifact
+from mllm_compile.store.key import DRAFT_MODEL, MACHINE_FACTORS, key_of, machine_factors
 from mllm_compile.store.locks import compile_lock
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.publish import check_replaceable, mark_used, sweep
@@ -56,7 +57,36 @@ def load_or_compile(
     mark_used(artifact.folder)
     root = artifact.weights_root(target.model.path)
     serves_same = serves(artifact.manifest, target.config, target.weights)
-    return CompiledRuntime(artifact, target.config, root, was_cached, serves_same, timeline.stages)
+    compiled = CompiledRuntime(artifact, target.config, root, was_cached, serves_same, timeline.stages)
+    if target.drafter is None:
+        return compiled
+    drafter = _drafter_of(target.drafter, artifact, options, timeline)
+    return replace(compiled, serves_same=serves_same and drafter.serves_same, drafter=drafter)
+
+
+def _drafter_of(target: Target, model: Artifact, options: CompileOptions, timeline: Timeline) -> CompiledRuntime:
+    """The draft model in a runtime's folder, with the weights that `target` names."""
+    artifact, place = _open_drafter(model), place_of(model.folder, is_output=options.output is not None)
+    if options.output is not None:
+        artifact = serving(artifact, target.config, target.weights, place)
+    if options.verify_weights:
+        artifact = verified(artifact, target.weights, target.model.path, place, timeline)
+    root = artifact.weights_root(target.model.path)
+    return CompiledRuntime(
+        artifact, target.config, root, True, serves(artifact.manifest, target.config, target.weights)
+    )
+
+
+def _open_drafter(model: Artifact) -> Artifact:
+    """The draft model's folder of a runtime that has one.
+
+    Raises:
+        ArtifactError: it is not the one that was compiled with the runtime.
+    """
+    artifact = open_artifact(model.folder / DRAFTER)
+    if key_of(artifact.factors) != model.factors.get(DRAFT_MODEL):
+        raise ArtifactError(f"{artifact.folder} was compiled for something else; compile the model again")
+    return artifact
 
 
 def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRuntime:
@@ -77,8 +107,19 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         root = artifact.weights_root(Path(weights.folder))
         with artifact.trusted.naming_itself():
             weights.check_headers(root)
+        drafter = _stored_drafter(artifact) if DRAFT_MODEL in artifact.factors else None
     mark_used(folder)
-    return CompiledRuntime(artifact, config, root, True, True, timeline.stages)
+    return CompiledRuntime(artifact, config, root, True, True, timeline.stages, drafter)
+
+
+def _stored_drafter(model: Artifact) -> CompiledRuntime:
+    """The draft model of a runtime that is opened by itself."""
+    artifact = _open_drafter(model)
+    config, weights = artifact.manifest.resolved_config(artifact.folder), artifact.manifest.weights
+    root = artifact.weights_root(Path(weights.folder))
+    with artifact.trusted.naming_itself():
+        weights.check_headers(root)
+    return CompiledRuntime(artifact, config, root, True, True)
 
 
 def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]) -> Artifact | None:
@@ -92,6 +133,8 @@ def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]
             if artifact.manifest.weights.is_packed:
                 with artifact.trusted.naming_itself():
                     artifact.manifest.weights.check_headers(artifact.trusted.pinned_path)
+            if target.drafter is not None:
+                _open_drafter(artifact)
             return artifact
     except (ArtifactError, CheckpointError) as error:
         tell(f"the cached runtime is not used: {error}")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.checkpoint.files import WeightFiles, data_identity, weight_files
+from mllm_compile.compiler.draft_model import check_folders, draft_config, told_of_draft_model
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
@@ -18,8 +19,8 @@ from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, ConfigError
-from mllm_compile.store.artifact import MANIFEST, read_manifest
-from mllm_compile.store.key import PACKED_WEIGHTS, key_factors, key_of
+from mllm_compile.store.artifact import DRAFTER, MANIFEST, read_manifest
+from mllm_compile.store.key import DRAFT_MODEL, PACKED_WEIGHTS, key_factors, key_of
 from mllm_compile.store.publish import runtimes_folder
 
 _NO_OPTIONS = CompileOptions()
@@ -27,13 +28,18 @@ _NO_OPTIONS = CompileOptions()
 
 @dataclass(frozen=True)
 class Target:
-    """The runtime that a config asks for, and the folder where it is or would be."""
+    """The runtime that a config asks for, and the folder where it is or would be.
+
+    Attributes:
+        drafter: its draft model's, in a folder of this one; None: it has none.
+    """
 
     config: ResolvedConfig
     model: ModelFolder
     weights: WeightFiles
     factors: Mapping[str, str]
     folder: Path
+    drafter: Target | None = None
 
 
 def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> Target:
@@ -48,13 +54,51 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
     packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}
+    drafter = None
+    if resolved.speculative.method == "draft_model":
+        drafter = _find_drafter(resolved, model)
+        resolved = _naming(resolved, drafter)
+        factors, packed = factors | _draft_factor(drafter.factors), packed | _draft_factor(_packed_factors(drafter))
     # Absolute: compilers run in other folders, and look for a relative one in caches of their own. Not a link: what is
     # made takes a folder's place.
     output = None if options.output is None else Path(os.path.realpath(options.output))
     folder = output or _cached_folder(resolved, model, packed)
     if options.pack_weights or _is_of(folder, packed):
-        return Target(resolved, model, weights, packed, folder)
-    return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
+        if drafter is not None:
+            drafter = replace(drafter, factors=_packed_factors(drafter), folder=folder / DRAFTER)
+        return Target(resolved, model, weights, packed, folder, drafter)
+    folder = output or _cached_folder(resolved, model, factors)
+    if drafter is not None:
+        drafter = replace(drafter, folder=folder / DRAFTER)
+    return Target(resolved, model, weights, factors, folder, drafter)
+
+
+def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:
+    """The draft model's target, its folder yet to be set.
+
+    Raises:
+        MllmError: of the kind that says why it cannot draft for the model.
+    """
+    with told_of_draft_model(config):
+        asked = draft_config(config)
+        drafter = open_model_folder(asked.model, asked.cache.dir)
+        check_folders(config, model, drafter)
+        resolved = resolve(asked, drafter, detect_device(config.runtime.device))
+    weights = weight_files(drafter.path, drafter.weight_files)
+    return Target(resolved, drafter, weights, key_factors(resolved, drafter, weights), Path())
+
+
+def _naming(config: ResolvedConfig, drafter: Target) -> ResolvedConfig:
+    """The config with the folder that its draft model was found in."""
+    return config.model_copy(update={"speculative": replace(config.speculative, model=str(drafter.model.path))})
+
+
+def _packed_factors(drafter: Target) -> dict[str, str]:
+    return {**drafter.factors, PACKED_WEIGHTS: data_identity(drafter.model.weight_files)}
+
+
+def _draft_factor(factors: Mapping[str, str]) -> dict[str, str]:
+    return {DRAFT_MODEL: key_of(factors)}
 
 
 def _is_of(folder: Path, factors: Mapping[str, str]) -> bool:

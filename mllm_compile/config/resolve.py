@@ -403,7 +403,7 @@ def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
 
 
 def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> int:
-    limit = _longest_text(model)
+    limit = longest_text(model)
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
@@ -419,7 +419,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     return length
 
 
-def _longest_text(model: ModelFolder) -> int | None:
+def longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
     length. Where an indexer chooses the keys of each token (DSA), the number up to which it chooses all."""
     limit = model.text_config_value(*_LENGTH_KEYS)

@@ -234,10 +234,13 @@ class SpeculativeConfig(Section):
 
     method: SpeculativeMethod = "none"
     """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
-    and in past answers, by majority. none: nowhere."""
+    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. none: nowhere."""
 
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = 3
     """Most tokens of a draft."""
+
+    model: PathText | None = None
+    """draft_model: a hub id or a folder, as model.path. It computes in the model's dtype."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
     """ngram: fewest of the newest tokens that are looked up."""
@@ -267,16 +270,18 @@ class SpeculativeConfig(Section):
         length, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
         if length is not None and length > most:
             raise ValueError(f"synthetic_acceptance_length of at most num_speculative_tokens + 1, which is {most}")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method: draft_model with speculative.model, a hub id or a folder of the draft model")
         for name in type(self).model_fields:
             wanted = _METHOD_OF_KEYS.get(name.partition("_")[0])
             is_used = self.method == wanted or (wanted is None and self.method != "none") or name == "method"
             if not is_used and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"method: {wanted or 'ngram or suffix'}, which alone reads {name}")
+                raise ValueError(f"method: {wanted or 'ngram, suffix or draft_model'}, which alone reads {name}")
         return self
 
 
 # The first words of SpeculativeConfig's keys that one method alone reads.
-_METHOD_OF_KEYS = {"prompt": "ngram", "suffix": "suffix"}
+_METHOD_OF_KEYS = {"prompt": "ngram", "suffix": "suffix", "model": "draft_model"}
 
 
 class StructuredOutputsConfig(Section):

@@ -120,13 +120,13 @@ def _load(
                 runner.attn_backend.query_blocks,
             )
             num_ranks = config.runtime.expert_parallel_size
-            speculation = _speculation(config, runner, timeline)
+            step_runner = _step_runner(runner, group)
+            speculation = _speculation(config, runner, step_runner, timeline)
             scheduler = (
                 Scheduler(limits, speculation=speculation)
                 if num_ranks == 1
                 else DataParallelScheduler(limits, num_ranks)
             )
-            step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
             if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
@@ -162,13 +162,16 @@ def _load(
             raise
 
 
-def _speculation(config: ResolvedConfig, runner: ModelRunner, reporter: Reporter) -> Speculation | None:
+def _speculation(
+    config: ResolvedConfig, runner: ModelRunner, steps: StepRunner | RankedStepRunner, reporter: Reporter
+) -> Speculation | None:
     """How tokens are drafted; None: they are not. A line says why, if the config asks for drafts."""
     obstacle = draft_obstacle(runner.config, runner.model, runner.device)
     if config.runtime.expert_parallel_size > 1:
         obstacle = "ranks have requests of their own (runtime.expert_parallel_size)"
     if obstacle is None or config.speculative.method == "none":
-        return make_speculation(config.speculative, runner.vocab_size)
+        model = steps.drafter if isinstance(steps, StepRunner) else None  # one rank alone has a draft model
+        return make_speculation(config.speculative, runner.vocab_size, model)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
 
@@ -218,6 +221,7 @@ def _start_runner(
     """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
     ranks where there are some."""
     source = model_source(compiled, timeline)
+    drafter = _draft_runner(compiled, timeline)
     with timeline.stage("memory plan"):
         now = situation(settings, early.free_bytes)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
@@ -226,20 +230,33 @@ def _start_runner(
         )
     if num_pages is not None:
         try:
-            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline, early)
+            runner, group = _initialized(
+                replace(settings, num_pages=num_pages), source, drafter, compiled, timeline, early
+            )
             return runner, replace(now, num_pages=num_pages), group
         except (DeviceMemoryError, torch.OutOfMemoryError):
             timeline.note("the stored memory plan does not hold any more: measuring again")
-    runner, group = _initialized(settings, source, compiled, timeline, early)
+    runner, group = _initialized(settings, source, drafter, compiled, timeline, early)
     return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
 
 
+def _draft_runner(compiled: CompiledRuntime, timeline: Timeline) -> ModelRunner | None:
+    """A runner of the draft model, where the runtime has one; its pages are as many as the model's."""
+    drafter = compiled.drafter
+    return None if drafter is None else ModelRunner(runner_config(drafter.config), model_source(drafter, timeline))
+
+
 def _initialized(
-    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline, early: EarlyRanks
+    settings: RunnerConfig,
+    source: ModelSource,
+    drafter: ModelRunner | None,
+    compiled: CompiledRuntime,
+    timeline: Timeline,
+    early: EarlyRanks,
 ) -> tuple[ModelRunner, RankGroup | None]:
     """A runner that is ready, and the other ranks with it."""
     if settings.runtime.num_ranks == 1:
-        runner = ModelRunner(settings, source)
+        runner = ModelRunner(settings, source, drafter=drafter)
         runner.initialize(timeline.stage)
         return runner, None
     from mllm_compile.ranks.group import RankGroup
@@ -311,14 +328,13 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
     """Stores beside the runtime what this device was found to hold, and how long this start took."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
-    shapes = [layer.cache_shape for layer in runner.model.layers]
-    page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
+    models = [compiled] if compiled.drafter is None else [compiled, compiled.drafter]
     graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
     folder, key = compiled.artifact.measured_folder, device_key(device)
     start = {
         "memory": {
-            "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
-            "KV cache": pool.num_pages * page_bytes,
+            "weights": sum(spec.num_bytes for one in models for spec in one.artifact.weights),
+            "KV cache": pool.num_pages * runner.kv_bytes_per_page,
             "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
             "features of images": runner.feature_bytes,
             "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),

@@ -11,6 +11,7 @@
     graphs/                the graph after each pass, as text
     config.json, …         the model's own, for people who read the folder
     weights/               with --pack-weights: the weights in the program's own layout, as safetensors
+    drafter/               the runtime of a draft model, checked by its own manifest
     measured/              measurements of devices, one sealed file each (store/measurements.py); added while serving
 
 No pickle anywhere. store/publish.py knows where folders are and how they get there whole.
@@ -57,8 +58,9 @@ BINARIES = "binaries"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
 WEIGHTS = "weights"
+DRAFTER = "drafter"
 # Weights are gigabytes: each has a sum in program.json, which is compared when it has been read (sums.py).
-_UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/")
+_UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/", DRAFTER + "/")
 MAX_MANIFEST_BYTES = 4 << 20
 
 
@@ -321,7 +323,7 @@ def _is_sealed(data: bytes, path: Path) -> bool:
 
 def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:
     # A process that was killed while it wrote one of these leaves a file that is never read.
-    ignored = (MEASURED + "/", f".{MANIFEST}.")
+    ignored = (MEASURED + "/", DRAFTER + "/", f".{MANIFEST}.")
     present = {name for name in trusted.list_files() if not name.startswith(ignored)}
     if present != expected:
         odd = sorted(present ^ expected)[0]

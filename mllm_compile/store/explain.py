@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mllm_compile.store.artifact import Manifest
 from mllm_compile.store.contents import stored_runtimes
-from mllm_compile.store.key import MACHINE_FACTORS, PACKED_WEIGHTS, changed_parts
+from mllm_compile.store.key import DRAFT_MODEL, MACHINE_FACTORS, PACKED_WEIGHTS, changed_parts
 
 _FILE_HASH = re.compile(r"\S+ [0-9a-f]{8}")
 _LONG_HASH = re.compile(r"\b[0-9a-f]{12,64}\b")
@@ -78,7 +78,7 @@ def change_text(change: Change) -> str:
 
 # Groups, the most asked for first; a factor of no group is in the last one.
 _GROUPS = {
-    "model": ("model config", "model code", "text", "weights", "quantisation", PACKED_WEIGHTS),
+    "model": ("model config", "model code", "text", "weights", "quantisation", PACKED_WEIGHTS, DRAFT_MODEL),
     "config": (
         "dtype",
         "backend",

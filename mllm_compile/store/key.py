@@ -87,6 +87,7 @@ _INSTRUCTION_SETS = (
     "gfni",
     "sha",
 )
+DRAFT_MODEL = "draft model"  # of a runtime that holds one: that one's key
 PACKED_WEIGHTS = "packed weights"  # of a runtime that holds them: which checkpoint's
 _MIN_TRACED_TOKENS = 8192
 

@@ -20,6 +20,7 @@ class CompiledRuntime:
         was_cached: nothing had to be compiled.
         serves_same: opening the folder directly gives the same config and checkpoint.
         stages: (name, seconds), in order.
+        drafter: its draft model's, where it has one.
     """
 
     artifact: Artifact
@@ -28,6 +29,7 @@ class CompiledRuntime:
     was_cached: bool
     serves_same: bool
     stages: list[tuple[str, float]] = field(default_factory=list)
+    drafter: CompiledRuntime | None = None
 
     @property
     def folder(self) -> Path:

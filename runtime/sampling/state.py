@@ -310,6 +310,12 @@ class RowState:
         sampling: their sampling parameters.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, sampling: SamplingState | None = None
+    ) -> None:
+        """
+        Args:
+            sampling: another model's, of the same rows; None: a new one.
+        """
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.sampling = SamplingState(num_rows, vocab_size, device)
+        self.sampling = SamplingState(num_rows, vocab_size, device) if sampling is None else sampling

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from mllm_compile.runtime.config_sections import SpeculativeSection
-from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.drafter import Drafter, Speculation
 from mllm_compile.runtime.speculation.ngram import NgramGuesser
 from mllm_compile.runtime.speculation.suffix import SuffixGuesser
 from mllm_compile.runtime.speculation.texts import TextDrafter, TextGuesser
 
 
-def make_speculation(section: SpeculativeSection, vocab_size: int) -> Speculation | None:
-    """How the scheduler speculates; None: it does not."""
+def make_speculation(section: SpeculativeSection, vocab_size: int, model: Drafter | None = None) -> Speculation | None:
+    """How the scheduler speculates; None: it does not.
+
+    Args:
+        model: drafts by the draft model, where the runner has one.
+    """
     if section.method == "none":
         return None
     return Speculation(
-        drafter=TextDrafter(_guesser(section)),
+        drafter=TextDrafter(_guesser(section)) if model is None else model,
         num_tokens=section.num_speculative_tokens,
         vocab_size=vocab_size,
         fills=section.synthetic_acceptance_length is not None,

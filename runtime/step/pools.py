@@ -42,7 +42,10 @@ class StepPools:
         if self._dp_step is not None:
             cleared = pages_of_rank(cleared, self._dp_step.rank, pool.num_pages)
         if cleared.size:
-            pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
+            pages = upload(cleared.astype(np.int64), self._runner.device)
+            pool.clear_pages(pages)
+            if self._runner.drafter is not None:
+                self._runner.drafter.token_to_kv_pool.clear_pages(pages)
 
     def add_new_pages(self, fields: StepFields[np.ndarray], batch: ScheduledBatch) -> None:
         """Adds new pages to a step's inputs for the device."""

@@ -21,6 +21,7 @@ from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.data_parallel_plan import DataParallelPlanner, DataParallelStep
+from mllm_compile.runtime.step.draft_model import ModelDrafter
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.paths.base import Step, StepParts
@@ -39,6 +40,7 @@ class StepRunner:
     Attributes:
         sampling: chooses the tokens of steps.
         media: the images of steps.
+        drafter: drafts by the runner's draft model; None: it has none.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, announce: Announce | None = None) -> None:
@@ -52,6 +54,7 @@ class StepRunner:
         runtime, num_rows = runner.config.runtime, runner.row_state.last_tokens.shape[0]
         pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
+        self.drafter = None if runner.drafter is None else ModelDrafter(runner.drafter, pages)
         dp_step = None
         if runner.dp_size > 1 and runner.communicator is not None:
             most = runtime.max_running_requests
@@ -105,6 +108,8 @@ class StepRunner:
         results = path.run(step) or self._paths.forward.run(step)
         assert results is not None, "the forward path takes any step"
         self._pools.save_states(batch.state_saves)
+        if self.drafter is not None and batch.num_prompt_tokens:
+            self.drafter.prefill(batch)
         handle = StepHandle(batch, plan, results)
         self.sampling.launched(handle)
         return handle

@@ -322,7 +322,7 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"method": "eagle3"}, "speculative.method is 'eagle3'; expected 'none', 'ngram' or 'suffix'"),
+        ({"method": "eagle3"}, "speculative.method is 'eagle3'; expected 'none', 'ngram', 'suffix' or 'draft_model'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
         ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min of at most prompt_lookup_max, which is 4"),
@@ -331,7 +331,12 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
             {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
             "expected method: suffix, which alone reads suffix_decoding_max_tree_depth",
         ),
-        ({"num_speculative_tokens": 5}, "expected method: ngram or suffix, which alone reads num_speculative_tokens"),
+        (
+            {"num_speculative_tokens": 5},
+            "expected method: ngram, suffix or draft_model, which alone reads num_speculative_tokens",
+        ),
+        ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
+        ({"method": "suffix", "model": "m"}, "expected method: draft_model, which alone reads model"),
         (
             {"method": "ngram", "synthetic_acceptance_length": 4.5},
             "synthetic_acceptance_length of at most num_speculative_tokens + 1, which is 4",

@@ -15,6 +15,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import assemble
+from mllm_compile.errors import MllmError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.schedule.request import Request
@@ -160,14 +161,16 @@ def answers(config: EngineConfig, prompts: Any = REPEATS, *params: SamplingParam
 
 
 def compared(*params: SamplingParams, prompts: Any = REPEATS, config: Any = None, **runtime: Any) -> Callable[..., int]:
-    """A case: answers are equal; it gives the number of drafts."""
+    """A case: answers are equal; it gives the number of drafts. A draft model is the model itself."""
 
-    def case(eager_cache: Path, folder: Path) -> int:
+    def case(eager_cache: Path, folder: Path, method: str = "ngram") -> int:
         make = config or (lambda cache, _, **sections: tiny_config(cache, compile={"backend": "eager"}, **sections))
         asked = params or (SamplingParams(temperature=0, max_tokens=24),)
         sections = {"runtime": runtime} if runtime else {}
-        plain, _ = answers(make(eager_cache, folder, **sections), prompts, *asked)
-        drafted, drafts = answers(make(eager_cache, folder, **sections, speculative=SPECULATIVE), prompts, *asked)
+        plain_config = make(eager_cache, folder, **sections)
+        speculative = SPECULATIVE | ({"method": method, "model": plain_config.model.path} if method != "ngram" else {})
+        plain, _ = answers(plain_config, prompts, *asked)
+        drafted, drafts = answers(make(eager_cache, folder, **sections, speculative=speculative), prompts, *asked)
         assert drafted == plain
         return drafts
 
@@ -247,6 +250,21 @@ def test_the_page_has_a_row_for_each_case():
 def test_a_row_of_the_page_is_true(label, eager_cache, tmp_path):
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
     assert (CASES[label](eager_cache, tmp_path) > 0) is row.endswith("| yes |")
+
+
+# Rows for which a draft model is refused when it is compiled.
+NO_DRAFT_MODEL = ("`runtime.tensor_parallel_size`", "`runtime.expert_parallel_size`", "layers with a state")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", CASES)
+def test_a_row_of_the_page_is_true_of_a_draft_model(label, eager_cache, tmp_path):
+    if label in NO_DRAFT_MODEL:
+        with pytest.raises(MllmError, match=r"one rank|runs on one|layers with states"):
+            CASES[label](eager_cache, tmp_path, "draft_model")
+        return
+    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
+    assert (CASES[label](eager_cache, tmp_path, "draft_model") > 0) is row.endswith("| yes |")
 
 
 @pytest.mark.slow

@@ -131,7 +131,11 @@ DEFAULTS = RuntimeSection(
 
 
 def make_runner(
-    model: TinyModel | None = None, num_pages: int | None = 100, forward_times_interval_s: float = 0.0, **runtime
+    model: TinyModel | None = None,
+    num_pages: int | None = 100,
+    forward_times_interval_s: float = 0.0,
+    draft_model: TinyModel | None = None,
+    **runtime,
 ) -> ModelRunner:
     config = RunnerConfig(
         dtype=torch.float32,
@@ -139,7 +143,8 @@ def make_runner(
         num_pages=num_pages,
         forward_times_interval_s=forward_times_interval_s,
     )
-    runner = ModelRunner(config, model or TinyModel())
+    drafter = None if draft_model is None else ModelRunner(config, draft_model)
+    runner = ModelRunner(config, model or TinyModel(), drafter=drafter)
     runner.initialize()
     return runner
 
@@ -148,15 +153,22 @@ class Loop:
     """Scheduler and StepRunner, with or without a step launched ahead; checks nothing."""
 
     def __init__(
-        self, runner: ModelRunner, enable_prefix_cache: bool = False, speculation: Speculation | None = None
+        self,
+        runner: ModelRunner,
+        enable_prefix_cache: bool = False,
+        speculation: Speculation | None = None,
+        num_drafted: int = 3,
     ) -> None:
+        """Args: num_drafted: most tokens of a draft by the runner's draft model, where it has one."""
+        self.runner = runner
+        self.steps = StepRunner(runner, Sampler())
+        if self.steps.drafter is not None:
+            speculation = Speculation(drafter=self.steps.drafter, num_tokens=num_drafted, vocab_size=VOCAB)
         runtime = replace(runner.config.runtime, enable_prefix_cache=enable_prefix_cache)
         self.scheduler = Scheduler(
             SchedulerConfig.of(runtime, runner.config.cudagraph, runner.token_to_kv_pool.num_pages),
             speculation=speculation,
         )
-        self.runner = runner
-        self.steps = StepRunner(runner, Sampler())
         self.batches: list[ScheduledBatch] = []
         self._ids = itertools.count()
 

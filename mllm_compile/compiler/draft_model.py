@@ -1,0 +1,138 @@
+"""The draft model of `speculative.method: draft_model`: what it is compiled as, and whether it fits the model.
+
+It is compiled like any model, into a folder of the model's runtime. Both have the same pages, limits and types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolve import longest_text
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
+from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
+from mllm_compile.runtime.program.spec import ModelSizes, Program
+from mllm_compile.runtime.short_repr import short_repr
+from mllm_compile.text.tokenizer import load_tokenizer
+
+_TOLD = 3  # differing tokens in a message
+
+
+def draft_config(config: ResolvedConfig) -> EngineConfig:
+    """The config that the draft model is compiled and served with, of the model's that is resolved.
+
+    It is never deterministic: another draft changes no answer.
+    """
+    own, path = config.as_config(), config.speculative.model
+    if path is None:
+        raise ConfigError("speculative.model is not set; give the draft model's folder or hub id")
+    model = ModelConfig(
+        path=path,
+        dtype=config.model.dtype,
+        load_format="dummy" if config.model.load_format == "dummy" else "auto",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    changes = {"deterministic": False, "expert_stats": False, "cascade_attention": False}
+    return own.model_copy(
+        update={
+            "model": model,
+            "speculative": SpeculativeConfig(),
+            "runtime": own.runtime.model_copy(update=changes),
+        }
+    )
+
+
+@contextmanager
+def told_of_draft_model(config: ResolvedConfig) -> Iterator[None]:
+    """Makes errors of the body say that they are of the draft model."""
+    try:
+        yield
+    except MllmError as error:
+        text = str(error)
+        if text.startswith("speculative.model"):
+            raise
+        text = text.replace("model.path", "speculative.model")
+        raise type(error)(f"speculative.model {short_repr(config.speculative.model)}: {text}") from error
+
+
+def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:
+    """Compares what the two models' config.json say; that is known before anything is compiled.
+
+    Raises:
+        ConfigError: vocabularies differ, the draft model has too few positions, or the model is cut over ranks.
+    """
+    if config.runtime.num_ranks > 1:
+        raise ConfigError(
+            f"speculative.method is draft_model, and the model is on {config.runtime.num_ranks} ranks: a draft model "
+            "runs on one. Set speculative.method: ngram or suffix, or use one rank."
+        )
+    sizes = [folder.text_config_value("vocab_size", "n_vocab") for folder in (model, drafter)]
+    if all(isinstance(size, int) for size in sizes):
+        check_vocabularies(config, *sizes)
+    limit, length = longest_text(drafter), config.runtime.max_model_len
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but speculative.model {short_repr(config.speculative.model)} was made "
+            f"for at most {limit} tokens. Set it to {limit} or less, or use another draft model."
+        )
+
+
+def check_draft_program(config: ResolvedConfig, drafter: ModelSizes, program: Program) -> None:
+    """Checks the draft model that was compiled.
+
+    Raises:
+        UnsupportedModelError: it has layers with states.
+        ConfigError: it has too few positions.
+    """
+    if program.state_layers:
+        raise UnsupportedModelError(
+            f"speculative.model {short_repr(config.speculative.model)} has {len(program.state_layers)} layers with "
+            f"states, such as {program.state_layers[0].name}, which drafts that are not accepted cannot be taken out "
+            "of. Use a draft model of attention alone."
+        )
+    if drafter.is_table_of_positions and config.runtime.max_model_len > drafter.context_len:
+        raise ConfigError(
+            f"runtime.max_model_len is {config.runtime.max_model_len}, but speculative.model "
+            f"{short_repr(config.speculative.model)} has positions for {drafter.context_len} tokens. Set it to "
+            f"{drafter.context_len} or less, or use another draft model."
+        )
+
+
+def check_vocabularies(config: ResolvedConfig, model: int, drafter: int) -> None:
+    """Compares the rows of the models' logits.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if model != drafter:
+        raise ConfigError(
+            f"speculative.model {short_repr(config.speculative.model)} has a vocabulary of {drafter} tokens, and the "
+            f"model {model}: its drafts would name other tokens. Use a draft model of the same family."
+        )
+
+
+def check_tokenizers(config: ResolvedConfig, model: Path, drafter: Path) -> None:
+    """Compares the tokens of both tokenizers, special ones left out, which models of a family may name otherwise.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    tokenizers = load_tokenizer(model), load_tokenizer(drafter)
+    if tokenizers[0] is None or tokenizers[1] is None:
+        return
+    special = tokenizers[0].special_token_ids | tokenizers[1].special_token_ids
+    count = min(one.vocab_size for one in tokenizers if one is not None)
+    texts: list[Any] = [one.token_bytes(count) for one in tokenizers if one is not None]
+    differing = [
+        index for index, (one, other) in enumerate(zip(*texts, strict=True)) if one != other and index not in special
+    ]
+    if differing:
+        shown = ", ".join(f"{i} is {texts[0][i]!r} and {texts[1][i]!r}" for i in differing[:_TOLD])
+        raise ConfigError(
+            f"speculative.model {short_repr(config.speculative.model)} has another tokenizer than the model: "
+            f"{len(differing)} of {count} tokens differ ({shown}). Use a draft model of the same family."
+        )
