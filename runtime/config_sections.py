@@ -27,6 +27,9 @@ Switch = Literal[
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model"]
+# Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
+DraftedTokens = int | Literal["by_cost"]
+MOST_BY_COST = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,7 @@ class SpeculativeSection:
     """`speculative`."""
 
     method: SpeculativeMethod = "none"
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: DraftedTokens = "by_cost"
     model: str | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -106,4 +109,17 @@ class SpeculativeSection:
     @property
     def most_drafted(self) -> int:
         """Most tokens of a draft; 0 without drafts."""
-        return 0 if self.method == "none" else self.num_speculative_tokens
+        if self.method == "none":
+            return 0
+        return MOST_BY_COST if self.num_speculative_tokens == "by_cost" else self.num_speculative_tokens
+
+    def most_drafted_of(self, num_requests: int) -> int:
+        """Most drafted tokens of a step with so many requests."""
+        if self.most_drafted and self.num_speculative_tokens == "by_cost":
+            return most_drafted_by_cost(num_requests)
+        return num_requests * self.most_drafted
+
+
+def most_drafted_by_cost(num_requests: int) -> int:
+    """Most drafted tokens of a step: with many requests few each, as memory is kept for the logits of all."""
+    return min(num_requests * MOST_BY_COST, max(112, 3 * num_requests))

@@ -127,9 +127,9 @@ def run_largest_batch(runner: ProfiledModel) -> None:
         extend_seq_lens_cpu=new_cpu,
         extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
     )
-    most_drafted = config.speculative.most_drafted
+    most_drafted = config.speculative.most_drafted_of(num_requests)
     if most_drafted and not config.runtime.deterministic:  # layers with a state keep what they compute of these
-        batch.num_verify_tokens = min(num_tokens, num_requests * (1 + most_drafted))
+        batch.num_verify_tokens = min(num_tokens, num_requests + most_drafted)
     if runner.feature_pool is not None:
         encoder = runner.image_encoder()
         encoder.run_largest(config.runtime.max_model_len)

@@ -41,4 +41,5 @@ class RunnerConfig:
         runtime = self.runtime
         if runtime.deterministic:
             return runtime.max_num_batched_tokens
-        return min(runtime.max_running_requests * (1 + self.speculative.most_drafted), runtime.max_num_batched_tokens)
+        num_drafted = self.speculative.most_drafted_of(runtime.max_running_requests)
+        return min(runtime.max_running_requests + num_drafted, runtime.max_num_batched_tokens)

@@ -86,6 +86,11 @@ _NOT_THERE = {
     "nnodes": "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)",
     "data_parallel_size_local": "ranks are of one machine; runtime.expert_parallel_size spreads a mixture's experts",
     "enable_lora": "adapters are not applied; merge one into its model, and serve that",
+    "num_speculative_tokens_per_batch_size": "num_speculative_tokens: auto finds the best one for each number of "
+    "requests while it serves",
+    "disable_by_batch_size": "num_speculative_tokens: auto drafts nothing where it does not pay",
+    "rejection_sample_method": "the sampler chooses each token, so answers are those without drafts; "
+    "synthetic_acceptance_length is for benchmarks",
     "cpu_offload_gb": "weights and KV cache lie on the device",
 }
 

@@ -77,12 +77,11 @@ class ModelConfig(Section):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
 
-    quantization: Literal["auto", "none", "dequantize", "keep", "keep_a8", "fp8", "int8", "int4"] = "auto"
+    quantization: Literal["auto", "none", "dequantize", "fp8", "int8", "int4"] = "auto"
     """The weights of linears in memory. auto: as the checkpoint has them, if linears compute with its quantisation
     (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is refused.
-    keep: as the checkpoint has them, or it is refused. keep_a8: likewise, with inputs rounded to eight bits, on a CPU.
     fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too. int8:
-    likewise, with inputs rounded to eight bits, on a CPU."""
+    likewise, on a CPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
@@ -233,12 +232,13 @@ class RuntimeConfig(Section):
 class SpeculativeConfig(Section):
     """Drafts of the next tokens, which one step checks together: answers are the same (docs/speculation.md)."""
 
-    method: SpeculativeMethod = "none"
+    method: Literal[Auto, SpeculativeMethod] = "none"
     """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
-    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. none: nowhere."""
+    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. auto: suffix. none:
+    nowhere."""
 
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = 3
-    """Most tokens of a draft."""
+    num_speculative_tokens: Auto | Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = "auto"
+    """Most tokens of a draft. auto: as many as pay, by the times of steps and what is accepted; 0 in a large batch."""
 
     model: PathText | None = None
     """draft_model: a hub id or a folder, as model.path. It computes in the model's dtype."""
@@ -268,16 +268,18 @@ class SpeculativeConfig(Section):
     def _fits(self) -> Self:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min of at most prompt_lookup_max, which is {self.prompt_lookup_max}")
-        length, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
-        if length is not None and length > most:
-            raise ValueError(f"synthetic_acceptance_length of at most num_speculative_tokens + 1, which is {most}")
+        length, most = self.synthetic_acceptance_length, self.num_speculative_tokens
+        if length is not None and most == "auto":
+            raise ValueError("num_speculative_tokens: a number, where synthetic_acceptance_length is set")
+        if length is not None and most != "auto" and length > most + 1:
+            raise ValueError(f"synthetic_acceptance_length of at most num_speculative_tokens + 1, which is {most + 1}")
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method: draft_model with speculative.model, a hub id or a folder of the draft model")
         for name in type(self).model_fields:
             wanted = _METHOD_OF_KEYS.get(name.partition("_")[0])
             is_used = self.method == wanted or (wanted is None and self.method != "none") or name == "method"
             if not is_used and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"method: {wanted or 'ngram, suffix or draft_model'}, which alone reads {name}")
+                raise ValueError(f"method: {wanted or 'another than none'}, which alone reads {name}")
         return self
 
 

@@ -135,7 +135,7 @@ def _load(
             most_threads = None if group is None else group.threads
             is_cpu = runner.device.type == "cpu"
             use_threads_of_cpu = prepare_threads(compiled, runner, timeline, most_threads) if is_cpu else _nothing
-            _tell_ready(compiled, runner, timeline)
+            _tell_ready(compiled, runner, speculation, timeline)
             return EngineParts(
                 scheduler=scheduler,
                 step_runner=step_runner,
@@ -356,7 +356,9 @@ def _nothing() -> None:
     """A GPU needs no preparation, and one rank no check."""
 
 
-def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
+def _tell_ready(
+    compiled: CompiledRuntime, runner: ModelRunner, speculation: Speculation | None, timeline: Timeline
+) -> None:
     """The one line that is always shown."""
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
     num_ranks = compiled.config.runtime.num_ranks
@@ -365,6 +367,8 @@ def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeli
     tokens = f"{num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
     if runner.model.state_layers:
         tokens += f" · states of {format_bytes(runner.state_bytes_per_request)} a request"
+    if speculation is not None:
+        tokens += f" · drafts by {compiled.config.speculative.method}"
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 

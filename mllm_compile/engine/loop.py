@@ -147,7 +147,8 @@ class EngineCore:
         # Used by the engine's thread alone.
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
-        self._step_end = 0.0  # time.monotonic() when the tokens of the last step came
+        # time.monotonic() when the tokens of the last step came, or when there was work again after that.
+        self._busy_since = 0.0
         # The last step, its result, and when its tokens came.
         self._uncounted: tuple[ScheduledBatch, UpdateResult, float] | None = None
         self._submissions: dict[str, Submission] = {}
@@ -341,6 +342,8 @@ class EngineCore:
             self._commands += self._inbox
             self._inbox.clear()
             is_closing = self._is_closing
+        if is_idle:
+            self._busy_since = time.monotonic()
         self._carry_out_commands()
         return not is_closing
 
@@ -522,8 +525,9 @@ class EngineCore:
             self._steps_failed(lost, error)
             return
         now = time.monotonic()
-        self._scheduler.step_took(batch, now - max(self._step_end, step.launched))
-        self._step_end = now
+        host_seconds = max(step.launched - self._busy_since, 0.0)
+        self._scheduler.step_took(batch, now - self._busy_since - host_seconds, host_seconds)
+        self._busy_since = now
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist(), output.runs)
         output.record_logprobs(result.accepted, result.counts)
         if self._step_sink is not None:

@@ -120,10 +120,10 @@ class DataParallelScheduler:
         self._next_step += 1
         return joined
 
-    def step_took(self, batch: ScheduledBatch, seconds: float) -> None:
+    def step_took(self, batch: ScheduledBatch, seconds: float, host_seconds: float = 0.0) -> None:
         """Note how long a step took, on every rank."""
         for part in self._in_flight[batch.step_id]:
-            self._schedulers[part.rank].step_took(part.batch, seconds)
+            self._schedulers[part.rank].step_took(part.batch, seconds, host_seconds)
 
     def update(
         self,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from mllm_compile.runtime.config_sections import most_drafted_by_cost
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
+from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, Speculation
@@ -24,14 +26,39 @@ class Drafts:
     Args:
         rows: what requests hold.
         boundary: tokens at which a request is computed anew (RopeLengths); None: at none.
+
+    Attributes:
+        depths: chooses how long drafts may be; None: all alike.
     """
 
     def __init__(self, speculation: Speculation, rows: Rows, boundary: int | None) -> None:
         self._speculation, self._rows, self._boundary = speculation, rows, boundary
         self._told: set[str] = set()  # reasons in the log
+        self.depths: DraftDepths | None = None
+        if speculation.by_cost:
+            num_rows = rows.computed.size
+            most_in_step = most_drafted_by_cost(num_rows - 1)
+            self.depths = DraftDepths(num_rows, speculation.num_tokens, most_in_step)
+
+    def prepare(self, requests: Sequence[Request], in_flight: bool) -> None:
+        """Chooses, where it is due, how long drafts of these decodes may be in the next step.
+
+        Args:
+            in_flight: a step is, whose tokens are not known.
+        """
+        if self.depths is not None and self.depths.is_due(in_flight):
+            self.depths.choose([request for request in requests if self._may_have_any(request)], len(requests))
+
+    @property
+    def are_off(self) -> bool:
+        """The next step is without drafts, whatever its requests."""
+        return self.depths is not None and not self.depths.is_on
 
     def may_draft(self, request: Request) -> bool:
-        """False: the request is over, or gets no drafts, whatever its text."""
+        """False: the request is over, or gets no drafts in the next step, whatever its text."""
+        return self._may_have_any(request) and (self.depths is None or self.depths.of(request) > 0)
+
+    def _may_have_any(self, request: Request) -> bool:
         reason = _obstacle(request)
         if reason is None:
             return request.status is RequestStatus.RUNNING
@@ -82,7 +109,8 @@ class Drafts:
 
     def _room(self, request: Request) -> int:
         """Most tokens of a draft, pages aside: the token behind it has room, too."""
-        most = min(self._speculation.num_tokens, request.max_new_tokens - len(request.output_token_ids) - 1)
+        most = self._speculation.num_tokens if self.depths is None else self.depths.of(request)
+        most = min(most, request.max_new_tokens - len(request.output_token_ids) - 1)
         if self._boundary is None:
             return most
         computed = int(self._rows.computed[request.row])

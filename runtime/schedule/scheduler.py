@@ -178,17 +178,21 @@ class Scheduler:
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted)
+        if self._drafts is not None and self._drafts.depths is not None:
+            self._drafts.depths.planned(batch, is_ahead=self._next_update < self._next_step)
         self._next_step += 1
         self.rows.begin_step(batch.rows)
         return batch
 
     def _awaits_tokens(self, drafts: Drafts) -> bool:
         """True while a step is in flight that drafts depend on."""
-        return self._next_update < self._next_step and any(map(drafts.may_draft, self.decodes.requests))
+        in_flight = self._next_update < self._next_step
+        drafts.prepare(self.decodes.requests, in_flight)
+        return in_flight and not drafts.are_off and any(map(drafts.may_draft, self.decodes.requests))
 
     def _plan_drafts(self, drafts: Drafts, decodes: RunningDecodes, prompts: PromptPlan | None) -> Drafted:
         """Drafts in what the decodes' own tokens and the prompts leave of a step."""
-        if self._next_update < self._next_step:  # none of these may have one
+        if self._next_update < self._next_step or drafts.are_off:  # none of these may have one
             return NOTHING_DRAFTED
         taken = len(decodes.requests) + (
             0 if prompts is None else sum(chunk.token_ids.size for chunk in prompts.chunks)
@@ -285,13 +289,16 @@ class Scheduler:
 
     # --- a step is over -----------------------------------------------------------------------------------------------
 
-    def step_took(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learns from a step whose tokens came, in the order of steps.
+    def step_took(self, batch: ScheduledBatch, seconds: float, host_seconds: float = 0.0) -> None:
+        """Learns from a step whose tokens came, in the order of steps; before `update`.
 
         Args:
             seconds: from the end of the step before, or from this one's launch where that came later.
+            host_seconds: from the end of the step before to such a later launch, unless there was nothing to do.
         """
         self.pace.took(batch, seconds * 1e3)
+        if self._drafts is not None and self._drafts.depths is not None:
+            self._drafts.depths.took(batch, (seconds + host_seconds) * 1e3)
 
     def update(
         self,
@@ -316,6 +323,8 @@ class Scheduler:
             raise RuntimeError(
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
+        if self._drafts is not None and self._drafts.depths is not None:
+            self._drafts.depths.checked(batch, None if runs is None else runs.counts)
         if runs is not None:
             return self._take_runs(batch, token_ids, runs, set(broken_rows))
         broken = [

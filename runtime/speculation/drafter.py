@@ -69,10 +69,12 @@ class Speculation:
         drafter: guesses.
         num_tokens: most tokens of a draft.
         vocab_size: a draft ends before an id that is not below it.
+        by_cost: how many of these a draft may have is chosen for each step and request.
         fills: every draft has as many tokens as it may have. A synthetic acceptance is measured so.
     """
 
     drafter: Drafter
     num_tokens: int
     vocab_size: int
+    by_cost: bool = False
     fills: bool = False

@@ -19,8 +19,9 @@ def make_speculation(section: SpeculativeSection, vocab_size: int, model: Drafte
         return None
     return Speculation(
         drafter=TextDrafter(_guesser(section)) if model is None else model,
-        num_tokens=section.num_speculative_tokens,
+        num_tokens=section.most_drafted,
         vocab_size=vocab_size,
+        by_cost=section.num_speculative_tokens == "by_cost",
         fills=section.synthetic_acceptance_length is not None,
     )
 

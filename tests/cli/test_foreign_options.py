@@ -107,6 +107,7 @@ def test_no_answer_hides_an_option_or_a_key_of_the_config():
         for section in EngineConfig.model_fields.values()
         for key in section.annotation.model_fields
     }
+    keys -= {"model"}  # of drafts; the model itself is an argument
     assert not _ANSWERS.keys() & (keys | {option.lstrip("-") for option in SERVE})
 
 

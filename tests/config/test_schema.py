@@ -322,7 +322,10 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"method": "eagle3"}, "speculative.method is 'eagle3'; expected 'none', 'ngram', 'suffix' or 'draft_model'"),
+        (
+            {"method": "eagle3"},
+            "speculative.method is 'eagle3'; expected 'auto', 'none', 'ngram', 'suffix' or 'draft_model'",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
         ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min of at most prompt_lookup_max, which is 4"),
@@ -331,14 +334,27 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
             {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
             "expected method: suffix, which alone reads suffix_decoding_max_tree_depth",
         ),
-        (
-            {"num_speculative_tokens": 5},
-            "expected method: ngram, suffix or draft_model, which alone reads num_speculative_tokens",
-        ),
         ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
         ({"method": "suffix", "model": "m"}, "expected method: draft_model, which alone reads model"),
+        ({"method": "auto", "prompt_lookup_max": 9}, "expected method: ngram, which alone reads prompt_lookup_max"),
         (
-            {"method": "ngram", "synthetic_acceptance_length": 4.5},
+            {"num_speculative_tokens": 5},
+            "expected method: another than none, which alone reads num_speculative_tokens",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": "many"},
+            "speculative.num_speculative_tokens is 'many'; expected 'auto' or",
+        ),
+        (
+            {"method": "ngram", "synthetic_acceptance_length": 2.5},
+            "num_speculative_tokens: a number, where synthetic_acceptance_length is set",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": {"1-64": 3}},
+            "num_speculative_tokens_per_batch_size is not a known key: num_speculative_tokens: auto finds the best one",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_length": 4.5},
             "synthetic_acceptance_length of at most num_speculative_tokens + 1, which is 4",
         ),
         ({"method": "ngram", "num_tokens": 5}, "speculative.num_tokens is not a known key"),

@@ -275,6 +275,18 @@ def test_drafts_for_states_go_with_other_settings(runtime, tmp_path):
     assert compared(*params, prompts=IDS, config=tiny_folder("qwen3_5_text"), **runtime)(tmp_path, tmp_path) > 0
 
 
+def test_depths_by_cost_change_no_token_and_draft_where_text_repeats_itself(eager_cache):
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, allowed_token_ids=[11, 12]),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=40),
+    ]
+    plain, _ = answers(tiny_config(eager_cache, compile={"backend": "eager"}), REPEATS, *params)
+    by_cost = tiny_config(eager_cache, compile={"backend": "eager"}, speculative={"method": "auto"})
+    drafted, drafts = answers(by_cost, REPEATS, *params)
+    assert drafted == plain
+    assert drafts > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_our_drafters_are_right_where_an_answer_repeats_itself(method, eager_cache):

@@ -43,7 +43,8 @@ class History:
     events: list[str]
     seed: int
     tower: GridTower | None = None
-    drafts: tuple[int, list[str]] | None = None  # most tokens, and GuessingDrafter's kinds
+    # Most tokens, GuessingDrafter's kinds, and whether the length is chosen by cost.
+    drafts: tuple[int, list[str], bool] | None = None
 
 
 # `plan` and `collect` alone vary how far the host runs ahead.
@@ -72,7 +73,7 @@ def histories(draw: st.DrawFn) -> History:
     if limits["enable_prefix_cache"] and tower is not AHEAD:  # which no model with states has
         limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
     kinds = st.lists(st.sampled_from(["right", "wrong", "any", "none"]), min_size=1, max_size=4)
-    drafts = draw(st.one_of(st.none(), st.tuples(st.sampled_from([1, 2, 5, 9]), kinds)))
+    drafts = draw(st.one_of(st.none(), st.tuples(st.sampled_from([1, 2, 5, 9]), kinds, st.booleans())))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
     return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)), tower, drafts)
 
@@ -144,9 +145,9 @@ def _check(history: History) -> Simulation:
     clock = Random(history.seed)  # steps of all lengths: what is learnt from them is often wrong
     speculation = drafter = None
     if history.drafts is not None:
-        most, kinds = history.drafts
+        most, kinds, by_cost = history.drafts
         drafter = GuessingDrafter(Random(history.seed), kinds)
-        speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=most, vocab_size=VOCAB)
+        speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=most, vocab_size=VOCAB, by_cost=by_cost)
     simulation = Simulation(
         make_config(**history.limits),
         history.steps_ahead,

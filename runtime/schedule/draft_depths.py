@@ -1,0 +1,121 @@
+"""The depths of a scheduler's drafts by cost: tells what it plans, and what became of it, to speculation/depth.py.
+
+While drafts are off the scheduler plans steps ahead as ever, and asks at times whether they would pay. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.speculation.depth import DepthByCost
+
+# Steps until depths are chosen anew: while drafts are off, and while they are accepted. It takes as long as a draft.
+_OFF_STEPS, _ON_STEPS = 8, 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """A step that was planned.
+
+    Attributes:
+        num_tokens: its tokens if it is without prompts, else 0.
+        is_ahead: it was planned while the one before was in flight.
+        depths: [decodes] int: most tokens of each draft; None: none were asked for.
+    """
+
+    step_id: int
+    num_tokens: int
+    is_ahead: bool
+    depths: np.ndarray | None
+
+
+class DraftDepths:
+    """See the module's header.
+
+    Args:
+        num_rows, most, most_in_step: as DepthByCost takes them.
+
+    Attributes:
+        is_on: some request gets drafts in the next step.
+    """
+
+    def __init__(self, num_rows: int, most: int, most_in_step: int) -> None:
+        self.is_on = False
+        self._by_cost = DepthByCost(num_rows, most, most_in_step)
+        self._depths = np.zeros(num_rows, dtype=np.int64)
+        self._planned: deque[_Planned] = deque(maxlen=4)  # more than are in flight
+        self._num_steps = 0  # planned since depths were chosen
+        self._was_in_vain = False  # a draft since then
+
+    def of(self, request: Request) -> int:
+        """Most tokens of a running request's draft."""
+        return int(self._depths[request.row])
+
+    def is_due(self, in_flight: bool) -> bool:
+        """Depths are to be chosen for the next step; where drafts are made, as soon as all tokens are known."""
+        if self._num_steps >= _OFF_STEPS:
+            return True
+        return self.is_on and not in_flight and (self._was_in_vain or self._num_steps >= _ON_STEPS)
+
+    def choose(self, requests: Sequence[Request], num_decodes: int) -> None:
+        """Chooses them for these requests, which may have drafts, among the decodes of the next step."""
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        depths = self._by_cost.choose(rows, num_decodes)
+        self.is_on, self._num_steps, self._was_in_vain = depths is not None, 0, False
+        self._depths[:] = 0
+        if depths is not None:
+            self._depths[rows] = depths
+
+    def planned(self, batch: ScheduledBatch, is_ahead: bool) -> None:
+        """A step was planned."""
+        if batch.admitted:
+            rows = np.array([request.row for request in batch.admitted])
+            self._by_cost.rates.forget(rows)
+            self._depths[rows] = 0
+        self._by_cost.rates.pass_step()
+        self._num_steps += 1
+        depths = None
+        if self.is_on and not is_ahead:
+            depths = self._depths[batch.rows[: batch.num_decodes]]
+        num_tokens = 0 if batch.num_prompt_tokens else batch.num_tokens
+        self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, depths))
+
+    def took(self, batch: ScheduledBatch, ms: float) -> None:
+        """A step took `ms` from the end of the one before."""
+        step, following = self._find(batch.step_id), self._find(batch.step_id + 1)
+        if step is None or not step.num_tokens:
+            return
+        # On a CPU a step that is planned ahead has run when the one before is seen to end. So its time counts where
+        # the one behind it, which then ran instead, is like it.
+        num_drafted = step.num_tokens - batch.num_decodes
+        if not step.is_ahead and following is None:
+            self._by_cost.times.learn(batch.num_decodes, num_drafted, ms)
+        elif step.is_ahead and following is not None and following.num_tokens == step.num_tokens:
+            self._by_cost.times.learn(batch.num_decodes, num_drafted or None, ms)
+
+    def checked(self, batch: ScheduledBatch, counts: np.ndarray | None) -> None:
+        """Learns how much of a step's drafts was accepted.
+
+        Args:
+            counts: as TokenRuns has them; None: nothing was drafted.
+        """
+        step = self._find(batch.step_id)
+        if step is None or step.depths is None:
+            return
+        asked = step.depths > 0
+        num_drafted = batch.num_new[: batch.num_decodes] - 1
+        num_accepted = np.zeros_like(num_drafted)
+        if counts is not None:
+            num_accepted = np.clip(counts[: batch.num_decodes] - 1, 0, num_drafted)
+        self._was_in_vain |= bool((num_accepted[asked] == 0).any())
+        rows = batch.rows[: batch.num_decodes]
+        self._by_cost.rates.learn(rows[asked], num_drafted[asked], num_accepted[asked])
+
+    def _find(self, step_id: int) -> _Planned | None:
+        return next((step for step in self._planned if step.step_id == step_id), None)

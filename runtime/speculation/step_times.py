@@ -1,0 +1,104 @@
+"""How long steps take, by their decodes and by the tokens that are drafted for these.
+
+A step's time is from the end of the one before to its own. So what the host does between two steps counts, where the
+device waits for it, and the making of drafts too. Steps of about the same size share a time, the median of the newest.
+Free of torch. Times are in ms.
+
+Shape legend: N numbers of drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+_KEPT = 5  # newest times of a size
+_LEAST = 2  # of a size that is known: something may be loaded or compiled for the first
+_FORGOTTEN_AFTER = 1024  # steps: what was slow once may be fast now
+_LEAST_MS = 1e-3  # of a step that a clock saw end as it began
+_FIRST_DRAFTED = 2  # tokens, and a quarter of the decodes: most of the first step with drafts
+_PLAIN = -1  # the size of steps without drafts, of which the host plans the next while one runs
+
+
+class StepTimes:
+    """The times of steps without prompts."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, dict[int, _Times]] = {}  # of decodes, then of drafted tokens
+        self._count = 0  # steps that were taken in
+
+    def learn(self, num_decodes: int, num_drafted: int | None, ms: float) -> None:
+        """Takes a step in.
+
+        Args:
+            num_drafted: drafted tokens of all its decodes; None: it was planned ahead, as steps without drafts are.
+        """
+        self._count += 1
+        ms = max(ms, _LEAST_MS)
+        sizes = self._sizes.setdefault(_size(num_decodes), {})
+        sizes.setdefault(_PLAIN if num_drafted is None else _size(num_drafted), _Times()).add(ms, self._count)
+
+    def of(self, num_decodes: int) -> KnownTimes:
+        """The times of steps with so many decodes; old ones are forgotten."""
+        sizes = self._sizes.get(_size(num_decodes), {})
+        for size in [size for size, times in sizes.items() if times.last < self._count - _FORGOTTEN_AFTER]:
+            del sizes[size]
+        known = {size: times.median for size, times in sizes.items() if len(times.newest) >= _LEAST}
+        return KnownTimes(num_decodes, known.pop(_PLAIN, None), known)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownTimes:
+    """The times of steps of about as many decodes.
+
+    Attributes:
+        plain_ms: of a step without drafts; None: not known.
+        by_drafted: of others, by the drafted tokens of all their decodes.
+    """
+
+    num_decodes: int
+    plain_ms: float | None
+    by_drafted: dict[int, float]
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens that may be drafted in a step: at most twice what is known, so that nothing unknown costs much."""
+        return max(_FIRST_DRAFTED, self.num_decodes // 4, 2 * max(self.by_drafted, default=0))
+
+    def verify_ms(self, num_drafted: np.ndarray) -> np.ndarray:
+        """Times [N] of steps in which so many tokens [N] are drafted; as if they were free where nothing is known."""
+        sizes = sorted(self.by_drafted)
+        seen = [self.by_drafted[size] for size in sizes]
+        if not sizes or sizes[0] > 0:
+            sizes, seen = [0, *sizes], [self.plain_ms or 0.0, *seen]
+        times = np.maximum.accumulate(seen)
+        slope = (times[-1] - times[0]) / max(sizes[-1], 1)
+        beyond = slope * np.maximum(num_drafted - sizes[-1], 0)
+        found: np.ndarray = np.interp(num_drafted, sizes, times)
+        found += beyond
+        return found
+
+
+class _Times:
+    """The newest times of a size."""
+
+    def __init__(self) -> None:
+        self.newest: deque[float] = deque(maxlen=_KEPT)
+        self.last = 0  # when one was added
+
+    def add(self, ms: float, now: int) -> None:
+        self.newest.append(ms)
+        self.last = now
+
+    @property
+    def median(self) -> float:
+        """The lower one of two."""
+        return sorted(self.newest)[(len(self.newest) - 1) // 2]
+
+
+def _size(count: int) -> int:
+    """The count rounded down to two binary digits: 0, 1, 2, 3, 4, 6, 8, 12, …"""
+    shift = max(count.bit_length() - 2, 0)
+    return count >> shift << shift

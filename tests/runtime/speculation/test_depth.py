@@ -1,0 +1,222 @@
+"""Depths by cost: drafts where they pay, in a world whose times and acceptance are known; never much slower without.
+
+A step takes its time on the device, and the host's, where that is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from mllm_compile.runtime.config_sections import MOST_BY_COST, most_drafted_by_cost
+from mllm_compile.runtime.schedule.batch_builder import Drafted, RunningDecodes, build_batch
+from mllm_compile.runtime.schedule.draft_depths import DraftDepths
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.speculation.acceptance_rates import AcceptanceRates
+from mllm_compile.runtime.speculation.step_times import StepTimes
+from tests.runtime.schedule.scheduler_simulation import make_request
+
+NO_PAGES = (np.empty(0, np.int32),) * 3
+
+
+@dataclass
+class World:
+    """Decodes that go on for ever.
+
+    Attributes:
+        ms_of: a step's time on the device, by its tokens.
+        rates: of each request, how likely each drafted token is accepted; may be changed between runs.
+        made: of each request, how often there is a draft.
+        host_ms: the host's time between two steps, where the device waits for it.
+    """
+
+    ms_of: Callable[[int], float]
+    rates: np.ndarray
+    made: np.ndarray
+    host_ms: float = 0.0
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    drafted: int = 0  # tokens
+
+    def __post_init__(self) -> None:
+        count = len(self.rates)
+        self.depths = DraftDepths(count + 1, MOST_BY_COST, most_drafted_by_cost(count))
+        self.requests = [make_request(str(index), [5, 6]) for index in range(count)]
+        for row, request in enumerate(self.requests, start=1):
+            request.row = row
+            request.output_token_ids.append(7)
+        self.decodes = RunningDecodes.of(self.requests)
+        self.admitted: list[Request] = list(self.requests)
+        self.in_flight: tuple[ScheduledBatch, np.ndarray, float] | None = None
+        self.step_id = 0
+
+    def run(self, num_steps: int) -> float:
+        """Tokens a ms, in units of what they are without drafts."""
+        tokens, ms, count = 0, 0.0, len(self.requests)
+        for _ in range(num_steps):
+            taken = self._step()
+            tokens, ms = tokens + taken[0], ms + taken[1]
+        return tokens / ms / (count / self.ms_of(count))
+
+    def _step(self) -> tuple[int, float]:
+        """Plans a step as a scheduler does; its tokens and its time."""
+        depths, count = self.depths, len(self.requests)
+        if depths.is_due(self.in_flight is not None):
+            depths.choose(self.requests, count)
+        if depths.is_on and self.in_flight is not None:
+            self._finish()
+            if depths.is_due(False):
+                depths.choose(self.requests, count)
+        is_ahead = self.in_flight is not None
+        most = np.array([depths.of(request) for request in self.requests])
+        lengths = np.where(self.generator.random(count) < self.made, most, 0)
+        places = np.arange(MOST_BY_COST)
+        is_right = self.generator.random((count, MOST_BY_COST)) < self.rates[:, None]
+        accepted = (is_right & (places < lengths[:, None])).cumprod(axis=1).sum(axis=1)
+        batch = self._batch(lengths)
+        self.drafted += int(lengths.sum())
+        depths.planned(batch, is_ahead)
+        ms = self.ms_of(batch.num_tokens) + (0 if is_ahead else self.host_ms)
+        self._finish()
+        self.in_flight = batch, accepted + 1, ms
+        return int(accepted.sum()) + count, ms
+
+    def _batch(self, lengths: np.ndarray) -> ScheduledBatch:
+        drafted = {}
+        if lengths.any():
+            drafted["drafted"] = Drafted.of(self.requests, [[8] * n for n in lengths.tolist()])
+        prefix_lens = np.zeros(len(self.requests), np.int32)
+        admitted, self.admitted = self.admitted, []
+        self.step_id += 1
+        return build_batch(
+            self.step_id - 1, self.decodes, prefix_lens, [], NO_PAGES, np.empty(0, np.int32), admitted, **drafted
+        )
+
+    def _finish(self) -> None:
+        if self.in_flight is not None:
+            batch, counts, ms = self.in_flight
+            self.depths.took(batch, ms)
+            self.depths.checked(batch, counts if batch.has_drafts else None)
+            self.in_flight = None
+
+
+def world(count: int, rate: float, ms_of: Callable[[int], float], made: float = 1.0, **options: float) -> World:
+    return World(ms_of, np.full(count, rate), np.full(count, made), **options)
+
+
+def weights_bound(num_tokens: int) -> float:
+    """A GPU: weights are read once, and from 170 tokens on products take longer."""
+    return max(4.0, 4.0 * num_tokens / 170) + 0.01 * num_tokens
+
+
+def like_a_cpu(num_tokens: int) -> float:
+    return 10.0 + 2.5 * num_tokens
+
+
+WORLDS = [weights_bound, like_a_cpu]
+
+
+@pytest.mark.parametrize("ms_of", WORLDS)
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("made", [1.0, 0.1, 0.0])
+def test_drafts_in_vain_cost_at_most_a_fiftieth(ms_of, count, made):
+    tried = world(count, 0.0, ms_of, made, host_ms=0.3)
+    assert tried.run(100) > 0.95, "while it learns"
+    assert tried.run(300) > 0.98
+
+
+@pytest.mark.parametrize("ms_of", WORLDS)
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_many_requests_get_no_drafts_and_lose_nothing(ms_of, rate):
+    tried = world(256, rate, ms_of, host_ms=0.3)
+    tried.run(60)
+    drafted = tried.drafted
+    assert tried.run(140) > 0.995
+    assert tried.drafted - drafted < 140, "next to none for 35,840 tokens"
+
+
+@pytest.mark.parametrize(
+    ("ms_of", "count", "rate", "least"),
+    [
+        # The least is 0.85 of the best fixed depth, which is found by trying all of them.
+        *((weights_bound, count, rate, 0.85) for count, rate in ((1, 0.9), (1, 0.6), (8, 0.9), (8, 0.6))),
+        *((like_a_cpu, count, rate, 0.85) for count, rate in ((1, 0.9), (1, 0.6), (8, 0.9))),
+        # Here each request's own rate has to be found, of which half is noise.
+        (weights_bound, 64, 0.8, 0.75),
+    ],
+)
+def test_drafts_that_pay_are_about_as_deep_as_the_best_fixed_ones(ms_of, count, rate, least):
+    def of_fixed_depth(most: int) -> float:
+        tokens = sum(rate**place for place in range(most + 1))
+        return tokens * ms_of(count) / (ms_of(count * (most + 1)) + (0.3 if most else 0))
+
+    tried = world(count, rate, ms_of, host_ms=0.3)
+    tried.run(100)
+    best = max(map(of_fixed_depth, range(MOST_BY_COST + 1)))
+    assert tried.run(200) > max(least * best, 0.98)
+
+
+def test_requests_whose_drafts_are_never_accepted_get_few():
+    tried = world(8, 0.95, weights_bound)
+    tried.rates[2:] = 0.0
+    tried.run(100)
+    lengths = np.zeros(8)
+    for _ in range(100):
+        tried._step()
+        lengths += [tried.depths.of(request) for request in tried.requests]
+    assert lengths[2:].max() < 0.2 * lengths[:2].min()
+
+
+def test_a_text_that_begins_to_repeat_itself_gets_drafts_again():
+    tried = world(1, 0.0, weights_bound)
+    tried.run(300)
+    tried.rates[:] = 0.95
+    tried.run(100)
+    assert tried.run(100) > 4
+
+
+def test_a_new_request_in_a_row_is_tried_like_any():
+    tried = world(1, 0.0, weights_bound)
+    tried.run(100)
+    before = tried.drafted
+    tried.run(8)
+    in_vain = tried.drafted - before
+    tried.admitted = list(tried.requests)
+    tried.run(12)
+    assert tried.drafted - before - in_vain > in_vain
+
+
+def test_a_step_that_took_long_once_is_tried_again():
+    times = StepTimes()
+    for ms in (4.0, 4.0):
+        times.learn(1, None, ms)
+    times.learn(1, 4, 900.0)
+    assert times.of(1).by_drafted == {}, "something may have been loaded for it"
+    times.learn(1, 4, 4.2)
+    known = times.of(1)
+    assert (known.plain_ms, known.by_drafted, known.most_drafted) == (4.0, {4: 4.2}, 8)
+    for _ in range(1100):
+        times.learn(2, None, 1.0)
+    assert times.of(1).plain_ms is None, "old times are forgotten"
+
+
+def test_times_between_known_ones_and_beyond_them_are_on_lines():
+    times = StepTimes()
+    for _ in range(2):
+        for drafted, ms in ((None, 10.0), (0, 11.0), (4, 13.0), (8, 12.0)):
+            times.learn(3, drafted, ms)
+    known = times.of(3)
+    assert known.verify_ms(np.array([0, 2, 4, 8, 16])).tolist() == [11.0, 12.0, 13.0, 13.0, 15.0]
+
+
+def test_places_of_a_draft_have_rates_of_their_own():
+    rates, row = AcceptanceRates(2, 3), np.array([1])
+    for step in range(200):
+        rates.pass_step()
+        rates.learn(row, np.array([3]), np.array([1 if step % 4 else 0]))
+    likely, made = rates.expected(row)
+    assert likely[0, 0] > 0.5 > 0.1 > likely[0, 1]
+    assert made[0] > 0.9
