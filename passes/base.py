@@ -176,6 +176,7 @@ class WeightSchemes:
             whose errors choose tokens and experts, keep their numbers; of int8 a head does not.
         head: the head's weight by its own name, where it is the embedding by another; "" where it is not tied.
         in_panels: linears compute with them as they are, in panels (pack_linears).
+        rounds_inputs: in panels, of inputs that are rounded to eight bits.
     """
 
     schemes: Mapping[str, WeightScheme]
@@ -183,6 +184,7 @@ class WeightSchemes:
     are_chosen: bool = False
     head: str = ""
     in_panels: bool = False
+    rounds_inputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,16 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import HAS_AMX, PACKED_WEIGHTS, PANELS, GraphPass, PackedPart, PassResult, PassTarget
+from mllm_compile.passes.base import (
+    HAS_AMX,
+    PACKED_WEIGHTS,
+    PANELS,
+    WEIGHT_SCHEMES,
+    GraphPass,
+    PackedPart,
+    PassResult,
+    PassTarget,
+)
 from mllm_compile.passes.match.nodes import LINEAR, identifier, is_call, is_weight, linear_operands, replace_by_op
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.ops import op
@@ -32,15 +41,15 @@ class PackLinears(GraphPass):
     After::
 
         y = mllm.panel_linear(x, weight, bias)
-        z = mllm.integer_panel_linear(x, values, scales, None, bias, K)
+        z = mllm.rounded_panel_linear(x, values, scales, None, bias, K)
 
     gm.meta[PANELS] has the weights that lie so. One that something else reads too, such as a tied embedding, gets a
-    second input.
+    second input. Where gm.meta[WEIGHT_SCHEMES] does not round inputs, it is mllm.integer_panel_linear.
 
     Requires: linears packed, and rows gathered: no pass behind it looks for linears. Rows a multiple of 16. A CPU with
         AMX (gm.meta[HAS_AMX]) multiplies bfloat16 faster by its library.
-    Preserves: floats but for the order of sums. Inputs of integers are rounded to eight bits, with a scale for each
-        group of each token.
+    Preserves: numbers but for the order of sums. Rounded inputs have eight bits, with a scale for each group of each
+        token.
     """
 
     name: ClassVar[str] = "pack_linears"
@@ -108,7 +117,9 @@ def _pack_integers(gm: fx.GraphModule, node: fx.Node, panels: dict[str, int]) ->
         return False
     if not all(is_weight(one) and len(one.users) == 1 and _is_plain(one) for one in tensors):
         return False
-    replace_by_op(gm.graph, node, op("integer_panel_linear"), linear.source, *linear.tensors, linear.bias, linear.group)
+    schemes = gm.meta.get(WEIGHT_SCHEMES)
+    name = "rounded_panel_linear" if schemes is not None and schemes.rounds_inputs else "integer_panel_linear"
+    replace_by_op(gm.graph, node, op(name), linear.source, *linear.tensors, linear.bias, linear.group)
     for tensor in tensors:
         unit = VALUES_UNIT if tensor is linear.values else tensor.meta["val"].dtype.itemsize
         panels[tensor.meta["weight_name"]] = unit

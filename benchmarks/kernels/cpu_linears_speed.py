@@ -60,7 +60,7 @@ def _ways(weight: torch.Tensor) -> dict[str, Way]:
         product: torch.Tensor = torch.ops.mllm.panel_linear(x, panels, None)
         return product
 
-    def integers(scheme: WeightScheme) -> Way:
+    def integers(scheme: WeightScheme, op: Callable[..., torch.Tensor]) -> Way:
         tensors = quantised(weight, scheme)
         third = tensors.get(third_role(scheme.kind))
         stands_for = dequantised(tensors, scheme.kind, scheme.group, weight.shape[1], torch.float32)
@@ -71,10 +71,11 @@ def _ways(weight: torch.Tensor) -> dict[str, Way]:
         )
 
         def run(x: torch.Tensor, made: Any) -> torch.Tensor:
-            product: torch.Tensor = torch.ops.mllm.integer_panel_linear(x, *made, None, scheme.group)
-            return product
+            return op(x, *made, None, scheme.group)
 
         return Way(lambda: tuple(one if one is None else one.clone() for one in lying), lambda x: x, run, stands_for)
+
+    exact, rounded = torch.ops.mllm.integer_panel_linear, torch.ops.mllm.rounded_panel_linear
 
     def same(x: torch.Tensor) -> torch.Tensor:
         return x
@@ -88,11 +89,12 @@ def _ways(weight: torch.Tensor) -> dict[str, Way]:
             lambda: onednn._reorder_linear_weight(half, 8), torch.Tensor.bfloat16, pointwise, weight
         ),
         "bfloat16, panels": Way(lambda: _panels(half, VALUES_UNIT), torch.Tensor.bfloat16, panel, weight),
-        "int8, a scale a row": integers(WeightScheme("int8", weight.shape[1])),
-        "int8 in groups of 32 (Q8_0)": integers(WeightScheme("int8", 32, torch.float16)),
+        "int8, a scale a row, inputs in eight bits": integers(WeightScheme("int8", weight.shape[1]), rounded),
+        "int8 in groups of 32 (Q8_0)": integers(WeightScheme("int8", 32, torch.float16), exact),
+        "the same, inputs in eight bits": integers(WeightScheme("int8", 32, torch.float16), rounded),
         "int8, oneDNN, product alone": _onednn_int8(weight),
-        "int4 in groups of 32 (Q4_0)": integers(WeightScheme("int4", 32, torch.float16)),
-        "int4 with offsets (Q4_1)": integers(WeightScheme("int4_offsets", 32, torch.float16)),
+        "int4 with offsets (Q4_1)": integers(WeightScheme("int4_offsets", 32, torch.float16), exact),
+        "likewise, inputs in eight bits": integers(WeightScheme("int4_offsets", 32, torch.float16), rounded),
         "int4, torch's op, bfloat16": _torch_int4(weight),
     }
 

@@ -1,11 +1,13 @@
 """Tokens a second on a CPU: this engine in each type, Transformers and llama.cpp, by turns.
 
     python -m benchmarks.steps.cpu_speed MODEL.gguf [--threads 1,2] [--requests 1,8] [--prompt 512] [--tokens 32]
-        [--engines ours-float32,ours-bfloat16,ours-int8,ours-int4,transformers-float32,llama.cpp]
+        [--engines ours-float32,ours-bfloat16,ours-int4,transformers-float32,llama.cpp] [--plain FOLDER]
 
-MODEL is a GGUF file, which all read, or a folder or YAML, which llama.cpp does not. Each engine is a process.
-An engine that is not there, or refuses the model, is named and left out. Prompts are random ids. `prompts` is their
-tokens a second until each request has its first token, `decodes` the new tokens a second after that.
+MODEL is a GGUF file, which all but `ours-int8` read, or a folder or YAML, which llama.cpp does not. Each engine is a
+process. An engine that is not there, or refuses the model, is named and left out. llama.cpp is the package
+llama-cpp-python, built for this machine. Prompts are random ids. `prompts` is their tokens a second until each request
+has its first token, `decodes` the new tokens a second after that; `times` is how often an engine is as fast as the
+first one, the median over rounds.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from mllm_compile.process.console import print_table
 Prompts = list[list[int]]
 # Prompts, and how many tokens each request makes → seconds until all have their first.
 Generate = Callable[[Prompts, int], float]
+Times = list[tuple[float, float]]  # of each round, until the first tokens and from then on, in seconds
 OURS = {
     "ours-float32": {"dtype": "float32", "quantization": "dequantize"},
     "ours-bfloat16": {"dtype": "bfloat16", "quantization": "dequantize"},
     "ours-int8": {"dtype": "float32", "quantization": "int8"},
-    "ours-int4": {"dtype": "float32", "quantization": "auto"},
+    "ours-int4": {"dtype": "float32", "quantization": "keep"},
+    "ours-int4-a8": {"dtype": "float32", "quantization": "keep_a8"},
 }
 ENGINES = (*OURS, "transformers-float32", "transformers-bfloat16", "llama.cpp")
 _VOCABULARY = 1000  # ids of prompts; fewer than any model has
@@ -44,6 +48,7 @@ _VOCABULARY = 1000  # ids of prompts; fewer than any model has
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--plain", type=Path, help="the model without quantisation, which ours-int8 reads in its place")
     parser.add_argument("--engines", type=names_of(ENGINES), default=list(ENGINES))
     parser.add_argument("--threads", type=positives, default=[1, 2])
     parser.add_argument("--requests", type=positives, default=[1, 8])
@@ -55,16 +60,17 @@ def main() -> None:
     print(machine_line("cpu"))
     figures = {}
     for threads in args.threads:
-        workers = {name: Worker(name, args.model, threads, args.requests) for name in args.engines}
+        models = {name: args.plain if name == "ours-int8" and args.plain else args.model for name in args.engines}
+        workers = {name: Worker(name, model, threads, args.requests) for name, model in models.items()}
         running = {name: worker for name, worker in workers.items() if worker.is_ready()}
         for count in args.requests:
             takes = {name: partial(one.take, count, args.prompt, args.tokens) for name, one in running.items()}
             taken = by_turns(takes, args.rounds, warm_ups=1, swapped=True)
-            rows = [row(name, running[name].start_s, taken[name], count, args) for name in running]
+            base = next(iter(taken.values()), [])
+            rows = [row(name, running[name].start_s, taken[name], base, count, args) for name in running]
             title = f"{threads} threads, {count} requests of {args.prompt} tokens, {args.tokens} new ones each"
-            print_table(
-                sys.stdout, title, ("engine", "start, s", "prompts, tok/s", "decodes, tok/s", "ms a step"), rows
-            )
+            columns = ("engine", "start, s", "prompts, tok/s", "times", "decodes, tok/s", "times", "ms a step")
+            print_table(sys.stdout, title, columns, rows)
             figures[f"{threads} threads, {count} requests"] = taken
         for worker in running.values():
             worker.end()
@@ -72,10 +78,15 @@ def main() -> None:
         append_record(args.json, __doc__ or "", args, figures, "cpu")
 
 
-def row(name: str, start_s: float, taken: list[tuple[float, float]], count: int, args: Any) -> tuple[str, ...]:
+def row(name: str, start_s: float, taken: Times, base: Times, count: int, args: Any) -> tuple[str, ...]:
     first_s, rest_s = (median(times) for times in zip(*taken, strict=True))
+    ratios = [
+        [of_base / of_this for of_base, of_this in zip(*both, strict=True)] for both in zip(base, taken, strict=True)
+    ]
+    of_prompts, of_decodes = (f"{median(of_rounds):.2f}" for of_rounds in zip(*ratios, strict=True))
     prompts, decodes = count * args.prompt / first_s, count * args.tokens / rest_s
-    return name, f"{start_s:.1f}", f"{prompts:.0f}", f"{decodes:.1f}", f"{rest_s / args.tokens * 1e3:.1f}"
+    step_ms = rest_s / args.tokens * 1e3
+    return name, f"{start_s:.1f}", f"{prompts:.0f}", of_prompts, f"{decodes:.1f}", of_decodes, f"{step_ms:.1f}"
 
 
 class Worker:
@@ -174,8 +185,8 @@ def _ours(model: str, settings: Mapping[str, str]) -> Generate:
 
 
 def _of_plain(quantization: str) -> str:
-    """The setting for a model that is not quantised, which `auto` would keep as it is."""
-    return {"auto": "int4", "dequantize": "auto"}.get(quantization, quantization)
+    """The setting for a model that is not quantised."""
+    return {"keep": "int4", "dequantize": "auto"}.get(quantization, quantization)
 
 
 def _transformers(model: str, dtype: str) -> Generate:

@@ -82,7 +82,7 @@ def _quantised(target: Target) -> str | None:
 
     model = target.model
     tensors = read_model_tensors(model)
-    return tensors.line(getattr(torch, target.config.model.dtype), target.config.model.quantization == "keep")
+    return tensors.line(getattr(torch, target.config.model.dtype), target.config.model.keeps_weights)
 
 
 def _of_runtime(folder: Path) -> _Explained:

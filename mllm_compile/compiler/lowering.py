@@ -112,12 +112,12 @@ def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, 
     from mllm_compile.runtime.quantised.scheme import quantised_as
 
     asked = config.model.quantization
-    if asked not in ("keep", "fp8", "int8", "int4"):
+    if asked == "none" or asked == "dequantize":
         return WeightSchemes({})
 
     def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
         planned = None if table is None else as_linear(table[name], is_transposed)
-        if asked == "keep":
+        if asked == "keep" or asked == "keep_a8":
             return None if planned is None else scheme_of(planned)
         is_whole = planned is None or can_be_quantised(planned)
         return quantised_as(asked, shape[-2 if is_transposed else -1]) if is_whole else None
@@ -130,7 +130,14 @@ def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, 
 
     in_panels = "pack_linears" not in passes_left_out(pass_target(config), config.compile.disable_passes)
     head = tied_head(hf_model.model)
-    return WeightSchemes(schemes(False), schemes(True), are_chosen=asked != "keep", head=head, in_panels=in_panels)
+    return WeightSchemes(
+        schemes(False),
+        schemes(True),
+        are_chosen=not config.model.keeps_weights,
+        head=head,
+        in_panels=in_panels,
+        rounds_inputs=asked in ("keep_a8", "int8"),
+    )
 
 
 def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: Reporter) -> Lowered:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
     AutoChoices,
@@ -73,6 +74,7 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 _QUANTISING_PASS = "quantise_linears"
 _PANELS_PASS = "pack_linears"
+_INTEGERS = frozenset(("int4", "int8"))  # kinds of weights that lie in panels
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
@@ -108,7 +110,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             load_format=choices.resolve(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
-            quantization=_quantization(config, model, device, choices),
+            quantization=_quantization(config, model, device, dtype, choices),
             trust_remote_code=config.model.trust_remote_code,
             split_special_tokens=config.model.split_special_tokens,
         ),
@@ -160,7 +162,9 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
     return ResolvedStructuredOutputs(backends=backends if isinstance(backends, tuple) else (backends,), threads=threads)
 
 
-def _quantization(config: EngineConfig, model: ModelFolder, device: DeviceInfo, choices: AutoChoices) -> Quantization:
+def _quantization(
+    config: EngineConfig, model: ModelFolder, device: DeviceInfo, dtype: str, choices: AutoChoices
+) -> Quantization:
     asked = config.model.quantization
     scheme = None if model.scheme is None or model.scheme.is_plain else model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
@@ -168,15 +172,16 @@ def _quantization(config: EngineConfig, model: ModelFolder, device: DeviceInfo, 
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
-        if is_left_out:
-            return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
-        if not scheme.kinds:
-            return "dequantize", f"linears do not compute with {scheme.name}"
-        if scheme.is_for_cpus and (why := _why_no_panels(config, device)):
+        if why := _why_not_kept("keep", scheme, config, device):
             return "dequantize", why
+        if not device.is_cuda and dtype != "float32" and not _INTEGERS.isdisjoint(scheme.kinds):
+            return "dequantize", f"a CPU is faster in {dtype} than with integers as they are stored"
         return "keep", f"the checkpoint's, {scheme.name}"
 
     chosen: Quantization = choices.resolve("model.quantization", asked, choose)
+    if chosen in ("keep", "keep_a8"):
+        _check_kept(chosen, scheme, config, device)
+        return chosen
     if chosen == "none" and scheme is not None:
         raise ConfigError(
             f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
@@ -199,6 +204,27 @@ def _quantization(config: EngineConfig, model: ModelFolder, device: DeviceInfo, 
             f"or model.path to the original, which is quantised to {chosen} while it is read."
         )
     return "keep"
+
+
+def _check_kept(chosen: str, scheme: Scheme | None, config: EngineConfig, device: DeviceInfo) -> None:
+    if scheme is None:
+        raise ConfigError(
+            f"model.quantization is {chosen}, but the checkpoint is not quantised. Set it to auto, or to int8 or int4, "
+            "which quantise weights while they are read."
+        )
+    if why := _why_not_kept(chosen, scheme, config, device):
+        raise ConfigError(f"model.quantization is {chosen}, but {why}. Set it to auto or dequantize.")
+
+
+def _why_not_kept(chosen: str, scheme: Scheme, config: EngineConfig, device: DeviceInfo) -> str | None:
+    """Why linears do not compute with the checkpoint's weights as they are stored; None where they do."""
+    if _QUANTISING_PASS in config.compile.disable_passes:
+        return f"compile.disable_passes names {_QUANTISING_PASS}"
+    if not scheme.kinds:
+        return f"linears do not compute with {scheme.name}"
+    if chosen == "keep_a8" and _INTEGERS.isdisjoint(scheme.kinds):
+        return f"linears do not multiply {scheme.name} with inputs of eight bits"
+    return _why_no_panels(config, device) if scheme.is_for_cpus or chosen == "keep_a8" else None
 
 
 def _why_no_panels(config: EngineConfig, device: DeviceInfo) -> str | None:

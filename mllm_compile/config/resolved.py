@@ -24,8 +24,8 @@ class _Resolved(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-# keep: the checkpoint's own.
-Quantization = Literal["none", "keep", "dequantize", "fp8", "int8", "int4"]
+# keep: the checkpoint's own; keep_a8: so with inputs in eight bits, as int8 has them.
+Quantization = Literal["none", "dequantize", "keep", "keep_a8", "fp8", "int8", "int4"]
 
 
 class ResolvedModel(_Resolved):
@@ -39,6 +39,11 @@ class ResolvedModel(_Resolved):
     quantization: Quantization
     trust_remote_code: bool
     split_special_tokens: bool
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if linears compute with the checkpoint's weights as they are stored."""
+        return self.quantization in ("keep", "keep_a8")
 
 
 class ResolvedCompile(_Resolved):
@@ -91,8 +96,6 @@ class ResolvedConfig(_Resolved):
             runtime["max_step_ms"] = "auto"
         if self.speculative.num_speculative_tokens == "by_cost":
             sections["speculative"]["num_speculative_tokens"] = "auto"
-        if model["quantization"] == "keep":
-            model["quantization"] = "auto"
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
         del sections["compile"]["split_decode"], sections["compile"]["hopper_decode"]
@@ -118,7 +121,11 @@ class ResolvedConfig(_Resolved):
             reporter.announce(f"without effect on a CPU: {', '.join(self.without_effect)}")
 
 
-_LINEARS = {"keep": "the checkpoint's weights as they are stored"}
+_LINEARS = {
+    "keep": "the checkpoint's weights as they are stored",
+    "keep_a8": "the checkpoint's weights as they are stored, with inputs rounded to eight bits",
+    "int8": "int8, with inputs rounded to eight bits",
+}
 
 
 class AutoChoices:

@@ -77,11 +77,12 @@ class ModelConfig(Section):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
 
-    quantization: Literal["auto", "none", "dequantize", "fp8", "int8", "int4"] = "auto"
+    quantization: Literal["auto", "none", "dequantize", "keep", "keep_a8", "fp8", "int8", "int4"] = "auto"
     """The weights of linears in memory. auto: as the checkpoint has them, if linears compute with its quantisation
     (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is refused.
+    keep: as the checkpoint has them, or it is refused. keep_a8: likewise, with inputs rounded to eight bits, on a CPU.
     fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too. int8:
-    likewise, on a CPU."""
+    likewise, with inputs rounded to eight bits, on a CPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""

@@ -147,7 +147,11 @@ def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
     if model.scheme is None:
         return asked
     settings = _hash(repr(model.scheme).encode())[:8]
-    becomes = {"keep": "kept in linears", "dequantize": f"dequantised to {config.model.dtype}"}.get(asked, asked)
+    becomes = {
+        "keep": "kept in linears",
+        "keep_a8": "kept in linears; their inputs in eight bits",
+        "dequantize": f"dequantised to {config.model.dtype}",
+    }.get(asked, asked)
     return f"{model.scheme.name.replace(', ', '; ')}, {becomes}, settings {settings}"
 
 

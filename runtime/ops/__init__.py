@@ -65,6 +65,7 @@ OPS = {
     "reduce_scatter": "ranks.ops",
     "request_lengths": "trace",
     "rope_and_cache": "attention.rope_cache",
+    "rounded_panel_linear": "panels.ops",
     "scaled_linear": "scaled_linear.ops",
     "segment_attention": "segments.reference",
     "segment_attention_by_kernel": "segments.ops",

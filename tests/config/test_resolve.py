@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -640,6 +641,7 @@ GGUF = Scheme("gguf Q4_1", ("gguf q4_1",), kinds=("int4", "int8"), is_for_cpus=T
     ("device", "sections", "vectors", "becomes", "why"),
     [
         (CPU, {}, True, "keep", "the checkpoint's"),
+        (CPU, {"model": {"dtype": "bfloat16"}}, True, "dequantize", "a CPU is faster in bfloat16"),
         (CPU, {}, False, "dequantize", "AVX2"),
         (CPU, {"compile": {"backend": "eager"}}, True, "dequantize", "eager"),
         (CPU, {"compile": {"disable_passes": ["pack_linears"]}}, True, "dequantize", "names pack_linears"),
@@ -648,10 +650,47 @@ GGUF = Scheme("gguf Q4_1", ("gguf q4_1",), kinds=("int4", "int8"), is_for_cpus=T
 )
 def test_linears_compute_from_blocks_of_gguf_on_a_cpu(device, sections, vectors, becomes, why, monkeypatch):
     monkeypatch.setattr("mllm_compile.config.resolve.has_panels", lambda device: vectors)
-    config = EngineConfig.from_dict({"model": {"path": "m"}, **sections})
-    found = resolve(config, ModelFolder(Path("/models/m"), QWEN, (), GGUF), device)
+    monkeypatch.setattr("mllm_compile.config.resolve.has_amx", lambda device: False)
+    found = resolved_of(GGUF, device, **sections)
     assert found.model.quantization == becomes
     assert why in next(choice.why for choice in found.choices if choice.key == "model.quantization")
+    for asked in ("keep", "keep_a8"):
+        by_name = {**sections, "model": {**sections.get("model", {}), "quantization": asked}}
+        if becomes == "keep" or "bfloat16" in why:
+            assert resolved_of(GGUF, device, **by_name).model.quantization == asked
+        else:
+            with pytest.raises(ConfigError, match=rf"quantization is {asked}, but .*{why}.*Set it to auto"):
+                resolved_of(GGUF, device, **by_name)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "device", "message"),
+    [
+        (None, "keep", CPU, "the checkpoint is not quantised. Set it to auto, or to int8 or int4"),
+        (CACHE_ALONE, "keep_a8", CPU, "the checkpoint is not quantised"),
+        (NOT_IN_LINEARS, "keep", H200, "linears do not compute with"),
+        (QUANTISED, "keep_a8", CPU, "linears do not multiply .* with inputs of eight bits"),
+        (INT4, "keep_a8", H200, "AVX2"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(scheme, asked, device, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved_of(scheme, device, model={"quantization": asked})
+
+
+def test_a_cpu_without_float32_dequantises_integers_unless_it_is_asked_to_keep_them(monkeypatch):
+    monkeypatch.setattr("mllm_compile.config.resolve.has_panels", lambda device: True)
+    for asked, becomes in (("auto", "dequantize"), ("keep", "keep"), ("keep_a8", "keep_a8")):
+        found = resolved_of(INT4, CPU, model={"dtype": "bfloat16", "quantization": asked})
+        assert found.model.quantization == becomes
+        again = resolve(found.as_config(), ModelFolder(Path("/models/m"), QWEN, (), INT4), CPU)
+        assert again.model.quantization == becomes
+    assert resolved_of(INT4, CPU, model={"dtype": "float32"}).model.quantization == "keep"
+
+
+def resolved_of(scheme: Scheme | None, device: DeviceInfo, **sections: dict[str, Any]) -> ResolvedConfig:
+    config = EngineConfig.from_dict({**sections, "model": {"path": "m", **sections.get("model", {})}})
+    return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), device)
 
 
 def test_int8_is_for_cpus():
@@ -668,7 +707,7 @@ def test_a_cpu_computes_in_what_it_is_fast_in_and_says_so(amx, dtype, monkeypatc
     line = config.line_on_cpu()
     assert line.startswith(f"computing on the CPU in {dtype}: ")
     assert "AMX" in line
-    assert line.endswith("; linears from int8")
+    assert line.endswith("; linears from int8, with inputs rounded to eight bits")
     assert resolved(H200).line_on_cpu() is None
 
 

@@ -150,6 +150,14 @@ def dequantize(file: File, folder: Path) -> None:
         assert file.serves(engine)
 
 
+def keep_a8(file: File, folder: Path) -> None:
+    model = {"path": str(file.path), "quantization": "keep_a8"}
+    with Engine(file.config(model=model, compile={"backend": "inductor"})) as engine:
+        together = [one.outputs[0].token_ids for one in engine.generate(PROMPTS, GREEDY, progress=False)]
+        alone = [engine.generate([one], GREEDY, progress=False)[0].outputs[0].token_ids for one in PROMPTS]
+    assert together == alone
+
+
 def int4_of_plain_numbers(file: File, folder: Path) -> None:
     model = tiny_model("llama")
     write_model(model, "llama", folder / "plain.gguf")
@@ -196,6 +204,7 @@ WORK: dict[str, Feature] = {
     "experts": experts,
     "experts over ranks": experts_over_ranks,
     "`quantization: dequantize`": dequantize,
+    "`quantization: keep_a8`": keep_a8,
     "`quantization: int4` of files without blocks": int4_of_plain_numbers,
 }
 REFUSED: dict[str, Feature] = {
@@ -204,7 +213,7 @@ REFUSED: dict[str, Feature] = {
 }
 
 
-LONG = [one for one in WORK if any(word in one for word in ("ranks", "Inductor", "without blocks"))]
+LONG = [one for one in WORK if any(word in one for word in ("ranks", "Inductor", "without blocks", "keep_a8"))]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A real model from a package: SmolLM2-135M-Instruct as Q4_1, against Transformers on the same numbers.
 
-`make test` takes its first layers and some prompts, `make test-all` the whole model and all forty.
+`make test` takes its first layers and some prompts, `make test-all` the whole model, compiled, and all forty.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def served(request, tmp_path_factory, eager_cache):
         write_first_layers(request.param, path)
     config = {
         "model": {"path": str(path)},
-        "compile": {"backend": "eager"},
+        "compile": {"backend": "eager" if request.param < NUM_LAYERS else "inductor"},
         "runtime": {"device": "cpu", "max_model_len": 2048},
         "cache": {"dir": str(eager_cache)},  # where the C++ for CPUs may be built already
     }

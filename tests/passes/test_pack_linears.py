@@ -58,18 +58,21 @@ def test_a_weight_that_is_read_elsewhere_gets_a_second_input():
     assert torch.allclose(run(result.gm), before, atol=1e-5)
 
 
-def test_integers_read_panels_and_a_tied_head_among_them():
+@pytest.mark.parametrize(("rounds", "name"), [(True, "rounded_panel_linear"), (False, "integer_panel_linear")])
+def test_integers_read_panels_and_a_tied_head_among_them(rounds, name):
     gm = tied()
     names = [f"layers.0.attn.{part}.weight" for part in "qkvo"]
     schemes = dict.fromkeys([*names, "embed.weight"], WeightScheme("int8", HIDDEN))
-    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(schemes, are_chosen=True, head="head.weight", in_panels=True)
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(
+        schemes, are_chosen=True, head="head.weight", in_panels=True, rounds_inputs=rounds
+    )
     quantised = QuantiseLinears()(gm)
     assert quantised.matches == 3, "q, o and the head: k and v have eight rows"
     result = PackLinears()(quantised.gm)
     result.gm.recompile()
     assert result.matches == 3
     found = targets(result.gm)
-    assert found.count("integer_panel_linear.default") == 3 or found.count("integer_panel_linear") == 3
+    assert found.count(f"{name}.default") == 3 or found.count(name) == 3
     assert {"head.weight", "head.weight_scales"} <= gm.meta[PANELS].keys()
     assert any(node.meta.get("weight_name") == "embed.weight" for node in result.gm.graph.nodes)
     assert_values_hold(result.gm)

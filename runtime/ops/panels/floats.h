@@ -31,6 +31,12 @@ struct Outputs {
   Number type;
   int64_t n;
 
+  // The same without the outputs ahead of `first`.
+  Outputs from(int64_t first) const {
+    const int64_t bytes = first * (type == Number::f32 ? 4 : 2);
+    return {(char*)data + bytes, bias ? (const char*)bias + bytes : nullptr, type, n};
+  }
+
   void store(Floats sums, int64_t token, int64_t first) const {
     float row[LANES];
     sums.store(row);

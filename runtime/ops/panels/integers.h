@@ -1,10 +1,10 @@
-// Linears of weights in few bits, in panels: values [N / 16, K / 4, 16, 4] of eight bits, [N / 16, K / 8, 16, 4] of
-// four, two a byte; scales and what stands beside them [N / 16, G, 16]. Inputs are quantised to eight bits, with a
-// scale for each group of each token: so a token's outputs do not depend on the others.
+// Weights in few bits, in panels: values [N / 16, K / 4, 16, 4] of eight bits, [N / 16, K / 8, 16, 4] of four, two a
+// byte; scales and what stands beside them [N / 16, G, 16].
 //
-// Shape legend: M tokens, N outputs, K inputs, G groups of inputs that share a scale.
+// Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "floats.h"
@@ -14,186 +14,38 @@ namespace mllm {
 enum class Values { four_bits, signed_bytes, bytes };
 enum class Third { none, zeros, offsets };
 
-// Four bits: a byte has two weights. Of eight inputs those of the low halves of four bytes lie ahead of the others.
-inline void part_by_halves(int8_t* inputs) {
-  uint64_t all, halves[2];
-  std::memcpy(&all, inputs, 8);
-  for (int i = 0; i < 2; i++) {
-    uint64_t bytes = all >> 8 * i & 0x00ff00ff00ff00ff;
-    bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-    halves[i] = (bytes | bytes >> 16) & 0xffffffff;
-  }
-  all = halves[0] | halves[1] << 32;
-  std::memcpy(inputs, &all, 8);
-}
-
-struct QuantisedInputs {
-  int64_t k, group, groups;
-  std::vector<int8_t> values;  // [M, K]
-  std::vector<float> scales;   // [M, G]
-  std::vector<int32_t> sums;   // [M, G] of the values
-
-  QuantisedInputs(int64_t m, int64_t k, int64_t group)
-      : k(k), group(group), groups(k / group), values(m * k), scales(m * groups), sums(m * groups) {}
-
-  void quantise(const Rows& x, int64_t m, Values of_weights) {
-    std::vector<float> row(x.type == Number::f32 ? 0 : k);
-    const float* numbers = x.type == Number::f32 ? x.f32(m) : row.data();
-    if (x.type != Number::f32)
-      for (int64_t i = 0; i < k; i++) row[i] = widened(x.half(m)[i]);
-    for (int64_t g = 0; g < groups; g++) quantise_group(numbers + g * group, &values[m * k + g * group], m * groups + g);
-    if (of_weights == Values::four_bits)
-      for (int64_t i = 0; i < k; i += 8) part_by_halves(&values[m * k + i]);
-  }
-
- private:
-  void quantise_group(const float* numbers, int8_t* out, int64_t place) {
-    float largest = 0, unknown = 0;
-    float sizes[LANES] = {}, unknowns[LANES] = {};  // lanes of a vector
-    int64_t i = 0;
-    for (; i + LANES <= group; i += LANES)
-      for (int lane = 0; lane < LANES; lane++) {
-        const float size = std::fabs(numbers[i + lane]);
-        sizes[lane] = size > sizes[lane] ? size : sizes[lane];
-        unknowns[lane] += size * 0;
-      }
-    for (; i < group; i++) {
-      const float size = std::fabs(numbers[i]);
-      sizes[0] = size > sizes[0] ? size : sizes[0];
-      unknowns[0] += size * 0;
-    }
-    for (int lane = 0; lane < LANES; lane++) {
-      largest = std::max(largest, sizes[lane]);
-      unknown += unknowns[lane];
-    }
-    if (unknown != 0) {  // what is infinite or no number makes such outputs, as it does in floats
-      std::fill(out, out + group, int8_t(0));
-      scales[place] = NAN;
-      sums[place] = 0;
-      return;
-    }
-    const float inverse = largest > 1e-30f ? 127 / largest : 0;
-    int32_t sum = 0;
-    for (int64_t each = 0; each < group; each++) {
-      const int32_t rounded = int32_t(std::nearbyintf(numbers[each] * inverse));
-      out[each] = int8_t(rounded);
-      sum += rounded;
-    }
-    scales[place] = largest / 127;
-    sums[place] = sum;
-  }
-};
-
-struct IntegerLinear {
-  const QuantisedInputs* inputs;
-  const uint8_t* weights;
+struct IntegerWeights {
+  const uint8_t* values;
   const void* scales;
   const void* third;  // zero points in uint8, or offsets of the scales' type
-  Values values;
+  Values kind;
   Number scale_type;
-  Third kind;
-  int64_t m, n;
-  Outputs out;
+  Third third_kind;
+  int64_t group;
 };
+
+// Calls `then` with the kinds of values and third as constants.
+template <class Then>
+void with_kind(const IntegerWeights& a, const Then& then) {
+  using std::integral_constant;
+  constexpr integral_constant<Third, Third::none> none;
+  constexpr integral_constant<Third, Third::zeros> zeros;
+  constexpr integral_constant<Third, Third::offsets> offsets;
+  constexpr integral_constant<Values, Values::four_bits> four_bits;
+  if (a.kind == Values::signed_bytes) return then(integral_constant<Values, Values::signed_bytes>(), none);
+  if (a.kind == Values::bytes) return then(integral_constant<Values, Values::bytes>(), offsets);
+  switch (a.third_kind) {
+    case Third::none: return then(four_bits, none);
+    case Third::zeros: return then(four_bits, zeros);
+    case Third::offsets: return then(four_bits, offsets);
+  }
+}
 
 inline Floats load_scales(const void* data, Number type, int64_t place) {
   switch (type) {
     case Number::f32: return Floats::load((const float*)data + place);
     case Number::bf16: return Floats::load_bf16((const uint16_t*)data + place);
     default: return Floats::load_f16((const uint16_t*)data + place);
-  }
-}
-
-template <Values VALUES, int PART>
-inline Integers bytes_of(Integers weights) {
-  if constexpr (VALUES == Values::signed_bytes) return weights.shifted_bytes();
-  if constexpr (VALUES == Values::bytes) return weights;
-  return PART ? weights.high_nibbles() : weights.low_nibbles();
-}
-
-// What stands for zero, where no third says it.
-template <Values VALUES>
-constexpr int32_t ZERO = VALUES == Values::signed_bytes ? 128 : 8;
-
-template <Values VALUES, Third THIRD, int TOKENS, int PANELS>
-void integer_tile(const IntegerLinear& a, int64_t token, int64_t panel) {
-  constexpr int PARTS = VALUES == Values::four_bits ? 2 : 1;
-  const QuantisedInputs& x = *a.inputs;
-  const int64_t panel_bytes = x.k * LANES / PARTS;
-  const uint8_t* weights = a.weights + panel * panel_bytes;
-  const int8_t* inputs = x.values.data() + token * x.k;
-  Floats sums[TOKENS][PANELS];
-  for (auto& of_token : sums)
-    for (auto& one : of_token) one = Floats::zero();
-  for (int64_t g = 0; g < x.groups; g++) {
-    Integers dots[TOKENS][PANELS];
-    for (auto& of_token : dots)
-      for (auto& one : of_token) one = Integers::zero();
-    for (int64_t at = g * x.group; at < (g + 1) * x.group; at += 4 * PARTS) {
-      const auto add = [&](const Integers* bytes, int64_t place) {
-        for (int m = 0; m < TOKENS; m++) {
-          int32_t four;
-          std::memcpy(&four, inputs + m * x.k + place, 4);
-          const Integers input = Integers::all(four);
-          for (int p = 0; p < PANELS; p++) dots[m][p] = dot(dots[m][p], bytes[p], input);
-        }
-      };
-      Integers words[PANELS], bytes[PANELS];
-      for (int p = 0; p < PANELS; p++) {
-        words[p] = Integers::load(weights + p * panel_bytes + at * LANES / PARTS);
-        bytes[p] = bytes_of<VALUES, 0>(words[p]);
-      }
-      add(bytes, at);
-      if constexpr (PARTS == 2) {
-        for (int p = 0; p < PANELS; p++) bytes[p] = bytes_of<VALUES, 1>(words[p]);
-        add(bytes, at + 4);
-      }
-    }
-    for (int p = 0; p < PANELS; p++) {
-      const int64_t place = ((panel + p) * x.groups + g) * LANES;
-      const Floats scale = load_scales(a.scales, a.scale_type, place);
-      Floats offset;
-      Integers zero;
-      if constexpr (THIRD == Third::offsets) offset = load_scales(a.third, a.scale_type, place);
-      if constexpr (THIRD == Third::zeros) zero = Integers::load_u8((const uint8_t*)a.third + place);
-      for (int m = 0; m < TOKENS; m++) {
-        const float of_input = x.scales[(token + m) * x.groups + g];
-        const int32_t sum = x.sums[(token + m) * x.groups + g];
-        Integers product = dots[m][p];
-        if constexpr (THIRD == Third::none) product = product - Integers::all(ZERO<VALUES> * sum);
-        if constexpr (THIRD == Third::zeros) product = product - zero * Integers::all(sum);
-        sums[m][p] = Floats::fma(product.floats() * Floats::all(of_input), scale, sums[m][p]);
-        if constexpr (THIRD == Third::offsets)
-          sums[m][p] = Floats::fma(offset, Floats::all(of_input * float(sum)), sums[m][p]);
-      }
-    }
-  }
-  for (int m = 0; m < TOKENS; m++)
-    for (int p = 0; p < PANELS; p++) a.out.store(sums[m][p], token + m, (panel + p) * LANES);
-}
-
-template <Values VALUES, Third THIRD, int PANELS>
-void integer_panels(const IntegerLinear& a, int64_t panel) {
-  int64_t token = 0;
-  for (; token + 4 <= a.m; token += 4) integer_tile<VALUES, THIRD, 4, PANELS>(a, token, panel);
-  for (; token < a.m; token++) integer_tile<VALUES, THIRD, 1, PANELS>(a, token, panel);
-}
-
-template <Values VALUES, Third THIRD>
-void integer_pairs(const IntegerLinear& a, int64_t begin, int64_t end) {
-  const int64_t panels = a.n / LANES;
-  for (int64_t panel = begin * 2; panel < std::min(end * 2, panels); panel += 2)
-    panel + 2 <= panels ? integer_panels<VALUES, THIRD, 2>(a, panel) : integer_panels<VALUES, THIRD, 1>(a, panel);
-}
-
-// Computes the outputs of panels [2 * begin, 2 * end).
-inline void run(const IntegerLinear& a, int64_t begin, int64_t end) {
-  if (a.values == Values::signed_bytes) return integer_pairs<Values::signed_bytes, Third::none>(a, begin, end);
-  if (a.values == Values::bytes) return integer_pairs<Values::bytes, Third::offsets>(a, begin, end);
-  switch (a.kind) {
-    case Third::none: return integer_pairs<Values::four_bits, Third::none>(a, begin, end);
-    case Third::zeros: return integer_pairs<Values::four_bits, Third::zeros>(a, begin, end);
-    case Third::offsets: return integer_pairs<Values::four_bits, Third::offsets>(a, begin, end);
   }
 }
 

@@ -1,5 +1,5 @@
-// The ops mllm::panel_linear and mllm::integer_panel_linear for a CPU (ops.py has their meaning). Loading the library
-// registers them with torch, by its stable C interface.
+// The ops mllm::panel_linear, integer_panel_linear and rounded_panel_linear for a CPU (ops.py has their meaning).
+// Loading the library registers them with torch, by its stable C interface.
 
 #include <omp.h>
 #include <torch/csrc/stable/library.h>
@@ -8,7 +8,8 @@
 
 #include <optional>
 
-#include "integers.h"
+#include "exact.h"
+#include "rounded.h"
 
 namespace mllm {
 namespace {
@@ -61,42 +62,60 @@ void run_in_threads(const Linear& linear, int64_t weight_bytes, int64_t products
   for (int64_t i = 0; i < threads; i++) run(linear, pairs * i / threads, pairs * (i + 1) / threads);
 }
 
+// The rows in float32, which `wide` then holds.
+Rows in_float32(const Rows& rows, int64_t m, int64_t k, std::vector<float>& wide) {
+  if (rows.type == Number::f32) return rows;
+  wide.resize(m * k);
+  for (int64_t token = 0; token < m; token++)
+    for (int64_t i = 0; i < k; i++) wide[token * k + i] = widened(rows.half(token)[i]);
+  return {wide.data(), Number::f32, k};
+}
+
 Tensor panel_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   Operands a(x, weight.size(0), bias);
   if (!a.m) return a.out;
   const Number type = number_type(weight);
   std::vector<float> wide;
-  if (type == Number::bf16 && !MULTIPLIES_BF16) {
-    wide.resize(a.m * a.k);
-    for (int64_t m = 0; m < a.m; m++)
-      for (int64_t i = 0; i < a.k; i++) wide[m * a.k + i] = widened(a.rows.half(m)[i]);
-    a.rows = {wide.data(), Number::f32, a.k};
-  }
+  if (!MULTIPLIES_BF16) a.rows = in_float32(a.rows, a.m, a.k, wide);
   const FloatLinear linear{a.rows, weight.const_data_ptr(), type, a.m, a.n, a.k, a.outputs};
   run_in_threads(linear, a.n * a.k * (type == Number::f32 ? 4 : 2), a.m * a.n * a.k);
   return a.out;
+}
+
+IntegerWeights weights_of(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& third, int64_t k,
+                          int64_t group) {
+  const bool is_signed = values.scalar_type() == ScalarType::Char;
+  return {(const uint8_t*)values.const_data_ptr(),
+          scales.const_data_ptr(),
+          third ? third->const_data_ptr() : nullptr,
+          is_signed ? Values::signed_bytes : values.size(1) == k ? Values::bytes : Values::four_bits,
+          number_type(scales),
+          !third ? Third::none : third->scalar_type() == ScalarType::Byte ? Third::zeros : Third::offsets,
+          group};
 }
 
 Tensor integer_panel_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> third,
                             std::optional<Tensor> bias, int64_t group) {
   Operands a(x, values.size(0), bias);
   if (!a.m) return a.out;
-  const bool is_signed = values.scalar_type() == ScalarType::Char;
-  const Values kind = is_signed ? Values::signed_bytes : values.size(1) == a.k ? Values::bytes : Values::four_bits;
+  std::vector<float> wide, sums;
+  a.rows = in_float32(a.rows, a.m, a.k, wide);
+  const IntegerWeights weights = weights_of(values, scales, third, a.k, group);
+  if (a.m < MANY && weights.kind != Values::signed_bytes) sums = sums_of_groups(a.rows, a.m, a.k, group);
+  const ExactLinear linear{a.rows, sums.data(), weights, a.m, a.n, a.k, a.outputs};
+  run_in_threads(linear, values.numel(), a.m * a.n * a.k);
+  return a.out;
+}
+
+Tensor rounded_panel_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> third,
+                            std::optional<Tensor> bias, int64_t group) {
+  Operands a(x, values.size(0), bias);
+  if (!a.m) return a.out;
+  const IntegerWeights weights = weights_of(values, scales, third, a.k, group);
   QuantisedInputs inputs(a.m, a.k, group);
 #pragma omp parallel for schedule(static) if (a.m * a.k >= PRODUCTS_OF_A_THREAD / 16)
-  for (int64_t m = 0; m < a.m; m++) inputs.quantise(a.rows, m, kind);
-  const Third role = !third ? Third::none : third->scalar_type() == ScalarType::Byte ? Third::zeros : Third::offsets;
-  const IntegerLinear linear{&inputs,
-                             (const uint8_t*)values.const_data_ptr(),
-                             scales.const_data_ptr(),
-                             third ? third->const_data_ptr() : nullptr,
-                             kind,
-                             number_type(scales),
-                             role,
-                             a.m,
-                             a.n,
-                             a.outputs};
+  for (int64_t m = 0; m < a.m; m++) inputs.quantise(a.rows, m, weights.kind);
+  const RoundedLinear linear{&inputs, weights, a.m, a.n, a.outputs};
   run_in_threads(linear, values.numel(), a.m * a.n * a.k / 4);
   return a.out;
 }
@@ -107,4 +126,5 @@ Tensor integer_panel_linear(Tensor x, Tensor values, Tensor scales, std::optiona
 STABLE_TORCH_LIBRARY_IMPL(mllm, CPU, library) {
   library.impl("panel_linear", TORCH_BOX(&mllm::panel_linear));
   library.impl("integer_panel_linear", TORCH_BOX(&mllm::integer_panel_linear));
+  library.impl("rounded_panel_linear", TORCH_BOX(&mllm::rounded_panel_linear));
 }

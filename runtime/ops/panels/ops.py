@@ -20,6 +20,9 @@ _LIBRARY.define("panel_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.define(
     "integer_panel_linear(Tensor x, Tensor values, Tensor scales, Tensor? third, Tensor? bias, int group) -> Tensor"
 )
+_LIBRARY.define(
+    "rounded_panel_linear(Tensor x, Tensor values, Tensor scales, Tensor? third, Tensor? bias, int group) -> Tensor"
+)
 
 
 def panel_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -44,7 +47,7 @@ def integer_panel_linear_reference(
     bias: torch.Tensor | None,
     group: int,
 ) -> torch.Tensor:
-    """x, in eight bits with a scale for each group of each token, times the transposed weight.
+    """x times the transposed weight, in float32.
 
     Args:
         x: [..., K] in float32 or bfloat16.
@@ -57,17 +60,35 @@ def integer_panel_linear_reference(
     Returns:
         [..., N] in the dtype of x.
     """
-    kind = kind_of(values, third, x.shape[-1])
-    units = (values, VALUES_UNIT), (scales, scales.itemsize), (third, 0 if third is None else third.itemsize)
-    tensors = [None if one is None else in_rows(one, unit) for one, unit in units]
-    weight = dequantised(
-        dict(zip((VALUES, SCALES, third_role(kind)), tensors, strict=True)), kind, group, x.shape[-1], torch.float32
-    )
+    weight = _in_floats(values, scales, third, group, x.shape[-1])
+    return functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def rounded_panel_linear_reference(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    third: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group: int,
+) -> torch.Tensor:
+    """The same of x in eight bits, with a scale for each group of each token."""
     groups = x.float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True)
     rounded = (groups * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
-    product = functional.linear(rounded.flatten(-2), weight, None if bias is None else bias.float())
-    return product.to(x.dtype)
+    inputs = rounded.flatten(-2)
+    wide = None if bias is None else bias.float()
+    return integer_panel_linear_reference(inputs, values, scales, third, wide, group).to(x.dtype)
+
+
+def _in_floats(
+    values: torch.Tensor, scales: torch.Tensor, third: torch.Tensor | None, group: int, columns: int
+) -> torch.Tensor:
+    kind = kind_of(values, third, columns)
+    units = (values, VALUES_UNIT), (scales, scales.itemsize), (third, 0 if third is None else third.itemsize)
+    tensors = [None if one is None else in_rows(one, unit) for one, unit in units]
+    roles = dict(zip((VALUES, SCALES, third_role(kind)), tensors, strict=True))
+    return dequantised(roles, kind, group, columns, torch.float32)
 
 
 def kind_of(values: torch.Tensor, third: torch.Tensor | None, columns: int) -> Kind:
@@ -86,5 +107,6 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tenso
 
 _LIBRARY.impl("panel_linear", panel_linear_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("integer_panel_linear", integer_panel_linear_reference, "CompositeExplicitAutograd")
-for _name in ("panel_linear", "integer_panel_linear"):
+_LIBRARY.impl("rounded_panel_linear", rounded_panel_linear_reference, "CompositeExplicitAutograd")
+for _name in ("panel_linear", "integer_panel_linear", "rounded_panel_linear"):
     torch.library.register_fake(f"mllm::{_name}", _fake, lib=_LIBRARY)

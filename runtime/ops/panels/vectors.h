@@ -60,6 +60,17 @@ struct Integers {
   Integers low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
   Integers high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
   Floats floats() const { return {_mm512_cvtepi32_ps(v)}; }
+  // Of each lane the nibble or byte that begins at a bit, as a number.
+  Floats nibble(int bit) const {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, bit), numbers)};  // which reads four bits of a lane
+  }
+  Floats byte(int bit) const {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, bit), _mm512_set1_epi32(255)))};
+  }
+  Floats signed_byte(int bit) const {
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - bit), 24))};
+  }
 };
 
 // Adds to each lane four products: unsigned bytes of `weights` times signed bytes of `inputs`.
@@ -118,6 +129,14 @@ struct Integers {
   Integers low_nibbles() const { return {low(a), low(b)}; }
   Integers high_nibbles() const { return {low(_mm256_srli_epi16(a, 4)), low(_mm256_srli_epi16(b, 4))}; }
   Floats floats() const { return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)}; }
+  static __m256i part(__m256i x, int bit, int mask) {
+    return _mm256_and_si256(_mm256_srli_epi32(x, bit), _mm256_set1_epi32(mask));
+  }
+  static __m256i signed_part(__m256i x, int bit) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - bit), 24); }
+  // Of each lane the nibble or byte that begins at a bit, as a number.
+  Floats nibble(int bit) const { return Integers{part(a, bit, 15), part(b, bit, 15)}.floats(); }
+  Floats byte(int bit) const { return Integers{part(a, bit, 255), part(b, bit, 255)}.floats(); }
+  Floats signed_byte(int bit) const { return Integers{signed_part(a, bit), signed_part(b, bit)}.floats(); }
 };
 
 inline __m256i half_dot(__m256i sums, __m256i weights, __m256i inputs) {
@@ -189,6 +208,10 @@ struct Integers {
   Integers low_nibbles() const { return of([&](int i) { return v[i] & 0x0f0f0f0f; }); }
   Integers high_nibbles() const { return of([&](int i) { return v[i] >> 4 & 0x0f0f0f0f; }); }
   Floats floats() const { return Floats::of([&](int i) { return float(v[i]); }); }
+  // Of each lane the nibble or byte that begins at a bit, as a number.
+  Floats nibble(int bit) const { return Floats::of([&](int i) { return float(v[i] >> bit & 15); }); }
+  Floats byte(int bit) const { return Floats::of([&](int i) { return float(uint8_t(v[i] >> bit)); }); }
+  Floats signed_byte(int bit) const { return Floats::of([&](int i) { return float(int8_t(v[i] >> bit)); }); }
 };
 
 inline Integers dot(Integers sums, Integers weights, Integers inputs) {

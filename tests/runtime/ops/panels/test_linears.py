@@ -7,14 +7,18 @@ import torch
 
 from mllm_compile.config.device import has_panels
 from mllm_compile.runtime.ops.panels.layout import VALUES_UNIT, fits_panels, put_in_panels
-from mllm_compile.runtime.ops.panels.ops import integer_panel_linear_reference, panel_linear_reference
+from mllm_compile.runtime.ops.panels.ops import (
+    integer_panel_linear_reference,
+    panel_linear_reference,
+    rounded_panel_linear_reference,
+)
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, WeightScheme, third_role
 from tests.runtime.ops.panels.library import load_panel_linears
 
 pytestmark = pytest.mark.skipif(not has_panels("cpu"), reason="the linears are for AVX2 and AVX-512")
 
-TOKENS = (1, 2, 4, 9, 13, 30)  # all sizes of tiles
+TOKENS = (1, 2, 4, 9, 13, 30, 33)  # all sizes of tiles, and enough for weights to become floats
 SHAPES = [(48, 64), (16, 34), (160, 576)]  # an odd number of panels, inputs that fill no vector, several pairs
 SCHEMES = {
     "int8": WeightScheme("int8", 576),
@@ -72,27 +76,43 @@ def test_floats_are_those_of_float64(shape, dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_integers_are_those_of_the_reference_and_near_float64(name, dtype):
+def test_integers_are_those_of_float64(name, dtype):
     scheme = SCHEMES[name]
     tensors, weight = integer_weight(scheme)
     bias = numbers(160, dtype=dtype, seed=2)
     for tokens in TOKENS:
         x = numbers(tokens, 576, dtype=dtype)
+        right = x.double() @ weight.double().T + bias.double()
         found = torch.ops.mllm.integer_panel_linear(x, *tensors, bias, scheme.group)
+        assert found.dtype == dtype
+        assert error(found, right) < (2e-6 if dtype == torch.float32 else 5e-3)
         reference = integer_panel_linear_reference(x, *tensors, bias, scheme.group)
+        assert error(found, reference.double()) < (2e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_integers_times_rounded_inputs_are_those_of_the_reference_and_near_float64(name, dtype):
+    scheme = SCHEMES[name]
+    tensors, weight = integer_weight(scheme)
+    bias = numbers(160, dtype=dtype, seed=2)
+    for tokens in TOKENS:
+        x = numbers(tokens, 576, dtype=dtype)
+        found = torch.ops.mllm.rounded_panel_linear(x, *tensors, bias, scheme.group)
+        reference = rounded_panel_linear_reference(x, *tensors, bias, scheme.group)
         assert error(found, reference.double()) < (3e-4 if dtype == torch.float32 else 5e-3)
         assert error(found, x.double() @ weight.double().T + bias.double()) < 2e-2
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_token_gives_the_same_bits_alone_and_in_a_batch(name):
+def test_a_rounded_token_gives_the_same_bits_alone_and_in_a_batch(name):
     scheme = SCHEMES[name]
     tensors, _ = integer_weight(scheme)
     x = numbers(13, 576)
     x[3] *= 20  # a scale for the batch would lose the others
-    together = torch.ops.mllm.integer_panel_linear(x, *tensors, None, scheme.group)
+    together = torch.ops.mllm.rounded_panel_linear(x, *tensors, None, scheme.group)
     for token in range(13):
-        alone = torch.ops.mllm.integer_panel_linear(x[token : token + 1], *tensors, None, scheme.group)
+        alone = torch.ops.mllm.rounded_panel_linear(x[token : token + 1], *tensors, None, scheme.group)
         assert torch.equal(alone[0], together[token])
 
 
@@ -101,6 +121,15 @@ def test_a_token_gives_the_same_bits_in_any_place_of_a_step(dtype):
     weight, row = in_panels(numbers(48, 576, dtype=dtype, seed=1)), numbers(1, 576, dtype=dtype)
     for tokens in range(2, 33):
         found = torch.ops.mllm.panel_linear(row.repeat(tokens, 1), weight, None)
+        assert torch.equal(found, found[:1].expand_as(found)), tokens
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_token_gives_the_same_bits_by_integers_in_any_place_of_a_step(name):
+    scheme = SCHEMES[name]
+    (tensors, _), row = integer_weight(scheme, rows=48), numbers(1, 576)
+    for tokens in (*range(2, 9), 31, 32, 47):
+        found = torch.ops.mllm.integer_panel_linear(row.repeat(tokens, 1), *tensors, None, scheme.group)
         assert torch.equal(found, found[:1].expand_as(found)), tokens
 
 
@@ -118,12 +147,13 @@ def test_inputs_may_be_parts_of_wider_rows_and_have_further_dimensions():
     assert torch.ops.mllm.panel_linear(part[:0], in_panels(weight), None).shape == (0, 48)
 
 
+@pytest.mark.parametrize("op", ["integer_panel_linear", "rounded_panel_linear"])
 @pytest.mark.parametrize("name", ["int8", "int4 with offsets"])
-def test_inputs_that_are_zero_or_no_numbers(name):
+def test_inputs_that_are_zero_or_no_numbers(name, op):
     tensors, _ = integer_weight(SCHEMES[name])
     x = numbers(3, 576)
     x[0], x[1, 5] = 0, float("nan")
-    found = torch.ops.mllm.integer_panel_linear(x, *tensors, None, SCHEMES[name].group)
+    found = getattr(torch.ops.mllm, op)(x, *tensors, None, SCHEMES[name].group)
     assert torch.equal(found[0], torch.zeros(160))
     assert found[1].isnan().all()
     assert found[2].isfinite().all()
