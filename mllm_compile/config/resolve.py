@@ -135,7 +135,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
 
 def _speculative(asked: SpeculativeConfig, choices: AutoChoices) -> SpeculativeSection:
     method = choices.resolve(
-        "speculative.method", asked.method, lambda: ("suffix", "it needs no weights, and finds more than ngram")
+        "speculative.method", asked.method, lambda: ("suffix", "it needs no weights, and knows past answers too")
     )
     num_tokens = "by_cost"
     if method != "none":

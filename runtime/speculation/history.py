@@ -18,12 +18,12 @@ class TokenHistory:
 
     def __init__(self, token_ids: Sequence[int], most: int) -> None:
         self._most, self._count = most, 0
-        self._array = np.empty(0, dtype=np.int64)
+        self._array = np.empty(0, dtype=np.int32)
         self.append(token_ids[-most:])
 
     @property
     def tokens(self) -> np.ndarray:
-        """[n] int64, the newest last; a view, valid until the next `append`."""
+        """[n] int32, the newest last; a view, valid until the next `append`."""
         return self._array[: self._count]
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class TokenHistory:
         if end > self._array.size:
             kept = self.tokens[-self._most :]
             end = kept.size + len(token_ids)
-            self._array = np.empty(end + min(kept.size, self._most) + ROOM, dtype=np.int64)
+            self._array = np.empty(end + min(kept.size, self._most) + ROOM, dtype=np.int32)
             self._array[: kept.size] = kept
             self._count = kept.size
         self._array[self._count : end] = token_ids

@@ -46,7 +46,7 @@ def distance_of_repeat(tokens: np.ndarray, shortest: int, longest: int) -> int:
     """How many tokens before the end the newest ones ended the last time; 0: they are new.
 
     Args:
-        tokens: [N] int64.
+        tokens: [N] integers.
         shortest, longest: how many of the newest tokens have to be there; more are preferred, then the latest place.
     """
     # Ends of earlier places, where the newest token stood: each further token leaves some of them.

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 KEY = 3  # tokens that are looked up
 MOST_PLACES = 16  # of one n-gram; older ones are forgotten
 MOST_TOKENS = 1 << 17  # of the answers of one salt; up to twice as many for a while
 MOST_TOKENS_OF_ALL = 1 << 18
 
-Place = tuple[list[int], list[int]]  # the tokens up to a place in a text, and those behind it
-
-_END = -1  # of an answer; no token is negative
+END = -1  # of an answer; no token is negative
 
 
 class PastAnswers:
@@ -28,47 +28,51 @@ class PastAnswers:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tokens: list[int] = []
+        self._array = np.empty(0, dtype=np.int32)
+        self._count = 0  # tokens in it
         self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram → ends, oldest first
         self._lengths: deque[int] = deque(maxlen=most)  # of the newest answers, with their ends
         self._num_answers = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._count
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n] int32: the answers one after another, each with END behind it; a view, valid until the next `add`."""
+        return self._array[: self._count]
 
     def add(self, answer: Sequence[int]) -> None:
         """Adds an answer."""
-        answer = [*answer[:MOST_TOKENS], _END]
+        answer = [*answer[:MOST_TOKENS], END]
         self._lengths.append(len(answer))
         self._num_answers += 1
-        if self._num_answers > 2 * self._most or len(self._tokens) + len(answer) > 2 * MOST_TOKENS:
-            kept = self._tokens[-min(MOST_TOKENS, sum(self._lengths)) :]
-            self._tokens, self._ends, self._num_answers = [], {}, len(self._lengths)
+        if self._num_answers > 2 * self._most or self._count + len(answer) > 2 * MOST_TOKENS:
+            kept = self.tokens[-min(MOST_TOKENS, sum(self._lengths)) :].tolist()
+            self._count, self._ends, self._num_answers = 0, {}, len(self._lengths)
             self._enter(kept)
         self._enter(answer)
 
     def _enter(self, tokens: Sequence[int]) -> None:
-        first = len(self._tokens)
-        self._tokens.extend(tokens)
-        for end in range(max(first + 1, KEY), len(self._tokens) + 1):
-            # An n-gram with the end of an answer in it is never looked up.
-            ends = self._ends.setdefault(tuple(self._tokens[end - KEY : end]), [])
+        first, self._count = self._count, self._count + len(tokens)
+        if self._count > self._array.size:
+            grown = np.empty(2 * self._count, dtype=np.int32)
+            grown[:first] = self._array[:first]
+            self._array = grown
+        self._array[first : self._count] = tokens
+        # An n-gram with the end of an answer in it is never looked up.
+        start = max(first + 1 - KEY, 0)
+        known = self._array[start : self._count].tolist()
+        for end, key in enumerate(zip(*(known[place:] for place in range(KEY)), strict=False), start + KEY):
+            ends = self._ends.setdefault(key, [])
             ends.append(end)
             if len(ends) > MOST_PLACES:
                 del ends[0]
 
-    def places(self, recent: Sequence[int], most: int) -> list[Place]:
-        """Where the last KEY of `recent` stand, oldest first, with as many tokens before, and `most` behind."""
-        tokens, depth = self._tokens, len(recent)
-        ends = self._ends.get(tuple(recent[-KEY:]), ())
-        return [(tokens[max(0, end - depth) : end], _answer_from(tokens, end, most)) for end in ends]
-
-
-def _answer_from(tokens: Sequence[int], start: int, most: int) -> list[int]:
-    """At most `most` tokens from `start` to the end of that answer."""
-    found = list(tokens[start : start + most])
-    return found[: found.index(_END)] if _END in found else found
+    def ends_of(self, recent: Sequence[int]) -> list[int]:
+        """Where the last KEY of these tokens end in `tokens`: how many tokens are up to there, oldest first."""
+        return self._ends.get(tuple(recent[-KEY:]), [])
 
 
 class PastAnswersBySalt:

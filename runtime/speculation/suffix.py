@@ -3,6 +3,8 @@
 After SuffixDecoding (Oliaro et al., NeurIPS 2025, arXiv 2411.04975), with a look-up of short n-grams in place of suffix
 trees. The candidates are the newest places where the last KEY tokens stood. Those that agree with the text for longest
 are followed token by token, by majority. Free of torch.
+
+Shape legend: N tokens of a text, P places: how many tokens are up to each. A text may have END between its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mllm_compile.runtime.speculation.history import TokenHistory
-from mllm_compile.runtime.speculation.past_answers import KEY, MOST_PLACES, PastAnswers, PastAnswersBySalt, Place
+from mllm_compile.runtime.speculation.past_answers import END, KEY, MOST_PLACES, PastAnswers, PastAnswersBySalt
 
 _OWN_TOKENS = 1 << 14  # of a request's own text that are searched: 10 µs
 
@@ -52,62 +54,80 @@ class RequestSuffixes:
 
     def propose(self, most: int) -> Sequence[int]:
         guesser, tokens = self._guesser, self._own.tokens
-        recent = tokens[-guesser.depth :].tolist()
+        recent = tokens[-guesser.depth :]
         limits = most, guesser.factor, guesser.least_share
-        length, draft = follow(_own_places(tokens, len(recent), most), recent, *limits)
-        if self._past is not None:
-            past_length, past_draft = follow(self._past.places(recent, most), recent, *limits)
-            if past_draft and (past_length > length or not draft):
-                return past_draft
-        return draft
+        length, draft = follow(tokens, own_ends(tokens), recent, *limits)
+        if self._past is None or (length == guesser.depth and len(draft) == most):
+            return draft
+        past_length, past_draft = follow(self._past.tokens, self._past.ends_of(recent[-KEY:].tolist()), recent, *limits)
+        return past_draft if past_draft and (past_length > length or not draft) else draft
 
     def end(self) -> None:
         if self._past is not None and self._answer:
             self._past.add(self._answer)
 
 
-def _own_places(tokens: np.ndarray, depth: int, most: int) -> list[Place]:
-    """The places of a text [N] int64 before its end where its last KEY tokens stood."""
+def own_ends(tokens: np.ndarray) -> list[int]:
+    """The newest places [P] in a text [N], before its end, where its last KEY tokens stand."""
     if tokens.size <= KEY:
         return []
-    is_end = tokens[KEY - 1 : -1] == tokens[-1]
-    for back in range(1, KEY):
-        is_end &= tokens[KEY - 1 - back : -1 - back] == tokens[-1 - back]
-    ends = (np.flatnonzero(is_end)[-MOST_PLACES:] + KEY).tolist()
-    return [(tokens[max(0, end - depth) : end].tolist(), tokens[end : end + most].tolist()) for end in ends]
+    ends = np.flatnonzero(tokens[KEY - 1 : -1] == tokens[-1]) + KEY
+    for back in range(2, KEY + 1):
+        ends = ends[tokens[ends - back] == tokens[-back]]
+    newest: list[int] = ends[-MOST_PLACES:].tolist()
+    return newest
 
 
 def follow(
-    places: Sequence[Place], recent: Sequence[int], most: int, factor: float, least_share: float
+    tokens: np.ndarray, ends: Sequence[int], recent: np.ndarray, most: int, factor: float, least_share: float
 ) -> tuple[int, list[int]]:
-    """(tokens that agree, draft) of the places that agree longest with `recent`; (0, []) without places.
+    """(tokens that agree, draft) of the places in a text [N] that agree longest; (0, []) without places.
 
     Args:
-        places: oldest first.
+        ends: the places [P], oldest first; the last KEY tokens agree there.
+        recent: [n] newest tokens; those before the last KEY are compared.
         most: most tokens of the draft; it also has at most `factor` for each token that agrees.
         least_share: the draft ends before a token that less of these places go on with.
     """
-    if not places:
+    if not ends:
         return 0, []
-    lengths = [_agreement(before, recent) for before, _ in places]
-    longest = max(lengths)
-    left = [after for (_, after), length in zip(places, lengths, strict=True) if length == longest]
-    total = len(left)
+    places = np.array(ends)
+    lengths = _agreements(tokens, places, recent)
+    longest = int(lengths.max())
+    behind = places[lengths == longest][:, None] + np.arange(min(most, int(factor * longest)))
+    parts = tokens.take(behind, mode="clip")
+    parts[behind >= tokens.size] = END
+    return longest, _majority(parts, least_share)
+
+
+def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
+    """How many of the newest tokens agree at each place: [P]."""
+    before = places[:, None] - np.arange(1, recent.size + 1)
+    differs = (tokens.take(before, mode="clip") != recent[::-1]) | (before < 0)
+    lengths: np.ndarray = np.where(differs.any(axis=1), differs.argmax(axis=1), recent.size)
+    return lengths
+
+
+def _majority(parts: np.ndarray, least_share: float) -> list[int]:
+    """The draft that most of these continuations [P, K], oldest first, agree on token by token; END is no token."""
+    least, width = least_share * len(parts), parts.shape[1]
     draft: list[int] = []
-    for step in range(min(most, int(factor * longest))):
-        votes = Counter(after[step] for after in left if step < len(after))
-        count = max(votes.values(), default=0)
-        if not count or count < least_share * total:
+    while len(draft) < width and len(parts) >= least:
+        newest = parts[-1, len(draft) :]
+        differs = (parts[:, len(draft) :] != newest).any(axis=0)
+        agreed: list[int] = (newest[: differs.argmax()] if differs.any() else newest).tolist()
+        if END in agreed:
+            return draft + agreed[: agreed.index(END)]
+        draft += agreed
+        if len(draft) == width:
+            break
+        column = parts[:, len(draft)]
+        votes = Counter(token for token in column.tolist() if token != END)
+        most = max(votes.values())
+        if most < least:
             break
         # The newest place decides between equals.
-        token = next(after[step] for after in reversed(left) if step < len(after) and votes[after[step]] == count)
+        token = next(token for token in reversed(column.tolist()) if votes[token] == most)
+        parts = parts[column == token]
         draft.append(token)
-        left = [after for after in left if step < len(after) and after[step] == token]
-    return longest, draft
-
-
-def _agreement(before: Sequence[int], recent: Sequence[int]) -> int:
-    length, most = KEY, min(len(before), len(recent))
-    while length < most and before[-1 - length] == recent[-1 - length]:
-        length += 1
-    return length
+    return draft
