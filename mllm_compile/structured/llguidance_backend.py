@@ -88,9 +88,15 @@ class LlguidanceBackend:
         for part in work:
             if len(part.token_ids) > 1:
                 part.matcher.consume_tokens(part.token_ids)
-        alive = [(part.matcher, part.row) for part in work if not part.matcher.is_error()]
-        if alive:
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, alive, masks)
+        alive = [part for part in work if not part.matcher.is_error()]
+        if plain := [(part.matcher, part.row) for part in alive if not part.drafted]:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted := [part for part in alive if part.drafted]:
+            for part in drafted:
+                masks[part.rows] = 0
+            llguidance.numpy.fill_next_token_bitmask_par_with_draft_tokens(
+                self._executor, [(part.matcher, part.row, list(part.drafted)) for part in drafted], masks
+            )
         return {
             part.row: f"llguidance cannot go on with the grammar: {_said(part.matcher)}"
             for part in work

@@ -114,7 +114,8 @@ class XgrammarBackend:
             num_done, new_faults = self._worker.run(left)
             faults |= new_faults
             done = left[:num_done]
-            masks[[part.row for part in done]] = self._worker.masks[:num_done]
+            for part in done:
+                masks[part.rows] = self._worker.masks[part.rows]
             if num_done < len(left):  # the next one takes too long, and the thread with it
                 faults[left[num_done].row] = _TOO_LONG
                 self._worker, self._num_left_behind = None, self._num_left_behind + 1
@@ -126,7 +127,7 @@ class _Worker:
     """A thread that makes masks, until it is left behind: it takes no further matcher then, as others have its work.
 
     Attributes:
-        masks: [n, W] int32, the last masks in the order of the work. Its own: a thread that was left behind may write.
+        masks: [n, W] int32, the last masks, in the rows of the work. Its own: a thread that was left behind may write.
     """
 
     def __init__(self, width: int) -> None:
@@ -140,8 +141,8 @@ class _Worker:
 
     def run(self, work: Sequence[MaskWork]) -> tuple[int, dict[int, str]]:
         """How many of `work` were done, in their order, and the faults of these; all but where one takes too long."""
-        if len(self.masks) < len(work):
-            self.masks = np.zeros((len(work), self.masks.shape[1]), np.int32)
+        if len(self.masks) < (num_rows := max(part.rows.stop for part in work)):
+            self.masks = np.zeros((num_rows, self.masks.shape[1]), np.int32)
         self._num_done, self._faults = 0, {}
         self._work.put(work)
         seen = 0
@@ -162,7 +163,7 @@ class _Worker:
             work = self._work.get()
             begun = time.monotonic()
             for index, part in enumerate(work):
-                fault = self._fill(part, index)
+                fault = self._fill(part)
                 now = time.monotonic()
                 if fault is None and now - begun > _MOST_MASK_S:
                     fault = _TOO_LONG
@@ -176,16 +177,30 @@ class _Worker:
                     if self._num_done == len(work):
                         self._changed.notify()
 
-    def _fill(self, part: MaskWork, index: int) -> str | None:
+    def _fill(self, part: MaskWork) -> str | None:
         """Why there is no mask, or None."""
+        matcher = part.matcher
         try:
             for token_id in part.token_ids:
-                if not part.matcher.accept_token(token_id):
+                if not matcher.accept_token(token_id):
                     return "xgrammar does not take a token that it has allowed"
-            part.matcher.fill_next_token_bitmask(self.masks, index)
+            matcher.fill_next_token_bitmask(self.masks, part.row)
+            if part.drafted:
+                self._fill_behind_drafted(part)
         except (RuntimeError, ValueError) as error:
             return f"xgrammar cannot go on with the grammar: {_said(error)}"
         return None
+
+    def _fill_behind_drafted(self, part: MaskWork) -> None:
+        row = part.row
+        for token_id in part.drafted:
+            if not part.matcher.accept_token(token_id):
+                break
+            row += 1
+            part.matcher.fill_next_token_bitmask(self.masks, row)
+        self.masks[row + 1 : part.rows.stop] = 0
+        if row > part.row:
+            part.matcher.rollback(row - part.row)
 
 
 def _said(error: Exception) -> str:

@@ -18,11 +18,18 @@ class MaskWork(NamedTuple):
         matcher: the grammar's state, as Grammar.matcher made it.
         token_ids: the output's tokens that it has not taken yet; none is end-of-sequence.
         row: of the masks, to be written.
+        drafted: tokens that may follow; none is end-of-sequence.
     """
 
     matcher: Any
     token_ids: Sequence[int]
     row: int
+    drafted: Sequence[int] = ()
+
+    @property
+    def rows(self) -> slice:
+        """Its rows of the masks: one, and another behind each drafted token."""
+        return slice(self.row, self.row + 1 + len(self.drafted))
 
 
 class MaskMaker(Protocol):
@@ -31,12 +38,15 @@ class MaskMaker(Protocol):
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> Mapping[int, str]:
         """Let each matcher take its tokens, then write which token may be next. Ends in bounded time.
 
+        It also writes which may be next behind each drafted token, up to one that is not allowed; masks behind that
+        are zeros. Matchers take no drafted token for good.
+
         Args:
             work: of any of this backend's grammars; each matcher once.
             masks: [≥ rows, ceil(V / 32)] int32; token t is bit t % 32 of word t // 32, set where it is allowed.
 
         Returns:
-            By row why a matcher cannot go on; what such rows hold is not looked at.
+            By row why a matcher cannot go on; what such rows hold is not looked at, and its matcher is used no more.
         """
 
 

@@ -27,11 +27,13 @@ class TokenMask:
         bits: [K, W] int32 on the device.
         rows: [K] int64, the row of the step's logits that each is for; None: K is S, in order.
         places: [8] uint8 on the device, the value of each bit of a byte.
+        draft_ids: RunPlan.draft_ids on the device, as far as grammars follow them; None: all of them.
     """
 
     bits: torch.Tensor
     rows: torch.Tensor | None
     places: torch.Tensor
+    draft_ids: torch.Tensor | None = None
 
     def forbid_others(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of logits [S, V], of any float dtype, with -inf added to all but the allowed tokens."""
@@ -71,11 +73,12 @@ class TokenMasks:
             self._copied.synchronize()  # at once when never recorded
         return self._host.numpy()
 
-    def send(self, count: int, rows: np.ndarray | None) -> TokenMask:
+    def send(self, count: int, rows: np.ndarray | None, draft_ids: np.ndarray | None = None) -> TokenMask:
         """The first `count` masks, as they will be on the device for what is queued from now on.
 
         Args:
             rows: [count] of any integers: as TokenMask has them.
+            draft_ids: int64, likewise.
         """
         if self._stream is not None and self._copied is not None:
             with torch.cuda.stream(self._stream):
@@ -83,4 +86,5 @@ class TokenMasks:
                 self._copied.record()
             torch.cuda.current_stream().wait_event(self._copied)
         index = None if rows is None else upload(rows.astype(np.int64), self._bits.device)
-        return TokenMask(self._bits[:count], index, self._places)
+        followed = None if draft_ids is None else upload(draft_ids, self._bits.device)
+        return TokenMask(self._bits[:count], index, self._places, followed)

@@ -59,7 +59,7 @@ class Drafts:
         return self._may_have_any(request) and (self.depths is None or self.depths.of(request) > 0)
 
     def _may_have_any(self, request: Request) -> bool:
-        reason = _obstacle(request)
+        reason = self._obstacle(request)
         if reason is None:
             return request.status is RequestStatus.RUNNING
         if reason not in self._told:
@@ -132,11 +132,10 @@ class Drafts:
             draft += [asked.request.output_token_ids[-1]] * (asked.most - len(draft))
         return draft
 
-
-def _obstacle(request: Request) -> str | None:
-    """Why a request gets no drafts."""
-    if request.grammar is not None:
-        return "structured_outputs"
-    if request.had_broken_draft:
-        return "a draft whose logits were no numbers"
-    return None
+    def _obstacle(self, request: Request) -> str | None:
+        """Why a request gets no drafts."""
+        if request.grammar is not None and self._speculation.fills:
+            return "structured_outputs, which a synthetic acceptance would not keep to"
+        if request.had_broken_draft:
+            return "a draft behind which logits were no numbers, or a grammar failed"
+        return None

@@ -73,7 +73,7 @@ class Request:
     is_broken: bool = False  # its logits were no numbers: its KV may be none either
     forbids_all: bool = False  # its logits were numbers; its parameters, or its grammar, forbid all tokens
     grammar_fault: str | None = None  # why its grammar allows no token; the step runner says so
-    had_broken_draft: bool = False  # logits of a step with a draft of its were no numbers
+    had_broken_draft: bool = False  # behind a draft logits were no numbers, or its grammar failed
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted ones
     stop_ids: frozenset[int] = field(init=False)  # ids that end it: stop_token_ids, and EOS unless ignored

@@ -49,7 +49,9 @@ class StepSampling:
         self._downloads = StagingRing(runner.device)
         self.scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.dp_size)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
-        self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
+        most_drafted = runner.config.speculative.most_drafted_of(runner.config.runtime.max_running_requests)
+        most_masks = num_rows + runner.dp_size * most_drafted
+        self._grammars = GrammarRows(lambda: TokenMasks(most_masks, runner.vocab_size, runner.device))
         self._previous: SampledStep | None = None  # the last step, if a request in a row has a grammar
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
@@ -122,7 +124,7 @@ class StepSampling:
                 all_scores = self.score_all(batch, plan, logits)
         kept_rows, newest = sampled_rows[0], tokens
         if tokens is not None and plan.runs is not None and fields is not None:
-            kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens)
+            kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens, mask)
             newest, tokens = accepted.newest, accepted.packed()
             self._sampler.record_runs(self.state, kept_rows, self.state.flags, accepted)
         if fields is not None and fields.prompt_targets is not None:
@@ -183,9 +185,12 @@ class StepSampling:
         fields: StepFields[torch.Tensor],
         sampled_rows: tuple[torch.Tensor, torch.Tensor],
         tokens: torch.Tensor,
+        mask: TokenMask | None,
     ) -> tuple[torch.Tensor, AcceptedTokens]:
         """The rows of a verify step's requests [Q], and what of their drafts is accepted."""
         places, draft_ids = _runs_of(runs, fields)
+        if mask is not None and mask.draft_ids is not None:
+            draft_ids = mask.draft_ids
         rows, positions = (values[places[:, 0]] for values in sampled_rows)
         length = self._runner.config.speculative.synthetic_acceptance_length
         if length is None:

@@ -232,7 +232,7 @@ CASES = {
     ),
     "`runtime.tensor_parallel_size`": compared(tensor_parallel_size=2),
     "`structured_outputs`": compared(
-        SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z ]{9}"), max_tokens=12)
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="(x = [0-9]\n){8}"), max_tokens=40)
     ),
     "layers with a state": compared(prompts=IDS, config=tiny_folder("mamba2")),
     "`runtime.expert_parallel_size`": compared(prompts=IDS, config=tiny_folder("qwen3_moe"), expert_parallel_size=2),

@@ -116,6 +116,36 @@ def test_a_batch_gives_each_matcher_its_own_mask(backend):
     assert (alone == together).all()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_masks_behind_drafted_tokens_are_those_behind_taken_ones(backend, vocabulary, name):
+    """Drafts of allowed tokens, with any token at some place; no draft is taken for good."""
+    grammar, chance, most = compiled(backend, **CASES[name][0]), random.Random(3), 5
+    matcher, taken, num_cut = grammar.matcher(), [], 0
+    for _ in range(12):
+        expected = np.zeros((1 + most, vocabulary.mask_words), np.int32)
+        masks = np.full_like(expected[: most + 1].repeat(2, axis=0), 7)
+        drafted, is_right = [], True
+        for place in range(1 + most):
+            if is_right:
+                assert not backend.fill([MaskWork(grammar.matcher(), taken + drafted, place)], expected)
+            choices = allowed_ids(expected[place]) - set(vocabulary.eos_token_ids)
+            if place == most or not (choices or drafted):
+                break
+            is_any = not choices or chance.random() < 0.2
+            drafted.append(chance.choice(range(5, len(vocabulary.tokens)) if is_any else sorted(choices)))
+            is_right = is_right and drafted[-1] in choices
+        num_cut += not is_right
+        work = [MaskWork(matcher, taken[-1:], 1, drafted), MaskWork(grammar.matcher(), taken, 0)]
+        assert not backend.fill(work, masks)
+        assert (masks[0] == expected[0]).all()
+        assert (masks[work[0].rows] == expected[: 1 + len(drafted)]).all()
+        choices = allowed_ids(expected[0]) - set(vocabulary.eos_token_ids)
+        if not choices:
+            break
+        taken.append(chance.choice(sorted(choices)))
+    assert num_cut > 0
+
+
 def test_a_token_that_is_not_allowed_is_a_fault_of_its_row_alone(backend, vocabulary):
     grammar = compiled(backend, regex="[a-c]+")
     token_of = {data: token_id for token_id, data in enumerate(vocabulary.tokens)}

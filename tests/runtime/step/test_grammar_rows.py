@@ -6,20 +6,26 @@ The grammars are made up: a rule says which tokens may follow an output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from mllm_compile.runtime.step.results import StepHandle
 from mllm_compile.runtime.step.runner import StepRunner
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 from tests.runtime.step.decode_loop_cases import LoopedRunner
+from tests.runtime.step.test_verify_steps import KINDS, ReplayingDrafter
 
 EOS = 0
+MOST_DRAFTED = 4
 EVERYTHING = frozenset(range(VOCAB))
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 59, 58, 57, 33, 12]]
 
@@ -39,13 +45,19 @@ class FakeMasks:
         faults = {}
         for part in work:
             part.matcher.output += part.token_ids
-            allowed = part.matcher.rule(part.matcher.output)
-            if allowed is None:
-                faults[part.row] = "the rule says no"
-                continue
-            is_allowed = np.zeros(masks.shape[1] * 32, bool)
-            is_allowed[sorted(allowed)] = True
-            masks[part.row] = np.packbits(is_allowed, bitorder="little").view(np.int32)
+            output, allowed = list(part.matcher.output), None
+            masks[part.rows] = 0
+            for row, drafted in enumerate([None, *part.drafted], start=part.row):
+                if drafted is not None and drafted not in allowed:
+                    break
+                output += [] if drafted is None else [drafted]
+                allowed = part.matcher.rule(output)
+                if allowed is None:
+                    faults[part.row] = "the rule says no"
+                    break
+                is_allowed = np.zeros(masks.shape[1] * 32, bool)
+                is_allowed[sorted(allowed)] = True
+                masks[row] = np.packbits(is_allowed, bitorder="little").view(np.int32)
         return faults
 
 
@@ -74,11 +86,15 @@ def add(loop: Loop, prompt, grammar=None, **params) -> Request:
     return request
 
 
-def run(prompts, rules, overlap=True, num_pages=100, masks=None, params=(), most_looped=0, **config):
+def run(prompts, rules, overlap=True, num_pages=100, masks=None, params=(), most_looped=0, drafter=None, **config):
     """Requests with a rule each (None: no grammar), and the loop; up to `most_looped` decodes are one launch."""
     masks = masks or FakeMasks()
-    runner = make_runner(TinyModel(), num_pages=num_pages, **config)
-    loop = Loop(runner)
+    runner, speculation = make_runner(TinyModel(), num_pages=num_pages, **config), None
+    if drafter is not None:
+        section = SpeculativeSection(method="ngram", num_speculative_tokens=MOST_DRAFTED)
+        runner.config = replace(runner.config, speculative=section)
+        speculation = Speculation(drafter=TextDrafter(drafter), num_tokens=MOST_DRAFTED, vocab_size=VOCAB)
+    loop = Loop(runner, speculation=speculation)
     if most_looped:
         loop.steps = StepRunner(LoopedRunner(runner, most_looped), Sampler())
     each = params or [{}] * len(prompts)
@@ -284,3 +300,116 @@ def test_a_grammar_and_its_copy_do_not_share_their_state():
     for request in (first, second):
         output = request.output_token_ids
         assert all(token in after(output[:index]) for index, token in enumerate(output))
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def compare(prompts, rules, kind, answers=None, **options):
+    """The requests without and with drafts, and the loop of these, after a look that all are the same."""
+    plain, _ = run(prompts, rules, **options)
+    known = answers or {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
+    drafted, loop = run(prompts, rules, drafter=ReplayingDrafter(known, kind), **options)
+    for ours, theirs in zip(drafted, plain, strict=True):
+        assert ours.output_token_ids == theirs.output_token_ids
+        assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+        assert ours.grammar_fault == theirs.grammar_fault
+        assert [s.token_id for s in ours.output_logprobs] == [s.token_id for s in theirs.output_logprobs]
+    assert loop.scheduler.stats().pages_used == 0
+    return plain, drafted, loop
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token_of_a_grammar(kind, deterministic):
+    each = [{}, {"temperature": 1.0, "seed": 2, "logprobs": 2}, {"temperature": 0.7, "seed": 5, "top_k": 20}, {}]
+    rules = [after, after, None, after]
+    _, drafted, loop = compare(PROMPTS, rules, kind, params=each, deterministic=deterministic)
+    assert any(batch.has_drafts for batch in loop.batches)
+    assert all(request.num_drafted_tokens > 0 for request in drafted)
+    for request in (drafted[0], drafted[1], drafted[3]):
+        output = request.output_token_ids
+        assert all(token in after(output[:index]) for index, token in enumerate(output))
+    if kind == "right":
+        assert len(loop.batches) == 3, "a prompt, then all that a draft and the token behind it have"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafted_grammars_go_with_penalties_preemption_and_chunks(kind):
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]]
+    each = [{"max_tokens": 14, "frequency_penalty": 0.7}] * 3
+    _, _, loop = compare(prompts, [after] * 3, kind, params=each, num_pages=9)
+    assert loop.scheduler.stats().preemptions > 0
+    compare(prompts, [after, None, after], kind, params=each, max_num_batched_tokens=8)
+
+
+def test_in_a_verify_step_a_grammar_takes_what_was_accepted():
+    masks = FakeMasks()
+    plain, _ = run(PROMPTS[:1], [after], params=[{"max_tokens": 11}])
+    answer = plain[0].output_token_ids
+    drafter = ReplayingDrafter({tuple(PROMPTS[0]): answer}, "right")
+    run(PROMPTS[:1], [after], masks=masks, params=[{"max_tokens": 11}], drafter=drafter)
+    taken = [new for call in masks.calls for _, new in call]
+    assert taken == [[], answer[:1], answer[1:6]]
+
+
+def ending(length: int) -> Rule:
+    return lambda output: frozenset({9}) if len(output) < length else frozenset({EOS})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", range(1, 9))
+def test_an_end_anywhere_in_a_draft_ends_the_answer(length, kind):
+    answers = {tuple(PROMPTS[0]): [9] * length + [EOS, 9, 9, EOS]}
+    _, drafted, _ = compare(PROMPTS[:1], [ending(length)], kind, answers, params=[{"max_tokens": 20, "min_tokens": 9}])
+    assert drafted[0].output_token_ids == [9] * length + [EOS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_min_tokens_hold_behind_each_drafted_token(kind):
+    def either(output):
+        return frozenset({9, 11, EOS})
+
+    bias = {11: 50.0, EOS: 100.0}
+    for stop in ([], [11]):
+        each = [{"min_tokens": 6, "max_tokens": 12, "stop_token_ids": stop, "logit_bias": bias}]
+        compare(PROMPTS[:1], [either], kind, {tuple(PROMPTS[0]): [11, 9, EOS] * 4}, params=each)
+        compare(PROMPTS[:1], [either], kind, params=each)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", [0, 1, 3, 6])
+def test_a_fault_of_a_grammar_ends_a_drafted_request_alone(when, kind):
+    def faulty(output):
+        return None if len(output) == when else after(output)
+
+    healthy, _ = run(PROMPTS, [after] * 4)
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in healthy}
+    _, drafted, _ = compare(PROMPTS, [after, faulty, None, after], kind, answers)
+    assert len(drafted[1].output_token_ids) == when
+
+
+def test_a_grammar_that_fails_at_a_draft_alone_goes_on_without_drafts():
+    """Both tokens are allowed at each place, and the grammar fails behind the unlikelier one."""
+    plain, _ = run(PROMPTS[:2], [after] * 2)
+    right = plain[0].output_token_ids
+
+    def trap(output):
+        return after(output) if output == right[: len(output)] else None
+
+    other = [next(iter(after(right[:place]) - {token})) for place, token in enumerate(right)]
+    answers = {tuple(PROMPTS[0]): other, tuple(PROMPTS[1]): plain[1].output_token_ids}
+    _, drafted, _ = compare(PROMPTS[:2], [trap, after], "right", answers)
+    assert [request.had_broken_draft for request in drafted] == [True, False]
+    assert drafted[0].num_drafted_tokens == MOST_DRAFTED, "of the first draft"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grammar_that_allows_nothing_behind_a_token_ends_the_request_there(kind):
+    def stuck(output):
+        return after(output) if len(output) < 3 else frozenset()
+
+    healthy, _ = run(PROMPTS[:2], [after] * 2)
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in healthy}
+    _, drafted, _ = compare(PROMPTS[:2], [stuck, after], kind, answers)
+    assert (len(drafted[0].output_token_ids), drafted[0].finish_reason) == (3, "abort")
