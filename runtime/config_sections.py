@@ -30,6 +30,7 @@ SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
 MOST_BY_COST = 15
+CAPTURED_BY_COST = 7  # where verify steps are captured, all with as many tokens a request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,16 @@ class SpeculativeSection:
         if self.method == "none":
             return 0
         return MOST_BY_COST if self.num_speculative_tokens == "by_cost" else self.num_speculative_tokens
+
+    @property
+    def most_captured(self) -> int:
+        """Most tokens of a draft in a captured verify step, which all requests are padded to."""
+        return min(self.most_drafted, CAPTURED_BY_COST) if self.by_cost else self.most_drafted
+
+    @property
+    def by_cost(self) -> bool:
+        """True if it is chosen while serving how many tokens are drafted."""
+        return self.num_speculative_tokens == "by_cost"
 
     def most_drafted_of(self, num_requests: int) -> int:
         """Most drafted tokens of a step with so many requests."""

@@ -49,7 +49,7 @@ class CUDAGraphMode(Enum):
 
     def captures(self, kind: GraphKind) -> bool:
         """True if a model whose config has this mode may have graphs of the kind."""
-        if kind.is_decode or kind is GraphKind.PIECEWISE:
+        if kind.is_decode or kind in (GraphKind.VERIFY, GraphKind.PIECEWISE):
             return kind.mode in (self.decode_mode(), self.mixed_mode())
         return self in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE)
 
@@ -69,6 +69,7 @@ class GraphKind(Enum):
     CASCADE = auto()  # decodes that begin with the same pages
     DECODE_GREEDY_ACROSS_RANKS = auto()  # decodes whose likeliest tokens the ranks choose together, without all logits
     CASCADE_GREEDY_ACROSS_RANKS = auto()
+    VERIFY = auto()  # decodes with drafts alone, all padded to as many tokens
 
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a call of Python for each piece
 
@@ -106,7 +107,7 @@ class BatchDescriptor:
     @property
     def uniform(self) -> bool:
         """True if every request has the same query length."""
-        return self.kind.is_decode
+        return self.kind.is_decode or self.kind is GraphKind.VERIFY
 
 
 @dataclass(frozen=True, slots=True)

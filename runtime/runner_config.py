@@ -8,6 +8,8 @@ import torch
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection, SpeculativeSection
 
+MOST_VERIFIED = 256  # tokens: more of them take longer than plain decodes of as many requests
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
@@ -29,11 +31,20 @@ class RunnerConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most requests that attention sees in a step."""
+        """Most requests that attention sees in a step; of a captured verify step each token is one."""
         runtime = self.runtime
         if runtime.deterministic:
             return runtime.max_num_batched_tokens
-        return min(runtime.max_running_requests, runtime.max_num_batched_tokens)
+        return max(min(runtime.max_running_requests, runtime.max_num_batched_tokens), self.max_verified)
+
+    @property
+    def max_verified(self) -> int:
+        """Most tokens of a captured verify step, padding included; 0: none is captured."""
+        runtime, most = self.runtime, self.speculative.most_captured
+        is_captured = self.cudagraph.decode_requests and self.cudagraph.sample_in_graph
+        if not most or not is_captured or runtime.deterministic:
+            return 0
+        return min(MOST_VERIFIED, runtime.max_running_requests * (1 + most), runtime.max_num_batched_tokens)
 
     @property
     def max_sampled(self) -> int:

@@ -175,7 +175,8 @@ def step_output(batch: ScheduledBatch, token_ids: np.ndarray, runs: list[list[in
         counts = np.array([len(run) for run in runs])
         width = np.where(np.arange(len(runs)) < batch.num_decodes, batch.num_new, batch.sample_mask)
         padded = np.array([run + [7] * (int(width.max()) - len(run)) for run in runs])
-        token_runs = TokenRuns(padded, counts, np.zeros(len(runs), dtype=bool))
+        drafted = np.where(np.arange(len(runs)) < batch.num_decodes, batch.num_new - 1, 0)
+        token_runs = TokenRuns(padded, counts, np.zeros(len(runs), dtype=bool), drafted)
         score_rows = np.repeat(np.arange(len(runs)), width)
         scored = np.concatenate([padded[row, :count] for row, count in enumerate(width.tolist())])
     prompt_rows, targets = [], []

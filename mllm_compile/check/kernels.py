@@ -13,6 +13,7 @@ import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.served import Served
+from mllm_compile.check.verify import check_verify_steps
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import of_every_kind
 from mllm_compile.runtime.ops import family
@@ -49,6 +50,8 @@ def check_written_pieces(
         _check_sampling(program.sampling, linked.sampling, logits)
     if linked.decode_loop is not None:
         check_decode_loop(linked.decode_loop, page_size, logits)
+    if linked.verify is not None:
+        check_verify_steps(linked.verify, page_size, logits.device)
     for name, members in program.kernels.items():
         for fault in family(name).faults(members, logits.device):
             raise CompileError(fault)

@@ -27,6 +27,7 @@ from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.kernels.states import add_state_pieces
+from mllm_compile.kernels.verify import add_verify_steps
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -222,9 +223,10 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
+    program, verify_pieces = add_verify_steps(config, program)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written += (*state_pieces, *sampling_pieces, *loop_pieces)
+    written += (*state_pieces, *sampling_pieces, *loop_pieces, *verify_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), tuple(written))
 
 

@@ -297,7 +297,8 @@ class StatsRecorder:
         if result.counts is not None:  # the tokens of a run share their step
             counts = np.array(result.counts[:num_decodes])
             gaps = np.repeat(gaps / np.maximum(counts, 1), counts)
-            self._count_drafts(batch, counts)
+            if result.num_drafted is not None:
+                self._count_drafts(result.num_drafted[: batch.num_decodes], counts)
         self._between_tokens.observe(gaps)
         self._last_token_time[rows] = now
         arrivals = [
@@ -308,9 +309,8 @@ class StatsRecorder:
         if arrivals:
             self._first_token.observe(now - np.array(arrivals))
 
-    def _count_drafts(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
+    def _count_drafts(self, drafted: np.ndarray, counts: np.ndarray) -> None:
         """Counts the drafts of a verify step, whose decodes got so many tokens each."""
-        drafted = batch.num_new[: batch.num_decodes] - 1
         self._num_drafts += int(np.count_nonzero(drafted))
         self._num_drafted += int(drafted.sum())
         longest = int(counts.max(initial=1)) - 1

@@ -107,6 +107,11 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
             program.decode_loop.begin: "captured decode: makes the inputs ready",
             program.decode_loop.end: "captured decode: chooses the tokens",
         }
+    if program.verify is not None:
+        names |= {
+            program.verify.begin: "captured verify step: drafts, and makes the inputs ready",
+            program.verify.end: "captured verify step: accepts what was drafted",
+        }
     return names
 
 

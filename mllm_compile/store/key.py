@@ -118,6 +118,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
         **_states(config),
+        **_speculation(config),
         **_ranks(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
@@ -139,6 +140,12 @@ def _states(config: ResolvedConfig) -> dict[str, str]:
     """The type of states, which kernels are compiled for on CUDA; float32, the default, is no factor."""
     dtype = config.runtime.state_dtype
     return {} if dtype == "float32" or not config.runtime.device.startswith("cuda") else {"states": dtype}
+
+
+def _speculation(config: ResolvedConfig) -> dict[str, str]:
+    """Kernels of captured verify steps, which a runtime on CUDA holds where it is to speculate; else no factor."""
+    speculates = config.speculative.method != "none" and config.runtime.device.startswith("cuda")
+    return {"speculation": "verify steps"} if speculates else {}
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:

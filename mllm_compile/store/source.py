@@ -77,6 +77,7 @@ class ArtifactSource:
             layer_kernels=linked.layer_kernels,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            verify=linked.verify,
             kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
             has_experts=bool(artifact.program.expert_weights),

@@ -21,6 +21,7 @@ from mllm_compile.runtime.attention.capture import (
     CapturesDecodes,
     CapturesMixed,
     CapturesPrompts,
+    CapturesVerify,
     Cascades,
     FusesRope,
 )
@@ -110,6 +111,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def captured_cascades(self) -> CapturesCascades | None:
         """Captured decodes that read a shared prefix once."""
+
+    @property
+    @abstractmethod
+    def verifies(self) -> CapturesVerify | None:
+        """Captured verify steps."""
 
     @property
     @abstractmethod

@@ -142,6 +142,19 @@ class CapturesCascades(ABC):
         """Say how many first tokens the requests of the next replay of such a capture have in the same pages."""
 
 
+class CapturesVerify(ABC):
+    """Verify steps in a CUDA graph, beside CapturesDecodes, whose page table they read: rows of one token, some of the
+    same request. The keys of all are written before attention reads any."""
+
+    @abstractmethod
+    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+        """Plan a step of `num_rows` for capture; replays need no plan.
+
+        Args:
+            seq_lens: [num_rows] int32: keys that each row sees, up to its own; 0 of padding. Read at each replay.
+        """
+
+
 class CapturesMixed(ABC):
     """Steps with prompts in a CUDA graph, with decodes among them or not."""
 

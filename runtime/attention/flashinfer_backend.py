@@ -25,6 +25,7 @@ from mllm_compile.runtime.attention.capture import (
     CapturesDecodes,
     CapturesMixed,
     CapturesPrompts,
+    CapturesVerify,
     Cascades,
     FusesRope,
     RopeInputs,
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 
-class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecodes):
+class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecodes, CapturesVerify):
     """Attends by FlashInfer; the KV pool comes with each batch."""
 
     def __init__(self, wrappers: GroupWrappers) -> None:
@@ -418,6 +419,14 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         if self._decode_steps is None:
             raise RuntimeError("call init_cuda_graph_state before a capture")
         return self._decode_steps
+
+    @property
+    def verifies(self) -> CapturesVerify | None:
+        return None if self.page_table is None else self
+
+    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+        groups = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
+        self._set_decodes(num_rows, [group.plan_behind_writes(seq_lens) for group in groups])
 
     def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
         self._planned.set(DecodeMetadata(wrappers), None, num_decodes=bs)

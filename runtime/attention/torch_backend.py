@@ -61,7 +61,7 @@ class TorchAttnBackend(AttentionBackend, Cascades):
         paged: layer → the library's attention, of those that it serves.
     """
 
-    rope = decodes = captured_cascades = mixed = prompts = None
+    rope = decodes = captured_cascades = verifies = mixed = prompts = None
     mixed_obstacle = "attention in plain torch waits for the host"
     query_blocks = 0.0
 

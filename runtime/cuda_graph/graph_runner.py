@@ -16,6 +16,7 @@ from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.padding import LayerOutputs, PaddedInputs
 from mllm_compile.runtime.cuda_graph.prompts import PromptGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.graph_mode import GraphKind
@@ -64,6 +65,12 @@ class GraphRunner:
         """Captured decodes, or None."""
         found = self.kinds.get(GraphKind.DECODE)
         return found if isinstance(found, DecodeGraphs) else None
+
+    @property
+    def verifies(self) -> VerifyGraphs | None:
+        """Captured verify steps, or None."""
+        found = self.kinds.get(GraphKind.VERIFY)
+        return found if isinstance(found, VerifyGraphs) else None
 
     @property
     def prompts(self) -> PromptGraphs | None:

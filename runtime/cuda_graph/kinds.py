@@ -11,6 +11,7 @@ from mllm_compile.runtime.cuda_graph.mixed import MixedGraphs
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.piece_graphs import PiecewiseGraphs
 from mllm_compile.runtime.cuda_graph.prompts import PromptGraphs
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.graph_mode import CUDAGraphMode, GraphKind
 
 KINDS: Mapping[GraphKind, type[KindGraphs]] = {
@@ -22,6 +23,7 @@ KINDS: Mapping[GraphKind, type[KindGraphs]] = {
     GraphKind.CASCADE: DecodeGraphs,
     GraphKind.DECODE_GREEDY_ACROSS_RANKS: DecodeGraphs,
     GraphKind.CASCADE_GREEDY_ACROSS_RANKS: DecodeGraphs,
+    GraphKind.VERIFY: VerifyGraphs,
 }
 
 

@@ -26,7 +26,7 @@ from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors, VerifyPieces
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
@@ -40,6 +40,7 @@ class LinkedProgram:
         layer_kernels: layer → its own kernels, where it has some; layers that are alike share them.
         sampling: the kernels that choose tokens; None: torch chooses.
         decode_loop: the kernels around a captured decode, if the program has them.
+        verify: those around a captured verify step, likewise.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class LinkedProgram:
     layer_kernels: Mapping[str, LinkedKernels]
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
+    verify: VerifyPieces | None
 
     def bind_media(self, weights: Mapping[str, torch.Tensor]) -> MediaExecutors | None:
         """The programs for images over `weights`; None of a model without media.
@@ -92,7 +94,7 @@ def link(
             if one.panels:
                 load_library(PANEL_LINEARS, binaries)
         layer_kernels = _layer_kernels(program, pieces, binaries, device)
-    sampling, loop = program.sampling, program.decode_loop
+    sampling, loop, verify = program.sampling, program.decode_loop, program.verify
     return LinkedProgram(
         program,
         pieces,
@@ -101,6 +103,7 @@ def link(
         if sampling is None
         else SamplingPieces(getattr(torch, sampling.dtype), *(pieces[piece] for piece in sampling.piece_ids())),
         None if loop is None else DecodeLoopPieces(*(pieces[piece] for piece in loop.piece_ids())),
+        None if verify is None else VerifyPieces(*(pieces[piece] for piece in verify.piece_ids())),
     )
 
 

@@ -62,6 +62,21 @@ class DecodeLoopPieces:
     end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class VerifyPieces:
+    """The program's kernels around a captured verify step (cuda_graph/verify_loop.py); arguments as those ops have
+    them.
+
+    Attributes:
+        begin: (fields, settings, last_tokens, lengths, history, req_to_token, input_ids, positions, out_cache_loc,
+            rows, seq_lens, page_table, drafted).
+        end: (tokens, fields, drafted, synthetic, ints, last_tokens, lengths, history, results).
+    """
+
+    begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model on its device, ready to run inside a forward context."""
@@ -73,6 +88,7 @@ class LoadedModel:
     layer_kernels: Mapping[str, LinkedKernels] = field(default_factory=dict)  # layer → its own kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
+    verify: VerifyPieces | None = None  # and those around a captured verify step
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
     has_experts: bool = False  # some of its layers are mixtures of experts

@@ -183,6 +183,17 @@ class StoredDecodeLoopPieces:
 
 
 @dataclass(frozen=True)
+class StoredVerifyPieces:
+    """The pieces that make the inputs of a captured verify step, and accept what it drafted."""
+
+    begin: str
+    end: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+
+@dataclass(frozen=True)
 class ExpertWeight:
     """The products of a weight that holds a matrix for each expert.
 
@@ -231,6 +242,7 @@ class Program:
     layer_kernels: Mapping[str, StoredKernels] = field(default_factory=dict)  # layer → its own kernels, if any
     sampling: StoredSamplingPieces | None = None
     decode_loop: StoredDecodeLoopPieces | None = None
+    verify: StoredVerifyPieces | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that it calls
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
@@ -269,12 +281,13 @@ class Program:
 
     def piece_ids(self) -> list[str]:
         """All compiled parts of this program: the steps' pieces, their variants for few tokens, layers' own kernels,
-        and kernels of sampling and of the decode loop."""
+        and kernels of sampling, of the decode loop and of verify steps."""
         layers = dict.fromkeys(piece for kernels in self.layer_kernels.values() for piece in kernels.pieces())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
+        verify = () if self.verify is None else self.verify.piece_ids()
         small = (variant.piece for variant in self.all_variants())
-        return [*self.step_pieces(), *small, *layers, *sampling, *loop]
+        return [*self.step_pieces(), *small, *layers, *sampling, *loop, *verify]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""
@@ -309,6 +322,7 @@ class Program:
             "layer_kernels": {layer: kernels.to_json() for layer, kernels in self.layer_kernels.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
+            "verify": None if self.verify is None else asdict(self.verify),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
             "expert_weights": {name: asdict(weight) for name, weight in self.expert_weights.items()},
             "counted_experts": list(self.counted_experts),
@@ -336,6 +350,7 @@ class Program:
                 },
                 sampling=from_json(StoredSamplingPieces | None, data["sampling"]),
                 decode_loop=from_json(StoredDecodeLoopPieces | None, data["decode_loop"]),
+                verify=from_json(StoredVerifyPieces | None, data["verify"]),
                 kernels={
                     name: tuple(family(name).from_json(kernel) for kernel in members)
                     for name, members in data["kernels"].items()

@@ -17,7 +17,7 @@ from torch.nn import functional
 from mllm_compile.runtime.sampling.counter_rng import row_keys, uniform
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 
-_SYNTHETIC = 0x5BF03635  # keeps its numbers apart from those of draws
+SYNTHETIC = 0x5BF03635  # keeps its numbers apart from those of draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def accept_synthetically(
         seeds, positions: [Q] int, of the coins.
     """
     whole, part = divmod(length - 1, 1)
-    coins = uniform(row_keys(seeds ^ _SYNTHETIC, positions), 1)[:, 0] < part
+    coins = uniform(row_keys(seeds ^ SYNTHETIC, positions), 1)[:, 0] < part
     counts = torch.minimum(coins.long() + int(whole), (draft_ids != NO_TOKEN).sum(dim=1))
     is_accepted = torch.arange(choices.shape[1], device=choices.device) < counts[:, None]
     token_ids = torch.where(is_accepted, functional.pad(draft_ids, (0, 1)), choices)

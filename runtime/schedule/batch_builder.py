@@ -66,10 +66,12 @@ class Drafted:
     Attributes:
         token_ids: as ScheduledBatch.verify_token_ids.
         num_new: [decodes] int32: new tokens of each; None: one.
+        device_lens: as ScheduledBatch's.
     """
 
     token_ids: np.ndarray
     num_new: np.ndarray | None
+    device_lens: np.ndarray | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Drafted:
@@ -113,6 +115,9 @@ def build_batch(
         prefill_token_ids = chunks[0].token_ids
         if len(chunks) > 1:
             prefill_token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+    num_decode_tokens = drafted.token_ids.size or len(decodes.requests)
+    if drafted.device_lens is not None:
+        num_decode_tokens = int(num_new.sum())
     page_rows, page_positions, page_ids = page_writes
     return ScheduledBatch(
         step_id=step_id,
@@ -121,7 +126,7 @@ def build_batch(
         num_new=num_new,
         prefix_lens=prefix_lens,
         num_decodes=len(decodes.requests),
-        num_tokens=(drafted.token_ids.size or len(decodes.requests)) + prefill_token_ids.size,
+        num_tokens=num_decode_tokens + prefill_token_ids.size,
         page_rows=page_rows,
         page_positions=page_positions,
         page_ids=page_ids,
@@ -134,6 +139,7 @@ def build_batch(
         state_restores=state_restores,
         state_saves=state_saves,
         verify_token_ids=drafted.token_ids,
+        device_lens=drafted.device_lens,
     )
 
 

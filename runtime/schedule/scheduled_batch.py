@@ -59,6 +59,9 @@ class ScheduledBatch:
     # Input ids of the decodes, row after row, of a step in which some bring drafts: its last token, and its draft.
     # Empty without drafts: then the ids are on the device.
     verify_token_ids: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
+    # Of a verify step whose drafts the device makes, up to num_new - 1 of each: [R] int32, tokens in the KV before the
+    # step, or -1 where a step in flight decides. Then prefix_lens and seq_lens are the most that they may be.
+    device_lens: np.ndarray | None = None
 
     @property
     def num_requests(self) -> int:
@@ -73,12 +76,14 @@ class ScheduledBatch:
 
     @property
     def has_drafts(self) -> bool:
-        """True of a verify step: some decodes bring drafts."""
-        return self.verify_token_ids.size > 0
+        """True of a verify step: some decodes bring drafts, or the device makes them some."""
+        return self.verify_token_ids.size > 0 or self.device_lens is not None
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the decodes, drafts among them: the first of the step."""
+        if self.device_lens is not None:
+            return self.num_tokens
         return self.verify_token_ids.size or self.num_decodes
 
     @property
@@ -101,11 +106,13 @@ class TokenRuns:
             has no token there.
         counts: [R]: accepted tokens of the draft, and the one behind them; 0 of rows that are not sampled.
         broken_drafts: [R] bool: logits of a row with a draft were no numbers, perhaps by the draft's fault.
+        num_drafted: [R]: tokens of each draft.
     """
 
     token_ids: np.ndarray
     counts: np.ndarray
     broken_drafts: np.ndarray
+    num_drafted: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,3 +130,4 @@ class UpdateResult:
     finished: list[Request]
     broken: list[Request]
     counts: list[int] | None = None
+    num_drafted: np.ndarray | None = None  # of a verify step: TokenRuns'

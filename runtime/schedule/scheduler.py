@@ -6,7 +6,8 @@ is preempted and later recomputed. The most urgent running request always moves,
 half of a step, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
-length ends it, which the host can count. (It cannot where drafts may be accepted: then schedule() waits for update().)
+length ends it, which the host can count. (It cannot where drafts may be accepted: then schedule() waits for update(),
+or plans by bounds: ahead.py.)
 A request may be found finished while a later step of its own is in flight. It
 keeps its row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its
 pages at once, since steps run in order on one stream. It keeps its row until its last step is over, and keeps that
@@ -25,9 +26,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED
+from mllm_compile.runtime.schedule.ahead import Ahead
 from mllm_compile.runtime.schedule.batch_builder import (
     NO_DECODES,
     NOTHING_DRAFTED,
+    Chunk,
     Drafted,
     RunningDecodes,
     build_batch,
@@ -76,6 +79,10 @@ class Scheduler:
         self.prompts = PromptQueue(config, self.rows, self._states, self.decodes, self.pace)
         boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
         self._drafts = None if speculation is None else Drafts(speculation, self.rows, boundary)
+        self._ahead: Ahead | None = None
+        if speculation is not None and speculation.most_on_device and boundary is None:
+            self._ahead = Ahead(speculation, self.rows, config.max_num_batched_tokens)
+        self._ahead_end = 0  # the step behind the last one that was planned by bounds
         self._requests: set[Request] = set()  # all that are not finished
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
@@ -161,6 +168,10 @@ class Scheduler:
         Run the batch before the next one, on one stream, then hand it to update() or fail().
         """
         self.finish_update()
+        if self._ahead is not None:
+            batch = self._schedule_ahead(self._ahead)
+            if batch is not None or self._next_update < self._ahead_end:
+                return batch
         if self._drafts is not None and self._awaits_tokens(self._drafts):
             return None
         self._preempt_outgrown()
@@ -176,6 +187,32 @@ class Scheduler:
                 drafted = self._plan_drafts(self._drafts, decodes, prompts)
             self.rows.computed[decodes.rows] += 1 if drafted.num_new is None else drafted.num_new
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
+        return self._build(decodes, prefix_lens, chunks, admitted, drafted)
+
+    def _schedule_ahead(self, ahead: Ahead) -> ScheduledBatch | None:
+        """The next step, if the device can draft for it and has the tokens of the one in flight, if there is one."""
+        is_known = self._next_update == self._next_step
+        if not is_known and self._ahead_end < self._next_step:
+            return None
+        if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
+            return None
+        plan = ahead.plan(self.decodes.current())
+        if plan is None:
+            return None
+        prefix_lens = self.rows.computed[plan.decodes.rows]
+        self.rows.computed[plan.decodes.rows] += plan.drafted.num_new
+        self._ahead_end = self._next_step + 1
+        return self._build(plan.decodes, prefix_lens, [], [], plan.drafted)
+
+    def _build(
+        self,
+        decodes: RunningDecodes,
+        prefix_lens: np.ndarray,
+        chunks: list[Chunk],
+        admitted: list[Request],
+        drafted: Drafted,
+    ) -> ScheduledBatch:
+        """The batch of a step that is planned."""
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted)
         if self._drafts is not None and self._drafts.depths is not None:
@@ -369,18 +406,20 @@ class Scheduler:
     ) -> UpdateResult:
         """Take the tokens of a verify step: each row's up to the one that ends its request."""
         counts: list[int] = []
-        result = UpdateResult(accepted=[], finished=[], broken=[], counts=counts)
+        result = UpdateResult(accepted=[], finished=[], broken=[], counts=counts, num_drafted=runs.num_drafted)
         now = time.monotonic()
         for row, request in enumerate(batch.requests):
             if request.is_finished:
                 continue
+            if batch.device_lens is not None and request.status is not RequestStatus.RUNNING:
+                continue  # preempted for what the step before drafted: these tokens are behind it
             run = runs.token_ids[row, : runs.counts[row]].tolist()
             if row in broken_rows or (runs.broken_drafts[row] and run[-1] == NO_TOKEN):
                 del run[-1:]
             count = self._take_run(request, run, now)
             num_written = int(batch.prefix_lens[row]) + int(batch.num_new[row])
             if row < batch.num_decodes:
-                num_written = self._settle_decode(batch, row, count)
+                num_written = self._settle_decode(batch, row, count, int(runs.num_drafted[row]))
             request.num_computed_tokens = num_written
             if count:
                 result.accepted.append(row)
@@ -408,12 +447,13 @@ class Scheduler:
                 return count
         return len(tokens)
 
-    def _settle_decode(self, batch: ScheduledBatch, row: int, count: int) -> int:
+    def _settle_decode(self, batch: ScheduledBatch, row: int, count: int, num_drafted: int) -> int:
         """Correct the length of a decode that got `count` tokens; its tokens with KV. Those behind were drafted in
         vain."""
-        request, num_drafted = batch.requests[row], int(batch.num_new[row]) - 1
-        num_written = int(batch.prefix_lens[row]) + max(count, 1)
-        self.rows.computed[request.row] = num_written
+        request, num_kept = batch.requests[row], max(count, 1)
+        prefix_len = int(batch.prefix_lens[row]) if batch.device_lens is None else request.num_computed_tokens
+        num_written = prefix_len + num_kept
+        self.rows.computed[request.row] -= int(batch.num_new[row]) - num_kept
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += min(max(count - 1, 0), num_drafted)
         return num_written

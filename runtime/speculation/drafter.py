@@ -70,6 +70,7 @@ class Speculation:
         num_tokens: most tokens of a draft.
         vocab_size: a draft ends before an id that is not below it.
         by_cost: how many of these a draft may have is chosen for each step and request.
+        most_on_device: requests of a step whose drafts the device can look up by itself; 0: it cannot.
         fills: every draft has as many tokens as it may have. A synthetic acceptance is measured so.
     """
 
@@ -77,4 +78,5 @@ class Speculation:
     num_tokens: int
     vocab_size: int
     by_cost: bool = False
+    most_on_device: int = 0
     fills: bool = False

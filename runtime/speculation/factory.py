@@ -9,19 +9,23 @@ from mllm_compile.runtime.speculation.suffix import SuffixGuesser
 from mllm_compile.runtime.speculation.texts import TextDrafter, TextGuesser
 
 
-def make_speculation(section: SpeculativeSection, vocab_size: int, model: Drafter | None = None) -> Speculation | None:
+def make_speculation(
+    section: SpeculativeSection, vocab_size: int, model: Drafter | None = None, most_verified: int = 0
+) -> Speculation | None:
     """How the scheduler speculates; None: it does not.
 
     Args:
         model: drafts by the draft model, where the runner has one.
+        most_verified: requests of the largest captured verify step.
     """
     if section.method == "none":
         return None
     return Speculation(
         drafter=TextDrafter(_guesser(section)) if model is None else model,
-        num_tokens=section.most_drafted,
+        num_tokens=section.most_captured if most_verified else section.most_drafted,
         vocab_size=vocab_size,
-        by_cost=section.num_speculative_tokens == "by_cost",
+        by_cost=section.by_cost,
+        most_on_device=most_verified if section.method == "ngram" and not section.by_cost else 0,
         fills=section.synthetic_acceptance_length is not None,
     )
 

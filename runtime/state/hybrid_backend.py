@@ -145,6 +145,10 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         return self._pages if self._attention is None else needed(self._attention.decodes).page_table
 
     @property
+    def verifies(self) -> None:
+        """None: a step of drafts would need a state behind each of them."""
+
+    @property
     def mixed(self) -> CapturesMixed | None:
         return self if self.mixed_obstacle is None else None
 

@@ -46,6 +46,11 @@ class StepResults:
         self._all_scores = None if all_scores is None else (all_scores[0], _to_host([all_scores[1]])[0])
         self._buffer.record()
 
+    @property
+    def num_drafted(self) -> np.ndarray | None:
+        """[Q] tokens drafted for each request of a verify step, once it is over; None: as many as were planned."""
+        return None
+
     def tokens(self) -> np.ndarray | None:
         """The sampled tokens, once the copies are over; valid until the buffers come round."""
         self._buffer.wait()
@@ -108,7 +113,7 @@ class StepHandle:
         token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
         runs = None
         if tokens is not None and plan.runs is not None:
-            tokens, runs = _unpack(tokens, plan, self._batch.num_requests)
+            tokens, runs = _unpack(tokens, plan, self._batch.num_requests, self._results.num_drafted)
             newest = np.maximum(runs.counts - 1, 0)[:, None]
             token_ids = np.where(runs.counts > 0, np.take_along_axis(runs.token_ids, newest, axis=1)[:, 0], NO_TOKEN)
         elif tokens is not None:
@@ -126,7 +131,9 @@ class StepHandle:
         )
 
 
-def _unpack(packed: np.ndarray, plan: StepPlan, num_requests: int) -> tuple[np.ndarray, TokenRuns]:
+def _unpack(
+    packed: np.ndarray, plan: StepPlan, num_requests: int, num_drafted: np.ndarray | None
+) -> tuple[np.ndarray, TokenRuns]:
     """The tokens of the step's rows of logits, as far as they were accepted, and the tokens of each request."""
     assert plan.runs is not None, "the plan of a verify step"
     places, requests = plan.runs.places, plan.runs.requests
@@ -138,7 +145,9 @@ def _unpack(packed: np.ndarray, plan: StepPlan, num_requests: int) -> tuple[np.n
         np.full((num_requests, places.shape[1]), NO_TOKEN, dtype=np.int64),
         np.zeros(num_requests, dtype=np.int64),
         np.zeros(num_requests, dtype=bool),
+        np.zeros(num_requests, dtype=np.int64),
     )
+    runs.num_drafted[requests] = (plan.runs.draft_ids != NO_TOKEN).sum(axis=1) if num_drafted is None else num_drafted
     runs.token_ids[requests], runs.counts[requests], runs.broken_drafts[requests] = of_requests, counts, broken_drafts
     return tokens, runs
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile.engine.memory_plan import MemoryPlan
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+from mllm_compile.runtime.schedule.scheduler import Scheduler
 from tests.tiny_model import TINY
 
 pytestmark = [
@@ -33,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(
     cache: Path,
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     method: str,
     prompts: Sequence[Any] = PROMPTS,
     mode: str = "auto",
@@ -65,10 +68,14 @@ def test_deterministic_steps_give_the_same_tokens_and_bits(cache, method, temper
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "none"])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_each_greedy_token_is_the_likeliest_behind_those_before_it(cache, method, mode):
-    """By the prompt's log-probabilities of prompt and answer together, which no draft has been near."""
     greedy = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     outputs, stats = answers(cache, greedy, method, mode=mode)
     assert stats.accepted_tokens > 20
+    check_likeliest(cache, outputs)
+
+
+def check_likeliest(cache: Path, outputs: Sequence[RequestOutput]) -> None:
+    """By the prompt's log-probabilities of prompt and answer together, which no draft has been near."""
     texts = [output.prompt_token_ids + output.token_ids for output in outputs]
     scored, _ = answers(cache, SamplingParams(max_tokens=1, prompt_logprobs=1), "none", texts)
     for output, score in zip(outputs, scored, strict=True):
@@ -78,3 +85,69 @@ def test_each_greedy_token_is_the_likeliest_behind_those_before_it(cache, method
             assert entry is not None
             best = max(candidate.logprob for candidate in entry.values())
             assert entry[token].logprob > best - NOISE
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[int, bool]]:
+    """Of each captured verify step its requests, and whether one was in flight when it was planned."""
+    found: list[tuple[int, bool]] = []
+    launch = VerifyGraphs.launch
+
+    def noted(graphs, fields):
+        found.append((len(fields), bool((fields[:, 1] < 0).any())))
+        return launch(graphs, fields)
+
+    monkeypatch.setattr(VerifyGraphs, "launch", noted)
+    return found
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_steps_in_one_launch_give_the_likeliest_tokens(cache, launches, method):
+    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    outputs, stats = answers(cache, greedy, method, PROMPTS * 3)
+    assert len(launches) > 20
+    assert any(is_ahead for _, is_ahead in launches) is (method == "ngram")
+    assert stats.accepted_tokens > 50
+    check_likeliest(cache, outputs)
+
+
+def test_answers_of_steps_in_one_launch_end_where_those_of_plain_decodes_do(cache, launches):
+    """Bfloat16's noise parts some answers at a near tie."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]
+    params = [
+        SamplingParams(
+            temperature=0.6 if i % 3 == 0 else 0.0,
+            seed=i,
+            max_tokens=5 + 9 * i % 80,
+            ignore_eos=True,
+            stop=["print", "for"][: i % 3],
+        )
+        for i in range(24)
+    ]
+    drafted, _ = answers(cache, params, "ngram", prompts)
+    assert sum(is_ahead for _, is_ahead in launches) > 20
+    plain, _ = answers(cache, params, "none", prompts)
+    same = [one.token_ids == other.token_ids for one, other in zip(drafted, plain, strict=True)]
+    assert sum(same) > 16
+    for one, other, is_same in zip(drafted, plain, same, strict=True):
+        if is_same:
+            assert (one.finish_reason, one.stop_reason, one.text) == (
+                other.finish_reason,
+                other.stop_reason,
+                other.text,
+            )
+
+
+def test_preempted_requests_in_steps_of_one_launch_get_the_likeliest_tokens(cache, launches, monkeypatch):
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, *of: preempted.append(of) or preempt(self, *of))
+    monkeypatch.setattr(MemoryPlan, "pages_from", lambda self, plan: 81)
+    greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    prompts = [[7 + i, *range(20, 60)] * 2 for i in range(8)]
+    few = {"page_size": 16, "max_model_len": 256, "max_running_requests": 8}
+    outputs, _ = answers(cache, greedy, "ngram", prompts, **few)
+    assert preempted
+    assert any(is_ahead for _, is_ahead in launches)
+    monkeypatch.undo()
+    check_likeliest(cache, outputs)

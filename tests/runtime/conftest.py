@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda.driver import _context
+from tests.runtime.cuda_graph.played_cases import play_graphs
 from tests.runtime.fake_driver import FakeDriver
 
 
@@ -27,3 +28,9 @@ def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
     _context.cache_clear()
     yield use
     _context.cache_clear()
+
+
+@pytest.fixture
+def played(monkeypatch) -> None:
+    """Graphs of played_runner, on a CPU."""
+    play_graphs(monkeypatch)

@@ -207,6 +207,7 @@ NOT_SHAPING = {
     "runtime/files/json_data": "how files are read",
     "runtime/files/memory_file": "how bytes become files",
     "runtime/memory_pool": "where KV lies",
+    "runtime/speculation": "what drafts; kernels that do are checked against it",
     "runtime/model_runner": "what runs pieces",
     "runtime/files/regular_file": "how files are read",
     "runtime/runner_config": "what runs pieces",

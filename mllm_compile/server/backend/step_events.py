@@ -74,7 +74,7 @@ class StepEvents:
     def _note_runs(self, batch: ScheduledBatch, runs: TokenRuns, result: UpdateResult, counts: np.ndarray) -> None:
         """Tells a verify step as several steps of a token each: only the last one is not sent yet."""
         rows = np.array(result.accepted, dtype=np.intp)
-        self._note_drafts(batch, rows, counts)
+        self._note_drafts(batch, runs, rows, counts)
         ends = {request: batch.requests.index(request) for request in result.finished}
         for place in range(int(counts.max(initial=1))):
             if place:
@@ -90,9 +90,9 @@ class StepEvents:
                 if row in over:
                     self._note_end(request)
 
-    def _note_drafts(self, batch: ScheduledBatch, rows: np.ndarray, counts: np.ndarray) -> None:
+    def _note_drafts(self, batch: ScheduledBatch, runs: TokenRuns, rows: np.ndarray, counts: np.ndarray) -> None:
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            num_drafted = int(batch.num_new[row]) - 1
+            num_drafted = int(runs.num_drafted[row])
             if row < batch.num_decodes and num_drafted:
                 self._rest.drafts.append((int(batch.rows[row]), num_drafted, count - 1))
 

@@ -77,6 +77,10 @@ class SplitGroup(GroupDecode):
     def plan(self, decodes: DecodeBatch) -> SplitDecode:
         return self._space.prepare(self._group, self._decoders, decodes.seq_lens)
 
+    def plan_behind_writes(self, seq_lens: torch.Tensor) -> SplitDecode:
+        """The wrapper for rows with all their keys in the cache; several may belong to one request."""
+        return self._space.prepare(self._group, self._decoders, seq_lens, behind_writes=True)
+
     def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
         decoder = self._space.prepare(self._group, self._decoders, seq_lens)
         self._captured[bs] = seq_lens, decoder

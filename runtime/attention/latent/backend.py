@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
-from mllm_compile.runtime.attention.capture import CapturesDecodes
+from mllm_compile.runtime.attention.capture import CapturesDecodes, CapturesVerify
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
 from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, ExpansionChoice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
@@ -71,7 +71,7 @@ class _Plan:
     prompts: Mapping[Widths, _Prompts] = field(default_factory=dict)
 
 
-class LatentAttnBackend(AttentionBackend, CapturesDecodes):
+class LatentAttnBackend(AttentionBackend, CapturesDecodes, CapturesVerify):
     """Attends over latents on a GPU."""
 
     rope = cascades = captured_cascades = mixed = prompts = None
@@ -264,6 +264,13 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
     @property
     def page_table(self) -> torch.Tensor:
         return self._table.pages
+
+    @property
+    def verifies(self) -> CapturesVerify:
+        return self
+
+    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+        self._plan = _Plan(num_rows, seq_lens)
 
 
 def _has_kernels(layer: AttentionLayer, pieces: LatentPieces | None) -> bool:

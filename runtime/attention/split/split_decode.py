@@ -82,6 +82,7 @@ class SplitDecodeSpace:
         self._totals = torch.empty_like(self._tops)
         self._done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self._slopes: dict[tuple[float, ...], torch.Tensor] = {}
+        self._fence = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def page_size(self) -> int:
@@ -117,11 +118,14 @@ class SplitDecodeSpace:
         """Write the page table of the requests in `rows` [R] int64; two launches, no wait."""
         self._table.list(rows)
 
-    def prepare(self, group: PlanGroup, decoders: LinkedDecodes, seq_lens: torch.Tensor) -> SplitDecode:
+    def prepare(
+        self, group: PlanGroup, decoders: LinkedDecodes, seq_lens: torch.Tensor, behind_writes: bool = False
+    ) -> SplitDecode:
         """Prepare the decodes of the first len(seq_lens) listed requests.
 
         Args:
             seq_lens: [R] int32, read by the kernel when it runs: at each replay anew if it is captured.
+            behind_writes: a row may have keys of the same step beside its own, and all are in the cache.
         """
         num_requests = seq_lens.shape[0]
         num_sequences = num_requests * group.num_kv_heads
@@ -133,7 +137,8 @@ class SplitDecodeSpace:
             self._totals[: math.prod(heads)].view(heads),
             self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch, self.slopes_of(group))
+        fence = self._fence if behind_writes else None
+        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch, self.slopes_of(group), fence)
 
 
 class SplitDecode:
@@ -146,12 +151,19 @@ class SplitDecode:
         seq_lens: torch.Tensor,
         scratch: list[torch.Tensor],
         slopes: Sequence[torch.Tensor] = (),
+        fence: torch.Tensor | None = None,
     ) -> None:
-        """Args: slopes: [H] float32 of layers with a bias by distance; else none."""
+        """
+        Args:
+            slopes: [H] float32 of layers with a bias by distance; else none.
+            fence: any number, where all keys of the step have to be in the cache. The kernels fetch keys of earlier
+                steps before the kernel ahead has ended, and take all but a row's own for such.
+        """
         self._decoder = decoder
         self._batch = [page_table, seq_lens]
         self._scratch = scratch
         self._slopes = slopes
+        self._fence = fence
 
     @property
     def seq_lens(self) -> torch.Tensor:
@@ -161,7 +173,7 @@ class SplitDecode:
     @property
     def fuses_rope(self) -> bool:
         """True if `run_with_rope` may be called."""
-        return self._decoder.fuses_rope
+        return self._decoder.fuses_rope and self._fence is None
 
     def run(
         self,
@@ -172,6 +184,8 @@ class SplitDecode:
     ) -> torch.Tensor:
         """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], if the layer has some. Writes and
         returns out."""
+        if self._fence is not None:
+            self._fence.add_(0)  # a kernel that starts when all before have ended, and lets none start before its end
         inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch]
         self._decoder.piece([*inputs, *_typed(sinks, q), *self._slopes])
         return out

@@ -36,13 +36,18 @@ def _mix64(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _negative_gumbel(seed: tl.tensor, position: tl.tensor, counters: tl.tensor) -> tl.tensor:
-    """counter_rng.negative_gumbel at these counters (int64, from 1) of a draw."""
+def uniform(seed: tl.tensor, position: tl.tensor, counters: tl.tensor) -> tl.tensor:
+    """counter_rng.uniform at these counters (int64, from 1) of a draw."""
     key = _mix64(seed * -7046029254386353131 + position)  # 0x9E3779B97F4A7C15
     bits = _mix64(key + counters * -7046029254386353131)
     # (1 - 2**-24) / 2**63 and 2**-64, as there
-    uniform = tl.maximum(tl.abs(bits.to(tl.float32)) * 1.0842021078620191e-19, 5.421010862427522e-20)
-    return libdevice.log(-libdevice.log1p(-uniform))
+    return tl.maximum(tl.abs(bits.to(tl.float32)) * 1.0842021078620191e-19, 5.421010862427522e-20)
+
+
+@triton.jit
+def _negative_gumbel(seed: tl.tensor, position: tl.tensor, counters: tl.tensor) -> tl.tensor:
+    """counter_rng.negative_gumbel at these counters of a draw."""
+    return libdevice.log(-libdevice.log1p(-uniform(seed, position, counters)))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from mllm_compile.runtime.step.paths.base import StepParts, StepPath
 from mllm_compile.runtime.step.paths.decodes import DecodePath
 from mllm_compile.runtime.step.paths.forward import ForwardPath
 from mllm_compile.runtime.step.paths.prompts import PromptPath
+from mllm_compile.runtime.step.paths.verify import VerifyPath
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
@@ -32,11 +33,14 @@ class StepPaths:
         self._most_decodes = 0 if decodes is None else decodes.most_requests
         self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
         self._prompts = None if prompts is None else PromptPath(parts, prompts)
+        verifies = None if graphs is None else graphs.verifies
+        self._verifies = None if verifies is None else VerifyPath(parts, verifies)
 
     def of(self, batch: ScheduledBatch) -> StepPath:
-        """The path of a batch: captured decodes, captured prompts, or the forward path."""
+        """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
         if batch.has_drafts:
-            return self.forward
+            verifies = self._verifies
+            return verifies if verifies is not None and verifies.serves(batch) else self.forward
         if batch.num_decodes == batch.num_requests:
             count = self._planner.most_requests(batch)
             return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward

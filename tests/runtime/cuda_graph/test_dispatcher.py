@@ -97,7 +97,7 @@ def test_sizes_in_any_order_and_twice_are_the_same_sizes():
 
 def test_a_mode_captures_decodes_pieces_and_steps_with_prompts():
     named = {mode.name: {kind.name for kind in GraphKind if mode.captures(kind)} for mode in CUDAGraphMode}
-    decodes = {kind.name for kind in GraphKind if kind.is_decode}
+    decodes = {kind.name for kind in GraphKind if kind.is_decode} | {"VERIFY"}
     prompts = {"MIXED", "PREFILL_NEW", "PREFILL_CACHED"}
     assert named == {
         "NONE": set(),

@@ -24,14 +24,15 @@ def test_tokens_that_are_captured_are_as_few_requests_as_may_be_none_too_long(nu
 def test_graphs_that_serve_any_step_share_outputs_that_are_zeros_at_first(kind):
     outputs, like = LayerOutputs(most_tokens=8, num_ranks=1), torch.ones(5, 2)
     context = {"no_compile_layers": {}, "slot_mapping": {}, "num_tokens": 5}
+    descriptor = BatchDescriptor(5, kind=kind)
     with set_forward_context(
         {},
         **context,
         cudagraph_runtime_mode=CUDAGraphMode.FULL,
-        batch_descriptor=BatchDescriptor(5, kind=kind),
+        batch_descriptor=descriptor,
     ):
         one, other = (outputs(0, like, (3,), torch.float32) for _ in range(2))
     assert one.shape == (5, 3)
-    assert (one.data_ptr() == other.data_ptr()) is not kind.is_decode
-    if not kind.is_decode:
+    assert (one.data_ptr() == other.data_ptr()) is not descriptor.uniform
+    if not descriptor.uniform:
         assert not one.any()

@@ -119,7 +119,9 @@ class FakeDevice:
         taken = taken_of_decodes = 0
         width = int(batch.num_new[: batch.num_decodes].max(initial=1))
         choices = np.full((batch.num_requests, width), -1, dtype=np.int64)
-        runs = TokenRuns(choices, np.zeros(batch.num_requests, int), np.zeros(batch.num_requests, bool))
+        drafted = np.where(np.arange(batch.num_requests) < batch.num_decodes, batch.num_new - 1, 0)
+        nothing = np.zeros(batch.num_requests, int)
+        runs = TokenRuns(choices, nothing, nothing.astype(bool), drafted)
         if batch.has_drafts:
             self.runs[batch.step_id] = runs
         for i, (request, row, prefix_len, num_new) in enumerate(

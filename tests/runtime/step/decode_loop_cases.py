@@ -65,7 +65,7 @@ class GraphsOf:
     inputs = SimpleNamespace(holds=lambda num_tokens, num_requests: False)
 
     def __init__(self, decodes=None, prompts=None) -> None:
-        self.decodes, self.prompts = decodes, prompts
+        self.decodes, self.prompts, self.verifies = decodes, prompts, None
 
     def run(self, batch) -> None:
         """No batch is captured."""

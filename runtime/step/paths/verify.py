@@ -1,0 +1,132 @@
+"""Captured verify steps: one launch of a graph that makes its inputs, chooses tokens and accepts drafts.
+
+Drafts are the host's, or the device's own (ScheduledBatch.device_lens). For these the device has the text of each
+request: the host brings what it lacks where such steps begin.
+
+Shape legend: R requests of the step, C tokens of each in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
+from mllm_compile.runtime.sampling.params import NO_TOKEN
+from mllm_compile.runtime.schedule.ahead import may_be_captured
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
+from mllm_compile.runtime.step.plan import RunPlan, StepPlan
+from mllm_compile.runtime.step.results import StepResults
+from mllm_compile.runtime.step_fields import StepFields
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.verifies import CapturedVerify, VerifyGraphs
+
+_OF_DEVICE = -1
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class VerifyPath(StepPath):
+    """See the module's header."""
+
+    def __init__(self, parts: StepParts, graphs: VerifyGraphs) -> None:
+        super().__init__(parts)
+        self._graphs = graphs
+        self._num_tokens = graphs.loop.num_tokens
+        self._texts: dict[int, tuple[Request, int]] = {}  # by row: whose text the device has, and how much of it
+
+    def serves(self, batch: ScheduledBatch) -> bool:
+        """True if a graph runs the batch: decodes alone that choose plainly, with drafts that fit."""
+        if batch.device_lens is not None:
+            return True  # planned for it
+        if batch.num_decodes < batch.num_requests or batch.num_requests > self._graphs.most_requests:
+            return False
+        return int(batch.num_new.max()) <= self._num_tokens and all(map(may_be_captured, batch.requests))
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        count, width = batch.num_requests, self._num_tokens
+        requests = np.arange(count)
+        fields = StepFields(
+            input_ids=_NONE,
+            positions=_NONE,
+            out_cache_loc=_NONE,
+            req_pool_indices=batch.rows,
+            seq_lens=batch.seq_lens,
+        )
+        draft_ids = np.full((count, width - 1), NO_TOKEN, dtype=np.int64)
+        return StepPlan(
+            fields=fields,
+            is_decode=False,
+            sampled=requests.repeat(width),
+            token_indices=np.arange(count * width),
+            score_indices=_NONE,
+            prompt_rows=_NONE,
+            prompt_num_top=0,
+            runs=RunPlan(requests, np.arange(count * width).reshape(count, width), draft_ids),
+        )
+
+    def run(self, step: Step) -> StepResults:
+        batch, sampling = step.batch, self._sampling
+        self._pools.bring_new_pages(batch)
+        sampling.follow_rows(batch)
+        sampling.state.flush()
+        fields = np.zeros((batch.num_requests, VERIFY_FIELDS), dtype=np.int32)
+        fields[:, 0], fields[:, 2] = batch.rows, batch.num_new - 1
+        if batch.device_lens is None:
+            fields[:, 1], fields[:, 3] = batch.prefix_lens, batch.num_new - 1
+            _write_drafts(fields[:, 4:], batch)
+        else:
+            fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
+            self._bring_texts(batch, batch.device_lens)
+        return VerifyResults(self._graphs.launch(fields), self._num_tokens)
+
+    def follow(self, step: Step) -> None:
+        raise RuntimeError("internal error: verify steps are captured on one rank alone")
+
+    def _bring_texts(self, batch: ScheduledBatch, lengths: np.ndarray) -> None:
+        """Brings what the device lacks of the texts of requests whose length is the host's."""
+        parts = []
+        for index in np.flatnonzero(lengths != _OF_DEVICE).tolist():
+            request, row = batch.requests[index], int(batch.rows[index])
+            owner, num_known = self._texts.get(row, (None, 0))
+            num_known = num_known if owner is request else 0
+            num_prompt = len(request.prompt_token_ids)
+            if num_known < num_prompt:
+                new = request.all_token_ids[num_known:]
+            else:
+                new = np.array(request.output_token_ids[num_known - num_prompt :], dtype=np.int64)
+            self._texts[row] = request, num_known + new.size
+            parts.append((np.full(new.size, row), num_known + np.arange(new.size), new))
+        if parts:
+            self._graphs.loop.write_texts(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+class VerifyResults(StepResults):
+    """The results of a captured verify step."""
+
+    def __init__(self, step: CapturedVerify, num_tokens: int) -> None:
+        super().__init__(step.buffer, None, None)
+        self._results, self._num_tokens = step.results, num_tokens
+
+    def tokens(self) -> np.ndarray:
+        """The tokens as AcceptedTokens.packed has them, once the copy is over."""
+        self._buffer.wait()
+        counts, num_drafted = self._results[:, 0], self._results[:, 1]
+        chosen = self._results[:, 2 : 2 + self._num_tokens]
+        is_of_step = np.arange(self._num_tokens) <= num_drafted[:, None]
+        is_broken = ((chosen == NO_TOKEN) & is_of_step).any(axis=1) & (num_drafted > 0)
+        return np.concatenate((chosen.ravel(), counts, is_broken))
+
+    @property
+    def num_drafted(self) -> np.ndarray:
+        return self._results[:, 1].copy()
+
+
+def _write_drafts(places: np.ndarray, batch: ScheduledBatch) -> None:
+    """Writes each request's draft into its row of `places`."""
+    is_drafted = np.arange(places.shape[1]) < (batch.num_new - 1)[:, None]
+    starts = np.add.accumulate(batch.num_new) - batch.num_new
+    places[is_drafted] = np.delete(batch.verify_token_ids, starts)

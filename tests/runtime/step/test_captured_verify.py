@@ -1,0 +1,198 @@
+"""Captured verify steps, played on a CPU: the tokens that plain decodes give, with drafts of the host or the device.
+
+On a GPU: tests/gpu/test_speculation.py.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.program.loaded import VerifyPieces
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.factory import make_speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
+from tests.runtime.cuda_graph.played_cases import Model, played_runner
+from tests.runtime.runner_cases import VOCAB, Loop
+from tests.runtime.step.test_verify_steps import KINDS, PROMPTS, ReplayingDrafter, seen
+
+MOST = 3
+FEW = {"allowed_token_ids": [5, 6]}  # answers that repeat themselves
+
+
+class Repeats(Model):
+    """Its answers repeat themselves: a token says much about the next one, and its position nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions.zero_()
+        self.qkv = [weight * 0.2 for weight in self.qkv]
+
+
+def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, **options) -> Loop:
+    """Serves requests; each further `joining` steps one more joins."""
+    runner = played_runner(Repeats(), section, **options)
+    speculation = None
+    if section is not None:
+        verifies = runner.graph_runner.verifies
+        assert verifies is not None
+        speculation = make_speculation(section, VOCAB, most_verified=verifies.most_requests)
+        if drafter is not None:
+            most = section.num_speculative_tokens
+            speculation = Speculation(drafter=drafter, num_tokens=most, vocab_size=VOCAB)
+    loop = Loop(runner, prefix_cache, speculation)
+    loop.requests, waiting, in_flight = [], list(requests), None
+    with torch.inference_mode():
+        while waiting or loop.scheduler.has_work():
+            if waiting and (not joining or len(loop.batches) >= joining * len(loop.requests)):
+                loop.requests.append(loop.add(**{"max_tokens": 24} | waiting.pop(0)))
+            in_flight = loop._turn(in_flight, True)
+        if in_flight is not None:
+            loop._finish(*in_flight)
+    return loop
+
+
+def ahead_steps(loop: Loop) -> int:
+    """Steps that were planned before the tokens of the last one were known."""
+    lengths = (batch.device_lens for batch in loop.batches)
+    return sum(of_step is not None and int(of_step.min()) < 0 for of_step in lengths)
+
+
+def section_of(most: int = MOST, **more) -> SpeculativeSection:
+    return SpeculativeSection(**{"method": "ngram", "num_speculative_tokens": most} | more)
+
+
+def compare(requests, section=None, **options) -> Loop:
+    plain = serve(requests, **options)
+    drafted = serve(requests, section or section_of(), **options)
+    assert seen(drafted) == seen(plain)
+    return drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_the_host_give_the_same_tokens_in_one_launch(played, kind):
+    requests = [{"prompt": prompt, "temperature": 0.5 * (i % 2)} for i, prompt in enumerate(PROMPTS)]
+    plain = serve(requests)
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain.requests}
+    drafted = serve(requests, section_of(method="suffix"), TextDrafter(ReplayingDrafter(answers, kind)))
+    assert seen(drafted) == seen(plain)
+    assert not ahead_steps(drafted)
+    if kind == "right":
+        assert len(drafted.batches) < len(plain.batches) / 2
+        assert drafted.runner.forward_pass_id == len(drafted.batches)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("most", [1, 7])
+def test_drafts_of_the_device_give_the_same_tokens_while_a_step_is_in_flight(played, most, temperature):
+    requests = [{"prompt": prompt * 2, "temperature": temperature} for prompt in PROMPTS]
+    drafted = compare(requests, section_of(most))
+    assert ahead_steps(drafted) > 5
+    if not temperature:
+        assert sum(request.num_accepted_tokens for request in drafted.requests) > 10
+
+
+def test_the_device_drafts_what_the_host_would(played):
+    """Step by step, of one request."""
+    requests = [{"prompt": [5, 6, 7, 8, 5, 6], "max_tokens": 30}]
+    on_device = serve(requests, section_of())
+    on_host = serve(requests, section_of(), make_speculation(section_of(), VOCAB).drafter)
+    ours, theirs = (
+        [loop.requests[0].num_drafted_tokens, loop.requests[0].num_accepted_tokens] for loop in (on_device, on_host)
+    )
+    assert ahead_steps(on_device) and not ahead_steps(on_host)
+    assert seen(on_device) == seen(on_host)
+    assert ours[1] > 5 and abs(ours[0] - theirs[0]) <= 2 * MOST
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_requests_that_join_and_leave_give_the_same_tokens(played, page_size):
+    random = Random(3)
+    requests = [
+        {"prompt": [random.randrange(9) for _ in range(random.randrange(1, 20))], "max_tokens": random.randrange(1, 40)}
+        | random.choice([{}, {}, {"temperature": 0.8}, {"stop_token_ids": [3, 5]}])
+        for _ in range(24)
+    ]
+    drafted = compare(requests, joining=4, page_size=page_size, num_pages=400 // page_size)
+    assert ahead_steps(drafted) > 10
+
+
+def test_parameters_that_no_graph_serves_are_served_beside(played):
+    others = [{}, {"top_k": 3, "temperature": 0.8}, {"logprobs": 1}, {"presence_penalty": 1.0}, FEW, {}]
+    requests = [
+        {"prompt": prompt, "max_tokens": 20} | other for prompt, other in zip(PROMPTS * 2, others, strict=False)
+    ]
+    drafted = compare(requests, joining=9)
+    assert ahead_steps(drafted) > 0
+    assert any(batch.has_drafts and batch.device_lens is None for batch in drafted.batches)
+
+
+def test_preempted_requests_give_the_same_tokens(played):
+    requests = [{"prompt": [1, 2, 3, 4, 5, 6], "max_tokens": 20, "seed": i, "temperature": 0.6} for i in range(4)]
+    drafted = compare(requests, num_pages=16)
+    assert drafted.scheduler.stats().preemptions > 0
+    assert ahead_steps(drafted) > 0
+
+
+def test_an_answer_ends_at_each_of_its_tokens(played):
+    prompt = PROMPTS[0] * 2
+    answer = serve([{"prompt": prompt}]).requests[0].output_token_ids
+    ends = [{"max_tokens": length} for length in range(1, 9)] + [{"stop_token_ids": [token]} for token in set(answer)]
+    compare([{"prompt": prompt} | end for end in ends], max_running_requests=16, num_pages=300)
+
+
+def test_a_prefix_hit_on_an_answer_of_such_steps_gives_the_same_tokens(played):
+    prompt = [3, 9, 27, 20, 60] * 2
+    loop = serve([{"prompt": prompt, "max_tokens": 20}], section_of(), prefix_cache=True)
+    again = [*prompt, *loop.requests[0].output_token_ids[:18], 8]
+    request = loop.add(again, max_tokens=8)
+    with torch.inference_mode():
+        loop.run()
+    assert request.num_cached_tokens >= 20
+    assert request.output_token_ids == Repeats().greedy(again, 8)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["the host's", "the device's"])
+def test_a_draft_without_numbers_costs_no_token(played, is_own):
+    """Token 7 has an embedding of NaN, and is all that is drafted; a later step of the request may be in flight."""
+
+    class Broken(Repeats):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding[7] = torch.nan
+
+    model, prompts = Broken(), [[1, 2, 1], [4, 5]]
+    section = section_of(method="ngram" if is_own else "suffix")
+    runner = played_runner(Broken(), section)
+    loop = runner.graph_runner.verifies.loop
+    begin = loop._pieces.begin
+
+    def drafts_sevens(arguments):
+        fields = arguments[0]
+        fields[:, 4:] = 7
+        fields[:, 3] = fields[:, 2]
+        return begin(arguments)
+
+    loop._pieces = VerifyPieces(drafts_sevens, loop._pieces.end)
+    speculation = make_speculation(section, VOCAB, most_verified=8)
+    if not is_own:
+        answers = {tuple(prompt): model.greedy(prompt, 1) + [7] * 20 for prompt in prompts}
+        drafter = TextDrafter(ReplayingDrafter(answers, "right"))
+        speculation = Speculation(drafter=drafter, num_tokens=MOST, vocab_size=VOCAB)
+    loop = Loop(runner, True, speculation)
+    requests = [loop.add(prompt, max_tokens=16) for prompt in prompts]
+    with torch.inference_mode():
+        loop.run()
+    assert [request.output_token_ids for request in requests] == [model.greedy(prompt, 16) for prompt in prompts]
+    assert [request.num_preemptions for request in requests] == [1, 1]
+    assert (ahead_steps(loop) > 0) is is_own
+
+
+def test_a_synthetic_acceptance_gives_its_mean(played):
+    section = section_of(synthetic_acceptance_length=2.5)
+    loop = serve([{"prompt": [1, 2, 3], "max_tokens": 50} for _ in range(6)], section)
+    steps = sum(batch.num_decodes for batch in loop.batches if batch.has_drafts and batch.num_new.max() > 1)
+    assert 2.1 < (sum(request.num_accepted_tokens for request in loop.requests) + steps) / steps < 2.8
