@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -167,10 +168,12 @@ def test_the_largest_scores_are_chosen(num_experts, softmax, renormalise):
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-def served_on(folder: Path, cache: Path, backend: str, attention: str, **graphs: str) -> Engine:
+def served_on(
+    folder: Path, cache: Path, backend: str, attention: str, without: Sequence[str] = (), **graphs: str
+) -> Engine:
     sections = {
         "model": {"path": str(folder), "dtype": "bfloat16"},
-        "compile": {"backend": backend},
+        "compile": {"backend": backend, "disable_passes": list(without)},
         "cache": {"dir": str(cache)},
         "cudagraph": graphs,
         "runtime": {
