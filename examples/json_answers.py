@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from mllm_compile import Engine, SamplingParams, StructuredOutputsParams
+from mllm_compile import Engine, MllmError, SamplingParams, StructuredOutputsParams
 
 SCHEMA = json.loads((Path(__file__).parent / "person.json").read_text(encoding="utf-8"))
 QUESTIONS = [
@@ -31,4 +31,7 @@ def main(model: str = "smollm2.gguf") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except MllmError as error:
+        sys.exit(f"{error} `python examples/demo.py --fetch` gets smollm2.gguf.")

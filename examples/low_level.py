@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from mllm_compile import ReadPrompt, open_model
+from mllm_compile import MllmError, ReadPrompt, open_model
 from mllm_compile.runtime.memory_pool import TokenToKVPoolAllocator
 from mllm_compile.runtime.model_runner import ModelRunner
 
@@ -80,4 +80,7 @@ def take_slots(runner: ModelRunner, count: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except MllmError as error:
+        sys.exit(f"{error} `python examples/demo.py --fetch` gets smollm2.gguf.")

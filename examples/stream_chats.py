@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from mllm_compile import AsyncEngine, SamplingParams
+from mllm_compile import AsyncEngine, MllmError, SamplingParams
 
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "What is a compiler? Answer in two sentences."]
 BEGINNING = "Once upon a time"
@@ -39,4 +39,7 @@ async def main(model: str = "smollm2.gguf") -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except MllmError as error:
+        sys.exit(f"{error} `python examples/demo.py --fetch` gets smollm2.gguf.")

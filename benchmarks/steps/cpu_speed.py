@@ -48,7 +48,7 @@ _VOCABULARY = 1000  # ids of prompts; fewer than any model has
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--plain", type=Path, help="the model without quantisation, which ours-int8 reads in its place")
+    parser.add_argument("--plain", type=Path, help="the model unquantised, for ours-int8 and Transformers")
     parser.add_argument("--engines", type=names_of(ENGINES), default=list(ENGINES))
     parser.add_argument("--threads", type=positives, default=[1, 2])
     parser.add_argument("--requests", type=positives, default=[1, 8])
@@ -60,8 +60,7 @@ def main() -> None:
     print(machine_line("cpu"))
     figures = {}
     for threads in args.threads:
-        models = {name: args.plain if name == "ours-int8" and args.plain else args.model for name in args.engines}
-        workers = {name: Worker(name, model, threads, args.requests) for name, model in models.items()}
+        workers = {name: Worker(name, model_of(name, args), threads, args.requests) for name in args.engines}
         running = {name: worker for name, worker in workers.items() if worker.is_ready()}
         for count in args.requests:
             takes = {name: partial(one.take, count, args.prompt, args.tokens) for name, one in running.items()}
@@ -76,6 +75,12 @@ def main() -> None:
             worker.end()
     if args.json is not None:
         append_record(args.json, __doc__ or "", args, figures, "cpu")
+
+
+def model_of(name: str, args: Any) -> Path:
+    is_plain = name == "ours-int8" or name.startswith("transformers-")
+    model: Path = args.plain if args.plain is not None and is_plain else args.model
+    return model
 
 
 def row(name: str, start_s: float, taken: Times, base: Times, count: int, args: Any) -> tuple[str, ...]:

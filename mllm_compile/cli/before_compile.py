@@ -8,6 +8,7 @@ from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
+from mllm_compile.gguf.parts import gguf_parts
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.weights.file_names import is_gguf
 from mllm_compile.text.tokenizer import no_chat_template
@@ -22,11 +23,16 @@ def check_takes_text(source: EngineConfig | Path, model: str, *, as_chat: bool) 
         as_chat: the text goes through the chat template.
 
     Raises:
-        RequestError: a local folder has no tokenizer, or no chat template.
+        RequestError: a local folder or GGUF file has no tokenizer, or no chat template.
+        CheckpointError, ModelNotFoundError, UnsupportedModelError: as open_gguf and gguf_parts.
     """
     if isinstance(source, Path):
         return
     folder = user_path(source.model.path)
+    if folder.exists() and not (folder / CONFIG_FILE).is_file() and (parts := gguf_parts(folder)) is not None:
+        from mllm_compile.gguf.folder import open_gguf
+
+        folder = open_gguf(parts, source.cache.dir).folder
     if not (folder / CONFIG_FILE).is_file():
         return
     if not has_tokenizer(folder):

@@ -90,9 +90,9 @@ def generate_command(
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
     images = [{"type": "image", "image": _image(path)} for path in image or ()]
-    check_takes_text(engine_config, model, as_chat=chat or bool(images))
     if images:
         check_takes_images(engine_config, model)
+    check_takes_text(engine_config, model, as_chat=chat or bool(images))
 
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine

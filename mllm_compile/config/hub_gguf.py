@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from mllm_compile.errors import ModelNotFoundError
-from mllm_compile.gguf.parts import first_parts, part_names
+from mllm_compile.gguf.parts import first_parts, is_named_as_model, part_names
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 _log = logging.getLogger("mllm_compile.config")
 _USUAL = "Q4_K_M"
-_NO_MODELS = ("mmproj", "imatrix")  # beginnings of names: projectors of images, statistics
 _MOST_NAMES = 6  # of an error
 
 
@@ -33,7 +32,7 @@ def chosen_files(names: Iterable[str], tag: str | None, hub_id: str) -> list[str
     Raises:
         ModelNotFoundError: there is no such model, or several.
     """
-    paths = [path for name in names if is_gguf(path := PurePosixPath(name)) and not path.name.startswith(_NO_MODELS)]
+    paths = [path for name in names if is_gguf(path := PurePosixPath(name)) and is_named_as_model(path.name)]
     firsts = [path for path in paths if first_parts([path.name])]
     if not firsts and tag is None:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,14 @@ from mllm_compile.errors import CheckpointError, ModelNotFoundError
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)  # projectors of images, statistics
 _MAX_PARTS = 999
+_log = logging.getLogger("mllm_compile.gguf")
+
+
+def is_named_as_model(name: str) -> bool:
+    """False for a file that lies beside a model by its name, such as `mmproj-F16.gguf` or `Tiny-mmproj-f16.gguf`."""
+    return _NO_MODEL.search(name) is None
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
@@ -43,10 +51,12 @@ def gguf_parts(path: Path) -> tuple[Path, ...] | None:
         names = sorted(one.name for one in path.iterdir() if is_gguf(one))
         if not names:
             return None
-        firsts = first_parts(names)
+        firsts = first_parts(filter(is_named_as_model, names))
         if len(firsts) != 1:
             shown = ", ".join((firsts or names)[:4])
             raise ModelNotFoundError(f"{path} holds several GGUF models or none whole ({shown}). Name one file.")
+        if beside := [name for name in names if not is_named_as_model(name)]:
+            _log.info("%s: %s is taken, and %s left out, which holds no model", path, firsts[0], ", ".join(beside))
         path = path / firsts[0]
     if not is_gguf(path):
         return None

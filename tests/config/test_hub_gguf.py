@@ -17,7 +17,14 @@ from tests.config.test_hub_cache import COMMIT, NEEDED, cache, put
 
 __all__ = ["cache"]
 ONE = ["README.md", "Tiny.Q8_0.gguf"]
-SEVERAL = ["config.json", "mmproj-F16.gguf", "Tiny-Q8_0.gguf", "tiny-q4_k_m.gguf", "Tiny-Q4_K_S.gguf"]
+SEVERAL = [
+    "config.json",
+    "mmproj-F16.gguf",
+    "Tiny-mmproj-F16.gguf",
+    "Tiny-Q8_0.gguf",
+    "tiny-q4_k_m.gguf",
+    "Tiny-Q4_K_S.gguf",
+]
 SPLIT = [f"BF16/Tiny-BF16-{part:05}-of-00002.gguf" for part in (2, 1)]
 
 

@@ -12,6 +12,7 @@ import gguf
 import pytest
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.cli.before_compile import check_takes_text
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.schema import EngineConfig
@@ -225,6 +226,13 @@ LONG = [one for one in WORK if any(word in one for word in ("ranks", "Inductor",
 )
 def test_a_feature_meets_a_gguf_file_as_the_page_says(name, file, tmp_path):
     (WORK | REFUSED)[name](file, tmp_path)
+
+
+def test_a_chat_without_a_template_is_refused_before_a_compile(file):
+    config = EngineConfig.from_dict(file.config())
+    check_takes_text(config, "tiny.gguf", as_chat=False)
+    with pytest.raises(RequestError, match="the model has no chat template; pass the prompt as text"):
+        check_takes_text(config, "tiny.gguf", as_chat=True)
 
 
 def test_the_page_lists_every_feature():

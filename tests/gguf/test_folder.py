@@ -99,6 +99,15 @@ def test_safetensors_win_over_a_gguf_file_beside_them(file, tmp_path, caplog):
     assert "holds safetensors and GGUF: the former are read" in caplog.text
 
 
+def test_files_beside_a_model_are_left_out_by_their_names(file, tmp_path, caplog):
+    for name in ("tiny.gguf", "tiny-mmproj-f16.gguf", "mmproj-F16.gguf", "imatrix.gguf"):
+        shutil.copy(file[0], tmp_path / name)
+    with caplog.at_level("INFO", "mllm_compile.gguf"):
+        folder = opened(tmp_path, tmp_path / "cache")
+    assert [one.name for one in folder.weight_files] == ["tiny.gguf"]
+    assert "tiny.gguf is taken, and imatrix.gguf, mmproj-F16.gguf, tiny-mmproj-f16.gguf left out" in caplog.text
+
+
 def test_several_models_in_a_folder_are_refused(file, tmp_path):
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(file[0], tmp_path / name)
