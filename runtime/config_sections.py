@@ -26,7 +26,7 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
-SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model"]
+SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
 MOST_BY_COST = 15
@@ -106,6 +106,11 @@ class SpeculativeSection:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     synthetic_acceptance_length: float | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """True if a model of its own drafts."""
+        return self.method in ("draft_model", "eagle3")
 
     @property
     def most_drafted(self) -> int:

@@ -134,6 +134,7 @@ class ForwardBatch:
     pixel_values: torch.Tensor | None = None
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
+    hidden_states: torch.Tensor | None = None  # [T, hidden], of a drafter that reads them beside tokens; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
     num_verify_tokens: int = 0  # first tokens, of a verify step: those of decodes, drafts among them
     greedy_across_ranks: bool = False  # likeliest tokens are all that is wanted: ranks may keep their parts of logits
@@ -176,6 +177,7 @@ class TokenInputs:
         rope_lens: least lengths for a token's RoPE, where it depends on requests' lengths: the prompt's; 0 for decodes,
             which depend on their position alone.
         all_slots: [N * T] of N ranks that exchange tokens, 0 for padding.
+        hidden_states: [T, hidden], as ForwardBatch has them.
     """
 
     input_ids: torch.Tensor
@@ -185,6 +187,7 @@ class TokenInputs:
     mrope_positions: torch.Tensor | None = None
     rope_lens: torch.Tensor | None = None
     all_slots: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -194,6 +197,8 @@ class TokenInputs:
             found["rope_lens"] = self.rope_lens
         if self.all_slots is not None:
             found["all_slots"] = self.all_slots
+        if self.hidden_states is not None:
+            found["hidden_states"] = self.hidden_states
         if self.mrope_positions is not None:
             found["positions"] = self.mrope_positions
         if self.media is not None:
@@ -203,7 +208,8 @@ class TokenInputs:
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
         given = batch.input_ids, batch.positions, batch.out_cache_loc
-        return cls(*given, batch.media, batch.mrope_positions, batch.rope_lens)
+        media = batch.media, batch.mrope_positions
+        return cls(*given, *media, batch.rope_lens, hidden_states=batch.hidden_states)
 
     def padded(self, num_tokens: int) -> TokenInputs:
         """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""

@@ -282,8 +282,10 @@ class ModelRunner(RunnerSizes):
 
     @property
     def captures_graphs(self) -> bool:
-        """True if steps are captured: on CUDA, of a model that generates, unless they are disabled."""
-        return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and self.is_generation
+        """True if steps are captured: on CUDA, of a model that generates, unless they are disabled. Those that read
+        hidden states are not."""
+        may_be = self.is_generation and not self.model.reads_hidden_states
+        return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and may_be
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -491,6 +493,10 @@ class ModelRunner(RunnerSizes):
         self.attn_backend.init_forward_metadata(batch)
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)
+        if self.model.reads_hidden_states and batch.hidden_states is None:
+            batch.hidden_states = batch.input_ids.new_zeros(
+                (batch.num_tokens, self.model.hidden_size), dtype=self.config.dtype
+            )
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)

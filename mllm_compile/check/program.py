@@ -526,6 +526,8 @@ def _run_program(
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+    if "hidden_states" in executor.program.inputs:
+        inputs["hidden_states"] = executor.weights["embed_tokens.weight"][inputs["input_ids"]]
     inputs["rope_lens"] = torch.cat([(request[-1:] + 1).expand(len(request)) for request in positions])
     return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype, states)
 

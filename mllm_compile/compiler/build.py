@@ -22,6 +22,7 @@ from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
 from mllm_compile.compiler.draft_model import (
     check_draft_program,
+    check_hidden_sizes,
     check_tokenizers,
     check_vocabularies,
     told_of_draft_model,
@@ -101,6 +102,8 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         manifest = _write(scratch, target, options, timeline)
         if drafter is not None:
             check_vocabularies(config, manifest.sizes.vocab_size, drafter.sizes.vocab_size)
+            if drafter.program.projection is not None:
+                check_hidden_sizes(config, manifest.sizes.hidden_size, drafter.sizes.hidden_size)
     give_back_unused(config.runtime.device)  # an engine of this process counts what is free
     with timeline.stage("check runtime"):
         return open_artifact(folder)

@@ -1,4 +1,4 @@
-"""The draft model of `speculative.method: draft_model`: what it is compiled as, and whether it fits the model.
+"""The draft model, a smaller model or a head: what it is compiled as, and whether it fits the model.
 
 It is compiled like any model, into a folder of the model's runtime. Both have the same pages, limits and types.
 """
@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
+from mllm_compile.config.speculators import head_type, read_eagle3
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
+from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.text.tokenizer import load_tokenizer
@@ -67,17 +70,62 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
     """
     if config.runtime.num_ranks > 1:
         raise ConfigError(
-            f"speculative.method is draft_model, and the model is on {config.runtime.num_ranks} ranks: a draft model "
-            "runs on one. Set speculative.method: ngram or suffix, or use one rank."
+            f"speculative.method is {config.speculative.method}, and the model is on {config.runtime.num_ranks} ranks: "
+            "what drafts runs on one. Set speculative.method: ngram or suffix, or use one rank."
         )
     sizes = [folder.text_config_value("vocab_size", "n_vocab") for folder in (model, drafter)]
     if all(isinstance(size, int) for size in sizes):
         check_vocabularies(config, *sizes)
+    if config.speculative.method == "eagle3":
+        _check_head(config, model, drafter)
+    elif (kind := head_type(drafter.config)) is not None:
+        raise ConfigError(
+            f"speculative.model {short_repr(config.speculative.model)} is a head of kind {short_repr(kind)}: set "
+            "speculative.method: eagle3 if it is one of EAGLE-3, or use a draft model."
+        )
     limit, length = longest_text(drafter), config.runtime.max_model_len
     if limit is not None and length > limit:
         raise ConfigError(
             f"runtime.max_model_len is {length}, but speculative.model {short_repr(config.speculative.model)} was made "
             f"for at most {limit} tokens. Set it to {limit} or less, or use another draft model."
+        )
+
+
+def _check_head(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:
+    """Compares a head that reads hidden states with the model that gives them."""
+    head = read_eagle3(drafter.config, drafter.path / CONFIG_FILE)
+    if config.runtime.skip_compiled:
+        raise ConfigError(
+            "runtime.skip_compiled is set, and speculative.method is eagle3: the eager model gives no hidden states. "
+            "Set runtime.skip_compiled: false, or speculative.method: ngram or suffix."
+        )
+    sizes = [folder.text_config_value("hidden_size", "n_embd", "d_model") for folder in (model, drafter)]
+    if all(isinstance(size, int) for size in sizes):
+        check_hidden_sizes(config, *sizes)
+    num_layers = model.text_config_value("num_hidden_layers", "n_layer", "num_layers")
+    if isinstance(num_layers, int):
+        head.places(num_layers)
+
+
+def places_read(config: ResolvedConfig, num_layers: int) -> tuple[int, ...]:
+    """The places of the hidden states that the config's drafter reads, of a model of so many layers; none without one
+    that reads some (model/hidden_states.py)."""
+    if config.speculative.method != "eagle3" or config.speculative.model is None:
+        return ()
+    path = Path(config.speculative.model) / CONFIG_FILE
+    return read_eagle3(read_json_object(path, ConfigError) or {}, path).places(num_layers)
+
+
+def check_hidden_sizes(config: ResolvedConfig, model: int, drafter: int) -> None:
+    """Compares the numbers of a hidden state.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if model != drafter:
+        raise ConfigError(
+            f"speculative.model {short_repr(config.speculative.model)} reads hidden states of {drafter} numbers, and "
+            f"the model's have {model}. Use the head that was made for this model."
         )
 
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.compiler.draft_model import places_read
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.speculators import head_type
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels import of_every_kind
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
@@ -88,7 +90,14 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
-        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
+        dtype = getattr(torch, config.model.dtype)
+        if head_type(model.config) is None:
+            hf_model = build_on_meta(model.path, dtype, config.model.trust_remote_code)
+            hf_model = replace(hf_model, hidden_states=places_read(config, hf_model.sizes().num_hidden_layers))
+        else:
+            from mllm_compile.model.eagle3 import build_eagle3_on_meta
+
+            hf_model = build_eagle3_on_meta(model.path, dtype)
     if config.model.load_format == "dummy":
         return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None))
     with reporter.stage("find weights"):
@@ -209,7 +218,8 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime)
-    program = replace(build_program(graph), rope=built.hf_model.rope)
+    _add_projection(graph, built.hf_model)
+    program = replace(build_program(graph), rope=built.hf_model.rope, projection=built.hf_model.projection)
     _check_counted(graph, program, config.runtime)
     if config.runtime.enable_dbo:
         check_divides(program.state_layers)
@@ -228,6 +238,15 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
         program = replace(program, kernels=kernels_of(graph, program))
     written += (*state_pieces, *sampling_pieces, *loop_pieces, *verify_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), tuple(written))
+
+
+def _add_projection(graph: fx.GraphModule, hf_model: HFModel) -> None:
+    """Adds the weights of the head's projection, which no piece reads, to the program's."""
+    names = () if hf_model.projection is None else hf_model.projection.weights
+    with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
+        for name in names:
+            node = graph.graph.placeholder(name.replace(".", "_"))
+            node.meta |= {"weight_name": name, "val": hf_model.model.get_parameter(name)}
 
 
 def rewrite_graph(

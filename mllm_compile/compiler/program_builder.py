@@ -55,7 +55,15 @@ from mllm_compile.runtime.state.layer import StateLayer
 _VIEWS = frozenset(
     ["view", "squeeze", "unsqueeze", "transpose", "permute", "t", "select", "narrow", "expand", "detach"]
 )
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F", "taps": "G"}
+_SIZE_NAMES = {
+    "input_ids": "T",
+    "hidden_states": "T",
+    "logits_indices": "S",
+    "keys": "P",
+    "slots": "L",
+    "pixel_values": "F",
+    "taps": "G",
+}
 
 
 def build_program(graph: fx.GraphModule) -> Program:

@@ -18,7 +18,9 @@ from mllm_compile.config.model_folder import ModelFolder, open_model_folder
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.config.speculators import head_type
+from mllm_compile.errors import ArtifactError, ConfigError, UnsupportedModelError
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.store.artifact import DRAFTER, MANIFEST, read_manifest
 from mllm_compile.store.key import DRAFT_MODEL, PACKED_WEIGHTS, key_factors, key_of
 from mllm_compile.store.publish import runtimes_folder
@@ -48,6 +50,11 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     A runtime that holds the weights of this checkpoint serves it also where that is not asked for.
     """
     model = open_model_folder(config.model, config.cache.dir)
+    if (kind := head_type(model.config)) is not None:
+        raise UnsupportedModelError(
+            f"model.path {config.model.path!r} is a head of kind {short_repr(kind)}, which drafts for a model. Set "
+            "model.path to that model, and speculative.model to the head."
+        )
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
     check_ranks(resolved.runtime)
@@ -55,7 +62,7 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     factors = key_factors(resolved, model, weights)
     packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}
     drafter = None
-    if resolved.speculative.method == "draft_model":
+    if resolved.speculative.has_model:
         drafter = _find_drafter(resolved, model)
         resolved = _naming(resolved, drafter)
         factors, packed = factors | _draft_factor(drafter.factors), packed | _draft_factor(_packed_factors(drafter))

@@ -19,6 +19,7 @@ from mllm_compile.config.names import is_hub_id, nearest_path
 from mllm_compile.config.other_formats import told_of_file, told_of_folder
 from mllm_compile.config.quantisation import Scheme, read_scheme
 from mllm_compile.config.schema import ModelConfig
+from mllm_compile.config.speculators import LAYER_CONFIG_KEY
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
@@ -59,8 +60,9 @@ class ModelFolder:
         return [path.relative_to(self.path).as_posix() for path in self.weight_files]
 
     def text_config_value(self, *names: str) -> Any:
-        """The first of `names` that config.json sets, in the text model's own section where there is one, else None."""
-        nested = self.config.get("text_config")
+        """The first of `names` that config.json sets, in the section of the text model, or of a head's layers, where it
+        has one; else None."""
+        nested = self.config.get("text_config", self.config.get(LAYER_CONFIG_KEY))
         for section in (nested if isinstance(nested, dict) else {}, self.config):
             for name in names:
                 if section.get(name) is not None:

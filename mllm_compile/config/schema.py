@@ -235,14 +235,14 @@ class SpeculativeConfig(Section):
 
     method: Literal[Auto, SpeculativeMethod] = "none"
     """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
-    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. auto: suffix. none:
-    nowhere."""
+    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. eagle3: a head that reads the
+    model's hidden states. auto: suffix. none: nowhere."""
 
     num_speculative_tokens: Auto | Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = "auto"
     """Most tokens of a draft. auto: as many as pay, by the times of steps and what is accepted; 0 in a large batch."""
 
     model: PathText | None = None
-    """draft_model: a hub id or a folder, as model.path. It computes in the model's dtype."""
+    """draft_model, eagle3: a hub id or a folder, as model.path. It computes in the model's dtype."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
     """ngram: fewest of the newest tokens that are looked up."""
@@ -274,18 +274,20 @@ class SpeculativeConfig(Section):
             raise ValueError("num_speculative_tokens: a number, where synthetic_acceptance_length is set")
         if length is not None and most != "auto" and length > most + 1:
             raise ValueError(f"synthetic_acceptance_length of at most num_speculative_tokens + 1, which is {most + 1}")
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method: draft_model with speculative.model, a hub id or a folder of the draft model")
+        if self.method in _METHODS_OF_KEYS["model"] and self.model is None:
+            raise ValueError(f"method: {self.method} with speculative.model, a hub id or a folder of what drafts")
         for name in type(self).model_fields:
-            wanted = _METHOD_OF_KEYS.get(name.partition("_")[0])
-            is_used = self.method == wanted or (wanted is None and self.method != "none") or name == "method"
+            wanted = _METHODS_OF_KEYS.get(name.partition("_")[0])
+            is_used = name == "method" or (self.method != "none" if wanted is None else self.method in wanted)
             if not is_used and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"method: {wanted or 'another than none'}, which alone reads {name}")
+                raise ValueError(
+                    f"method: {' or '.join(wanted) if wanted else 'another than none'}, which alone reads {name}"
+                )
         return self
 
 
-# The first words of SpeculativeConfig's keys that one method alone reads.
-_METHOD_OF_KEYS = {"prompt": "ngram", "suffix": "suffix", "model": "draft_model"}
+# The first words of SpeculativeConfig's keys that some methods alone read.
+_METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draft_model", "eagle3")}
 
 
 class StructuredOutputsConfig(Section):

@@ -21,7 +21,7 @@ from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.model.written_attention.indexed import full_length
-from mllm_compile.runtime.program.spec import ModelSizes
+from mllm_compile.runtime.program.spec import HiddenProjection, ModelSizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,6 +58,7 @@ class HFModel:
         rope: how its RoPE follows the length of a text; None: it does not.
         full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
+        projection: of a head that drafts, how it reads another model's hidden states, where they are several.
     """
 
     model: PreTrainedModel
@@ -68,6 +69,7 @@ class HFModel:
     rope: RopeLengths | None = None
     full_length: int | None = None
     hidden_states: tuple[int, ...] = ()
+    projection: HiddenProjection | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:

@@ -30,7 +30,8 @@ def marking_hidden_states(hf_model: HFModel) -> Iterator[None]:
     Raises:
         UnsupportedModelError: the model's decoder layers are not found, or it has fewer.
     """
-    hooks = [_mark(hf_model, place) for place in hf_model.hidden_states]
+    marks_itself = getattr(hf_model.model, "marks_hidden_states", False)
+    hooks = [] if marks_itself else [_mark(hf_model, place) for place in hf_model.hidden_states]
     try:
         yield
     finally:

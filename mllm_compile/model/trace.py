@@ -81,6 +81,28 @@ class _FlatTokens(torch.nn.Module):
         return logits
 
 
+class _FlatHead(torch.nn.Module):
+    """A head that drafts, as a function of flat tokens and the hidden states of a model."""
+
+    def __init__(self, model: torch.nn.Module, max_tokens: int) -> None:
+        super().__init__()
+        self.model, self.max_tokens = model, max_tokens
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        hidden_states: torch.Tensor,
+    ) -> torch.Tensor:
+        for one in (input_ids, logits_indices):
+            torch._check(one.shape[0] >= 1)
+            torch._check(one.shape[0] <= self.max_tokens)
+        said: dict[str, Any] = {"position_ids": positions[None], "hidden_states": hidden_states[None]}
+        logits: torch.Tensor = self.model(input_ids[None], **said, logits_to_keep=logits_indices).logits[0]
+        return logits
+
+
 def _has_default_kinds(model: torch.nn.Module) -> bool:
     """True if the model reads kinds of tokens, 0, in a table where it is told none: a step may have more tokens."""
     tables = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
@@ -93,8 +115,13 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     Raises:
         UnsupportedModelError: the model cannot be traced as one graph, or branches on the number of tokens.
     """
-    flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
-    return trace_text(hf_model, flat, token_inputs(device), device, max_tokens)
+    inputs, model = token_inputs(device), hf_model.model
+    flat: torch.nn.Module = _FlatTokens(model, max_tokens, hf_model.position_offset)
+    if "hidden_states" in inspect.signature(model.forward).parameters:
+        size = (_SAMPLE_TOKENS, hf_model.sizes().hidden_size)
+        inputs["hidden_states"] = sized("T", size, model.dtype, device)
+        flat = _FlatHead(model, max_tokens)
+    return trace_text(hf_model, flat, inputs, device, max_tokens)
 
 
 def token_inputs(device: str) -> dict[str, torch.Tensor]:

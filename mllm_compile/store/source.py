@@ -19,6 +19,7 @@ from mllm_compile.runtime.ops.panels.layout import put_in_panels
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.store.artifact import CONSTANTS, Artifact
@@ -80,6 +81,10 @@ class ArtifactSource:
             verify=linked.verify,
             kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
+            reads_hidden_states="hidden_states" in artifact.program.inputs,
+            projection=None
+            if artifact.program.projection is None
+            else Projection.of(artifact.program.projection, weights),
             has_experts=bool(artifact.program.expert_weights),
             num_experts={
                 # Of weights that are spread over ranks, which are all that such a program counts.

@@ -228,6 +228,19 @@ class QuantisedWeight:
 
 
 @dataclass(frozen=True)
+class HiddenProjection:
+    """The weights by which a drafter makes what it reads of a model's hidden states (projection.py), by their names."""
+
+    weight: str
+    norms: tuple[str, ...] = ()
+    eps: float = 0.0
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return (self.weight, *self.norms)
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the layers that attend and those with a state, the weights' names, and the value that is the
     logits [S, V]."""
@@ -252,6 +265,7 @@ class Program:
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
     rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
     further_outputs: tuple[str, ...] = ()  # beside `output`: hidden states that a drafter reads; or of a tower
+    projection: HiddenProjection | None = None  # of the input `hidden_states`, if it is made of several layers' ones
     media: MediaPrograms | None = None
 
     @property
@@ -332,6 +346,7 @@ class Program:
             "inputs": list(self.inputs),
             "rope": None if self.rope is None else asdict(self.rope),
             "further_outputs": list(self.further_outputs),
+            "projection": None if self.projection is None else asdict(self.projection),
             "media": None if self.media is None else self.media.to_json(),
         }
 
@@ -363,6 +378,7 @@ class Program:
                 inputs=from_json(tuple[str, ...], data["inputs"]),
                 rope=from_json(RopeLengths | None, data["rope"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
+                projection=from_json(HiddenProjection | None, data["projection"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

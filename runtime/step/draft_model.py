@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
+class DraftRow:
     """A request in the first pass.
 
     Attributes:
@@ -52,6 +52,7 @@ class ModelDrafter:
     """See the module's header. Used by one thread."""
 
     keeps_keys = True
+    _ahead = 0  # positions between a pass's last token and its own, for the drafter's keys
 
     def __init__(self, model: ModelRunner, pages: HostPageTable) -> None:
         """
@@ -68,8 +69,14 @@ class ModelDrafter:
 
     # Prompts ----------------------------------------------------------------------------------------------------------
 
-    def prefill(self, batch: ScheduledBatch) -> None:
-        """Computes the prompts of a step that the model was launched for. Launches without waiting for the device."""
+    def follow(self, batch: ScheduledBatch, hidden_states: torch.Tensor | None) -> None:
+        """Computes the prompts of a step that the model was launched for. Launches without waiting for the device.
+
+        Args:
+            hidden_states: [T, …] of the step's tokens, where the model gives some.
+        """
+        if not batch.num_prompt_tokens:
+            return
         first = batch.num_decodes
         rows, num_new, starts = batch.rows[first:], batch.num_new[first:], batch.prefix_lens[first:]
         for request, end in zip(batch.requests[first:], (starts + num_new).tolist(), strict=True):
@@ -99,7 +106,7 @@ class ModelDrafter:
         self._computed.pop(request, None)
         self._broken.discard(request)
 
-    def _first_rows(self, asked: Sequence[Asked]) -> list[_Row]:
+    def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         """The first pass: as many of the tokens that lack keys as a step holds."""
         rows, room = [], self._model.config.runtime.max_num_batched_tokens
         for one in asked:
@@ -111,10 +118,10 @@ class ModelDrafter:
             num_new = min(num_lacking, room)
             room -= num_new
             ids = _newest(one.request, num_lacking)[:num_new]
-            rows.append(_Row(one, ids, start, one.most if num_new == num_lacking else 0))
+            rows.append(DraftRow(one, ids, start, one.most if num_new == num_lacking else 0))
         return rows
 
-    def _enter_pages(self, rows: Sequence[_Row]) -> None:
+    def _enter_pages(self, rows: Sequence[DraftRow]) -> None:
         """Enters the pages that requests get with this step, which the step enters again."""
         page_size = self._pages.page_size
         firsts = [row.asked.num_computed // page_size for row in rows]
@@ -129,14 +136,14 @@ class ModelDrafter:
         fields = upload_fields({"page_places": places, "page_slots": slots}, self._uploads, self._model.device)
         self._model.req_to_token_pool.write_page_slots(fields["page_places"], fields["page_slots"])
 
-    def _draft(self, rows: Sequence[_Row]) -> torch.Tensor:
+    def _draft(self, rows: Sequence[DraftRow]) -> torch.Tensor:
         """[R, K] int64: the drafts, negative behind their ends."""
         most = np.array([row.most for row in rows])
         row_ids = np.array([row.asked.request.row for row in rows], dtype=np.int64)
         ends = np.array([row.start + len(row.token_ids) for row in rows], dtype=np.int32)
         drafts = torch.full((len(rows), int(most.max())), NO_TOKEN, dtype=torch.int64, device=self._model.device)
         batch = self._first_batch(rows, row_ids, ends)
-        logits = self._model.forward(batch).next_token_logits
+        logits = self._run(batch, np.arange(len(rows)))
         if not drafts.shape[1]:
             return drafts
         drafts[:, 0] = self._choose(logits, batch, drafts)
@@ -147,19 +154,24 @@ class ModelDrafter:
             places = upload(wanted, self._model.device)
             batch = self._one_each(row_ids[wanted], ends[wanted] + number, np.zeros(wanted.size, dtype=np.int64))
             torch.index_select(drafts[:, number - 1].clamp(min=0), 0, places, out=batch.input_ids)
-            logits = self._model.forward(batch).next_token_logits
+            logits = self._run(batch, wanted)
             drafts[places, number] = self._choose(logits, batch, drafts[places])
         return drafts
+
+    def _run(self, batch: ForwardBatch, places: np.ndarray) -> torch.Tensor:
+        """Runs a pass of some of the rows; returns the logits of each one's last token."""
+        return self._model.forward(batch).next_token_logits
 
     def _choose(self, logits: torch.Tensor, batch: ForwardBatch, before: torch.Tensor) -> torch.Tensor:
         """[R] int64: the tokens that the model would choose of these logits, behind what is drafted."""
         flags = replace(self._state.flags, max_logprobs=None, needs_all_logprobs=False)
+        positions = batch.seq_lens + self._ahead
         sampled = self._sampler(
-            logits, self._state, batch.req_pool_indices, flags, batch.seq_lens, mask=None, drafted=before
+            logits, self._state, batch.req_pool_indices, flags, positions, mask=None, drafted=before
         )
         return sampled.token_ids
 
-    def _taken(self, row: _Row, token_ids: Sequence[int]) -> Draft:
+    def _taken(self, row: DraftRow, token_ids: Sequence[int]) -> Draft:
         """The draft of a request, up to the first that is none."""
         asked = row.asked
         count = next((place for place, token in enumerate(token_ids) if token < 0), len(token_ids))
@@ -178,7 +190,7 @@ class ModelDrafter:
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def _first_batch(self, rows: Sequence[_Row], row_ids: np.ndarray, ends: np.ndarray) -> ForwardBatch:
+    def _first_batch(self, rows: Sequence[DraftRow], row_ids: np.ndarray, ends: np.ndarray) -> ForwardBatch:
         token_ids = np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows])
         if token_ids.size > len(rows):
             num_new = np.array([len(row.token_ids) for row in rows], dtype=np.int32)

@@ -21,7 +21,7 @@ from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.data_parallel_plan import DataParallelPlanner, DataParallelStep
-from mllm_compile.runtime.step.draft_model import ModelDrafter
+from mllm_compile.runtime.step.hidden_drafter import model_drafter
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.paths.base import Step, StepParts
@@ -54,7 +54,7 @@ class StepRunner:
         runtime, num_rows = runner.config.runtime, runner.row_state.last_tokens.shape[0]
         pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
-        self.drafter = None if runner.drafter is None else ModelDrafter(runner.drafter, pages)
+        self.drafter = None if runner.drafter is None else model_drafter(runner.drafter, pages)
         dp_step = None
         if runner.dp_size > 1 and runner.communicator is not None:
             most = runtime.max_running_requests
@@ -108,8 +108,8 @@ class StepRunner:
         results = path.run(step) or self._paths.forward.run(step)
         assert results is not None, "the forward path takes any step"
         self._pools.save_states(batch.state_saves)
-        if self.drafter is not None and batch.num_prompt_tokens:
-            self.drafter.prefill(batch)
+        if self.drafter is not None:
+            self.drafter.follow(batch, step.hidden_states)
         handle = StepHandle(batch, plan, results)
         self.sampling.launched(handle)
         return handle

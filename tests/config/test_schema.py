@@ -323,8 +323,8 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
     ("keys", "said"),
     [
         (
-            {"method": "eagle3"},
-            "speculative.method is 'eagle3'; expected 'auto', 'none', 'ngram', 'suffix' or 'draft_model'",
+            {"method": "medusa"},
+            "speculative.method is 'medusa'; expected 'auto', 'none', 'ngram', 'suffix', 'draft_model' or 'eagle3'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
@@ -335,7 +335,8 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
             "expected method: suffix, which alone reads suffix_decoding_max_tree_depth",
         ),
         ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
-        ({"method": "suffix", "model": "m"}, "expected method: draft_model, which alone reads model"),
+        ({"method": "eagle3"}, "expected method: eagle3 with speculative.model, a hub id or a folder"),
+        ({"method": "suffix", "model": "m"}, "expected method: draft_model or eagle3, which alone reads model"),
         ({"method": "auto", "prompt_lookup_max": 9}, "expected method: ngram, which alone reads prompt_lookup_max"),
         (
             {"num_speculative_tokens": 5},

@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
+
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -26,11 +28,14 @@ class Step:
 
     Attributes:
         choice: how ranks come to its tokens.
+        hidden_states: [T, …] of its tokens, and perhaps of padding, where the program gives some; set by the forward
+            path.
     """
 
     batch: ScheduledBatch
     plan: StepPlan
     choice: SamplingMode
+    hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

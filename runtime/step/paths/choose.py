@@ -30,6 +30,8 @@ class StepPaths:
         self.forward: StepPath = ForwardPath(parts)
         decodes = None if graphs is None else graphs.decodes
         prompts = None if graphs is None else graphs.prompts
+        drafter = parts.runner.drafter
+        self._reads_hidden_states = drafter is not None and drafter.model.reads_hidden_states  # the forward path's
         self._most_decodes = 0 if decodes is None else decodes.most_requests
         self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
         self._prompts = None if prompts is None else PromptPath(parts, prompts)
@@ -38,6 +40,8 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
+        if self._reads_hidden_states:
+            return self.forward
         if batch.has_drafts:
             verifies = self._verifies
             return verifies if verifies is not None and verifies.serves(batch) else self.forward

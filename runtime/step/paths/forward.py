@@ -31,6 +31,7 @@ class ForwardPath(StepPath):
     def run(self, step: Step) -> StepResults:
         self._pools.restore_states(step.batch.state_restores)
         output, fields = self._launch(step)
+        step.hidden_states = output.hidden_states
         sampling, batch = self._sampling, step.batch
         sampling.follow_rows(batch)  # while the device is busy
         mask = sampling.mask(batch, step.plan)

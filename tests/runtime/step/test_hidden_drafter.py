@@ -1,0 +1,148 @@
+"""A drafter that reads hidden states changes no token; one that is given the right ones is always right, whatever
+happens to its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
+from mllm_compile.runtime.program.loaded import LoadedModel
+from tests.runtime.attention.attention_cases import make_layer
+from tests.runtime.runner_cases import HEAD_DIM, HEADS, KV_HEADS, VOCAB, Loop, TinyModel, make_runner
+from tests.runtime.step.test_draft_model import counts
+from tests.runtime.step.test_verify_steps import PARAMS, PROMPTS, seen
+
+
+def next_token(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return (3 * tokens + 5 * positions + 1).long() % VOCAB
+
+
+def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+    return 9.0 * torch.nn.functional.one_hot(tokens, VOCAB).float()
+
+
+class Model(TinyModel):
+    """The next token follows from a token and its position, which are its hidden state."""
+
+    def body(self, inputs, all_rows=None):
+        return torch.stack([inputs["input_ids"], inputs["positions"]], -1).float()
+
+    def head(self, body, logits_indices):
+        return logits_of(next_token(*body[logits_indices].unbind(-1)))
+
+    def hidden_states(self, body, num_tokens):
+        return body[:num_tokens]
+
+
+class Head(TinyModel):
+    """Right if all its keys, and what it reads, were made of the hidden states that belong there; else wrong.
+
+    At position t it reads (token t, t) and token t + 1. Values of keys are averaged, so it sees all of them: each says
+    whether its hidden state was of its position, and the tokens that hidden states tell must be those read before.
+    """
+
+    def __init__(self, shift: int = 0) -> None:
+        """Args: shift: 1 makes all it guesses wrong."""
+        super().__init__()
+        self.layers, self.shift = (make_layer(HEADS, KV_HEADS, HEAD_DIM),), shift
+
+    def load(self, device: torch.device) -> LoadedModel:
+        return replace(super().load(device), layers=self.layers, hidden_size=2, reads_hidden_states=True)
+
+    def body(self, inputs, all_rows=None):
+        ids, positions, hidden = inputs["input_ids"], inputs["positions"], inputs["hidden_states"]
+        before, place = hidden.unbind(-1)
+        values = torch.zeros(len(ids), KV_HEADS, HEAD_DIM)
+        said = [place == positions, before, ids, before * (positions == 0)]
+        values[:, :, : len(said)] = torch.stack([one.float() for one in said], -1)[:, None]
+        q, k, out = (
+            torch.zeros(len(ids), HEADS, HEAD_DIM),
+            torch.zeros_like(values),
+            torch.empty(len(ids), HEADS, HEAD_DIM),
+        )
+        attention_with_output(q, k, values, out, self.layers[0].name)
+        count = (positions + 1).float()
+        are_of_place, sum_before, sum_ids, first = (out[:, 0, : len(said)] * count[:, None]).unbind(-1)
+        is_chain = (sum_before - (first + sum_ids - ids)).abs() < 0.1
+        is_right = ((are_of_place - count).abs() < 0.1) & is_chain
+        tokens = (next_token(ids, positions + 1) + torch.where(is_right, self.shift, 1)) % VOCAB
+        return logits_of(tokens), torch.stack([ids, positions + 1], -1).float()
+
+    def head(self, body, logits_indices):
+        return body[0][logits_indices]
+
+    def hidden_states(self, body, num_tokens):
+        return body[1][:num_tokens]
+
+
+def run(requests: Sequence[dict], shift: int | None, most: int = 3, prefix_cache: bool = False, **runtime) -> Loop:
+    """The loop after these requests; None: nothing drafts."""
+    head = None if shift is None else Head(shift)
+    loop = Loop(make_runner(Model(), draft_model=head, **runtime), prefix_cache, num_drafted=most)
+    loop.requests = [loop.add(**{"max_tokens": 12} | request) for request in requests]
+    loop.run()
+    return loop
+
+
+def compare(requests: Sequence[dict], shift: int, most: int = 3, **options) -> Loop:
+    """The loop with drafts, after a look that one without gives the same tokens."""
+    drafted = run(requests, shift, most, **options)
+    assert seen(drafted) == seen(run(requests, None, **options))
+    assert any(batch.has_drafts for batch in drafted.batches)
+    return drafted
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("chunk", [64, 8])
+def test_right_hidden_states_give_right_drafts(most, chunk):
+    loop = compare([{"prompt": prompt} for prompt in PROMPTS], 0, most, max_num_batched_tokens=chunk)
+    drafted, accepted = counts(loop)
+    assert drafted == accepted > 0
+    if chunk == 64:
+        assert len(loop.batches) == 1 + -(-11 // (most + 1))
+
+
+def test_drafts_that_are_rejected_leave_right_keys():
+    """Draws go another way than the head guesses at times: what it guesses next is right all the same."""
+    requests = [{"prompt": prompt, "temperature": 1.5, "seed": i, "max_tokens": 40} for i, prompt in enumerate(PROMPTS)]
+    loop = compare(requests, 0)
+    right, guessed = counts(loop)[1], counts(compare(requests, 1))[1]
+    assert right > 3 * guessed
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", PARAMS)
+def test_every_parameter_gives_the_same_tokens(name, shift):
+    compare([{"prompt": prompt} | PARAMS[name] for prompt in PROMPTS], shift)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 3.0}])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_preempted_requests_in_chunks_get_the_same_tokens(shift, prefix_cache, params):
+    requests = [{"prompt": [*range(9), *prompt], "max_tokens": 20} | params for prompt in PROMPTS * 2]
+    limits = {"num_pages": 26, "max_num_batched_tokens": 14}
+    loop = compare(requests, shift, prefix_cache=prefix_cache, **limits)
+    assert any(request.num_preemptions for request in loop.requests)
+    assert any(request.num_cached_tokens for request in loop.requests) is prefix_cache
+    drafted, accepted = counts(loop)
+    if not params and not prefix_cache:
+        assert accepted == (0 if shift else drafted)
+
+
+@pytest.mark.parametrize("num_alone", [4, 10, 20])
+def test_requests_that_had_no_room_for_drafts_catch_up(num_alone):
+    """Four decodes fill a step; when two have ended, the head reads what is kept of the others."""
+    requests = [{"prompt": prompt, "max_tokens": num_alone + 14 * (i % 2)} for i, prompt in enumerate(PROMPTS)]
+    loop = compare(requests, 0, max_num_batched_tokens=4, max_running_requests=4)
+    drafted, accepted = counts(loop)
+    assert drafted == accepted > 0
+
+
+def test_an_ended_request_leaves_nothing():
+    drafter = run([{"prompt": prompt} for prompt in PROMPTS], 0).steps.drafter
+    assert not drafter._computed and not drafter._kept_from
