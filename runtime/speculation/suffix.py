@@ -103,7 +103,7 @@ def follow(
 def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
     """How many of the newest tokens agree at each place: [P]."""
     before = places[:, None] - np.arange(1, recent.size + 1)
-    differs = (tokens.take(before, mode="clip") != recent[::-1]) | (before < 0)
+    differs = (tokens.take(before, mode="wrap") != recent[::-1]) | (before < 0)
     lengths: np.ndarray = np.where(differs.any(axis=1), differs.argmax(axis=1), recent.size)
     return lengths
 
