@@ -125,7 +125,7 @@ def _load(
             scheduler = (
                 Scheduler(limits, speculation=speculation)
                 if num_ranks == 1
-                else DataParallelScheduler(limits, num_ranks)
+                else DataParallelScheduler(limits, num_ranks, speculation)
             )
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
@@ -167,8 +167,6 @@ def _speculation(
 ) -> Speculation | None:
     """How tokens are drafted; None: they are not. A line says why, if the config asks for drafts."""
     obstacle = draft_obstacle(runner.config, runner.model, runner.device)
-    if config.runtime.expert_parallel_size > 1:
-        obstacle = "ranks have requests of their own (runtime.expert_parallel_size)"
     if obstacle is None or config.speculative.method == "none":
         model = steps.drafter if isinstance(steps, StepRunner) else None  # one rank alone has a draft model
         verifies = None if runner.graph_runner is None else runner.graph_runner.verifies

@@ -17,8 +17,9 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
+from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.speculation.drafter import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,11 @@ class _Decodes:
 class DataParallelScheduler:
     """Gives each request to the scheduler of one rank; used as a Scheduler is."""
 
-    def __init__(self, config: SchedulerConfig, num_ranks: int) -> None:
+    def __init__(self, config: SchedulerConfig, num_ranks: int, speculation: Speculation | None = None) -> None:
         """
         Args:
             config: of each rank.
+            speculation: as Scheduler takes it.
         """
         sequences, most = itertools.count(), config.max_running_requests
         self.config = replace(
@@ -53,7 +55,7 @@ class DataParallelScheduler:
             max_running_requests=most * num_ranks,
             max_num_batched_tokens=config.max_num_batched_tokens * num_ranks,
         )
-        self._schedulers = [Scheduler(config, rank * most + 1, sequences) for rank in range(num_ranks)]
+        self._schedulers = [Scheduler(config, rank * most + 1, sequences, speculation) for rank in range(num_ranks)]
         self._num_pages = config.num_pages
         self._rank_of: dict[Request, int] = {}
         self._load = [0] * num_ranks  # tokens that requests of a rank may come to have
@@ -109,6 +111,9 @@ class DataParallelScheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step of all ranks; as Scheduler.schedule. A rank may have no part in it."""
+        in_flight = bool(self._in_flight)
+        if any(scheduler.awaits_tokens(in_flight) for scheduler in self._schedulers):
+            return None
         batches = [(rank, scheduler.schedule()) for rank, scheduler in enumerate(self._schedulers)]
         found = [(rank, batch) for rank, batch in batches if batch is not None]
         if not found:
@@ -132,23 +137,30 @@ class DataParallelScheduler:
         broken_rows: Sequence[int] = (),
         runs: TokenRuns | None = None,
     ) -> UpdateResult:
-        """Take a step's tokens in; as Scheduler.update. No rank drafts: there are no runs."""
-        accepted: list[int] = []
+        """Take a step's tokens in; as Scheduler.update."""
+        accepted: dict[int, int] = {}  # row → its tokens
         finished: list[Request] = []
         broken: list[Request] = []
         for part in self._in_flight.pop(batch.step_id):
             own = np.flatnonzero(np.isin(part.places, broken_rows)).tolist() if len(broken_rows) else ()
-            result = self._schedulers[part.rank].update(part.batch, token_ids[part.places], own)
-            accepted += part.places[result.accepted].tolist()
+            own_runs = None if runs is None else runs.of(part.places)
+            result = self._schedulers[part.rank].update(part.batch, token_ids[part.places], own, own_runs)
+            counts = [1] * len(result.accepted) if result.counts is None else result.counts
+            accepted |= zip(part.places[result.accepted].tolist(), counts, strict=True)
             finished += result.finished
             broken += result.broken
         self._forget(finished)
         self._forget(broken)
-        return UpdateResult(accepted=sorted(accepted), finished=finished, broken=broken)
+        rows = sorted(accepted)
+        result = UpdateResult(accepted=rows, finished=finished, broken=broken)
+        if runs is not None:
+            result = replace(result, counts=[accepted[row] for row in rows], num_drafted=runs.num_drafted)
+        return result
 
     def end_at(self, request: Request, num_output: int, stop_string: str) -> None:
-        """End a request at a stop string, which its newest token has completed: no rank drafts."""
-        self.finish(request, "stop", stop_string)
+        """End a request at a stop string; as Scheduler.end_at."""
+        self._schedulers[self._rank_of.get(request, 0)].end_at(request, num_output, stop_string)
+        self._forget([request])
 
     def finish_update(self) -> None:
         """Do the rest of what follows from the last step's tokens, on every rank; as Scheduler.finish_update."""
@@ -173,7 +185,8 @@ class DataParallelScheduler:
         }
         for name in ("page_rows", "page_positions", "page_ids", "state_restores", "state_saves"):
             changes[name] = np.concatenate([getattr(batch, name) for batch in batches])
-        known, lists = self._decodes, tuple(batch.requests for batch in batches)
+        lists, has_drafts = tuple(batch.requests for batch in batches), any(batch.has_drafts for batch in batches)
+        known = None if has_drafts else self._decodes
         if known is not None and len(known.lists) == len(lists) and all(map(_is, known.lists, lists)):
             prefix_lens = np.concatenate([batch.prefix_lens for batch in batches])
             return replace(known.batch, prefix_lens=prefix_lens, **changes), known.places
@@ -186,16 +199,24 @@ class DataParallelScheduler:
             num_decodes=sum(batch.num_decodes for batch in batches),
             num_tokens=sum(batch.num_tokens for batch in batches),
             prefill_token_ids=np.concatenate([batch.prefill_token_ids for batch in batches]),
+            verify_token_ids=np.concatenate([_ids_of_decodes(batch) for batch in batches]) if has_drafts else NO_DRAFTS,
             **by_row,
             **changes,
         )
-        is_constant = joined.num_decodes == joined.num_requests
+        is_constant = joined.num_decodes == joined.num_requests and not has_drafts
         self._decodes = _Decodes(lists, joined, places) if is_constant else None
         return joined, places
 
 
 # Arrays of a ScheduledBatch with a value for each of its requests.
 _BY_ROW = ("rows", "num_new", "prefix_lens", "sample_mask", "rope_lens", "prompt_logprob_rows")
+
+
+def _ids_of_decodes(batch: ScheduledBatch) -> np.ndarray:
+    """The input ids of a batch's decodes, drafts among them; all are known where any rank drafts."""
+    if batch.has_drafts:
+        return batch.verify_token_ids
+    return np.array([request.output_token_ids[-1] for request in batch.requests[: batch.num_decodes]], dtype=np.int64)
 
 
 def _most_tokens(request: Request) -> int:
@@ -252,7 +273,8 @@ def batch_of_rank(batch: ScheduledBatch, rank: int, rows_of_rank: int) -> Schedu
     if not own.size:
         return _DUMMY
     num_decodes = int((own < batch.num_decodes).sum())
-    of_prompts = np.repeat(is_own[batch.num_decodes :], batch.num_new[batch.num_decodes :])
+    is_own_token = np.repeat(is_own, batch.num_new)
+    of_decodes, of_prompts = np.split(is_own_token, [batch.num_decode_tokens])
     by_row: dict[str, Any] = {name: getattr(batch, name)[own] for name in _BY_ROW}
     return replace(
         _DUMMY,
@@ -261,6 +283,7 @@ def batch_of_rank(batch: ScheduledBatch, rank: int, rows_of_rank: int) -> Schedu
         num_decodes=num_decodes,
         num_tokens=int(by_row["num_new"].sum()),
         prefill_token_ids=batch.prefill_token_ids[of_prompts],
+        verify_token_ids=batch.verify_token_ids[of_decodes] if batch.has_drafts else NO_DRAFTS,
         **by_row,
     )
 

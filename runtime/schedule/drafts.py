@@ -37,7 +37,7 @@ class Drafts:
         self.depths: DraftDepths | None = None
         if speculation.by_cost:
             num_rows = rows.computed.size
-            most_in_step = most_drafted_by_cost(num_rows - 1)
+            most_in_step = most_drafted_by_cost(rows.most)
             self.depths = DraftDepths(num_rows, speculation.num_tokens, most_in_step)
 
     def prepare(self, requests: Sequence[Request], in_flight: bool) -> None:

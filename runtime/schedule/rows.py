@@ -23,6 +23,7 @@ class Rows:
     """Rows `first_row` to `first_row + config.max_running_requests - 1`.
 
     Attributes:
+        most: their number.
         pages: their page tables, and the prefix cache.
         computed: [rows] int32: tokens with KV, once all planned steps are over.
         last_computed: [rows] int32: `computed` after which a request gets no further step.
@@ -34,7 +35,7 @@ class Rows:
     def __init__(self, config: SchedulerConfig, first_row: int = 1) -> None:
         num_rows = first_row + config.max_running_requests
         max_pages = -(-config.max_tokens_per_request // config.page_size)
-        self._config = config
+        self._config, self.most = config, config.max_running_requests
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
         self.computed = np.zeros(num_rows, dtype=np.int32)
         self.last_computed = np.zeros(num_rows, dtype=np.int32)

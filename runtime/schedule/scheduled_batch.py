@@ -114,6 +114,11 @@ class TokenRuns:
     broken_drafts: np.ndarray
     num_drafted: np.ndarray
 
+    def of(self, rows: np.ndarray) -> TokenRuns:
+        """The runs of some rows."""
+        every = self.token_ids, self.counts, self.broken_drafts, self.num_drafted
+        return TokenRuns(*(values[rows] for values in every))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UpdateResult:

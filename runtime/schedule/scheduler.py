@@ -172,7 +172,7 @@ class Scheduler:
             batch = self._schedule_ahead(self._ahead)
             if batch is not None or self._next_update < self._ahead_end:
                 return batch
-        if self._drafts is not None and self._awaits_tokens(self._drafts):
+        if self.awaits_tokens(self._next_update < self._next_step):
             return None
         self._preempt_outgrown()
         decodes = self._plan_decodes()
@@ -221,9 +221,15 @@ class Scheduler:
         self.rows.begin_step(batch.rows)
         return batch
 
-    def _awaits_tokens(self, drafts: Drafts) -> bool:
-        """True while a step is in flight that drafts depend on."""
-        in_flight = self._next_update < self._next_step
+    def awaits_tokens(self, in_flight: bool) -> bool:
+        """True if the next step may have drafts, which depend on a step that is in flight.
+
+        Args:
+            in_flight: a step is, of any rank.
+        """
+        drafts = self._drafts
+        if drafts is None:
+            return False
         drafts.prepare(self.decodes.requests, in_flight)
         return in_flight and not drafts.are_off and any(map(drafts.may_draft, self.decodes.requests))
 

@@ -74,7 +74,11 @@ def make_backend(
 
 def draft_obstacle(config: RunnerConfig, model: StatefulModel, device: torch.device) -> str | None:
     """Why steps of the model take no drafts; None: they do."""
-    if not model.state_layers or device.type != "cuda":
+    if not model.state_layers:
+        return None
+    if config.runtime.expert_parallel_size > 1:
+        return "layers carry states, and ranks have requests of their own (runtime.expert_parallel_size)"
+    if device.type != "cuda":
         return None
     if config.runtime.deterministic:
         return "runtime.deterministic makes every step one captured decode, which leaves its states"

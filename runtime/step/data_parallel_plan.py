@@ -23,6 +23,7 @@ from mllm_compile.runtime.step.plan import (
     Planner,
     StepPlan,
     num_top,
+    plan_runs,
     plan_step,
     prompt_positions,
     token_positions,
@@ -50,15 +51,22 @@ class DataParallelStep:
         rank_batch = batch_of_rank(batch, self.rank, self.rows_of_rank)
         plan = plan_step(rank_batch, pages)
         fields = plan.fields
-        sampled = np.flatnonzero(batch.sample_mask)
+        sampled, lengths, runs = np.flatnonzero(batch.sample_mask), batch.seq_lens, None
+        positions = lengths[sampled]
+        if batch.has_drafts:
+            sampled, last_tokens, runs = plan_runs(batch, np.cumsum(batch.num_new, dtype=np.int64))
+            positions = token_positions(batch)[last_tokens] + 1
         places, size = self._blocks(batch.rows[sampled])
         ends = np.arange(rank_batch.num_requests) if fields.logits_indices is None else fields.logits_indices
         fields.logits_indices = np.zeros(size, dtype=np.int64)
         fields.logits_indices[: ends.size] = ends  # a rank without any gives a row that nobody looks at
         fields.sampled_rows, fields.sampled_positions = np.zeros((2, self.num_ranks * size), dtype=np.int64)
         fields.sampled_rows[places] = batch.rows[sampled]
-        fields.sampled_positions[places] = batch.seq_lens[sampled]
-        plan = replace(plan, sampled=sampled, token_indices=places, rank_batch=rank_batch, across=self._across(batch))
+        fields.sampled_positions[places] = positions
+        fields.run_indices = None if runs is None else places[runs.places].ravel()
+        fields.draft_ids = None if runs is None else runs.draft_ids.ravel()
+        across = self._across(batch)
+        plan = replace(plan, sampled=sampled, token_indices=places, runs=runs, rank_batch=rank_batch, across=across)
         return self._with_scores(plan, batch) if batch.prompt_logprob_rows.any() else plan
 
     def _with_scores(self, plan: StepPlan, batch: ScheduledBatch) -> StepPlan:

@@ -150,7 +150,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     sampled = batch.sample_mask.nonzero()[0]
     runs = None
     if batch.has_drafts:
-        sampled, last_tokens, runs = _plan_runs(batch, ends)
+        sampled, last_tokens, runs = plan_runs(batch, ends)
         fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], fields.positions[last_tokens] + 1
         fields.logits_indices = last_tokens
         fields.run_indices, fields.draft_ids = runs.places.ravel(), runs.draft_ids.ravel()
@@ -181,7 +181,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     last_rows = ends[sampled] - 1
     runs = None
     if batch.has_drafts:
-        sampled, last_rows, runs = _plan_runs(batch, ends)
+        sampled, last_rows, runs = plan_runs(batch, ends)
     prompt_rows, prompt_indices, prompt_targets = prompt_positions(batch, starts)
     sampled_rows, targets = np.zeros((2, num_rows), dtype=np.int64)  # row 0 belongs to no request
     sampled_rows[last_rows] = batch.rows[sampled]
@@ -241,7 +241,7 @@ def _finish(
     )
 
 
-def _plan_runs(batch: ScheduledBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, RunPlan]:
+def plan_runs(batch: ScheduledBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, RunPlan]:
     """(index of the request [S], index into T [S]) of each token of a verify step behind which one is sampled; ends:
     [R] the end of each request's tokens."""
     requests = batch.sample_mask.nonzero()[0]

@@ -235,7 +235,19 @@ CASES = {
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="(x = [0-9]\n){8}"), max_tokens=40)
     ),
     "layers with a state": compared(prompts=IDS, config=tiny_folder("mamba2")),
-    "`runtime.expert_parallel_size`": compared(prompts=IDS, config=tiny_folder("qwen3_moe"), expert_parallel_size=2),
+    "`runtime.expert_parallel_size`": compared(
+        SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop=["zz"], allowed_token_ids=[11, 12, 13]),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=24, n=2, allowed_token_ids=[11, 12]),
+        prompts=IDS,
+        config=tiny_folder("qwen3_moe"),
+        expert_parallel_size=2,
+    ),
+    "layers with a state over `runtime.expert_parallel_size`": compared(
+        SamplingParams(temperature=0, max_tokens=24, allowed_token_ids=[11, 12]),
+        prompts=IDS,
+        config=tiny_folder("qwen3_5_moe_text"),
+        expert_parallel_size=2,
+    ),
 }
 
 
@@ -253,7 +265,7 @@ def test_a_row_of_the_page_is_true(label, eager_cache, tmp_path):
 
 
 # Rows for which a draft model is refused when it is compiled.
-NO_DRAFT_MODEL = ("`runtime.tensor_parallel_size`", "`runtime.expert_parallel_size`", "layers with a state")
+NO_DRAFT_MODEL = ("layers with a state", *(label for label in CASES if "parallel_size" in label))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams, StructuredOutputsParams
 from mllm_compile.engine.memory_plan import MemoryPlan
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -63,6 +64,18 @@ def test_deterministic_steps_give_the_same_tokens_and_bits(cache, method, temper
     for ours, theirs in zip(drafted, plain, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == theirs.logprobs
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_answers_of_a_form_that_were_drafted_have_it(cache, deterministic):
+    asked = StructuredOutputsParams(regex="(x = [0-9]{1,3}\n){16}")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=200, structured_outputs=asked)
+    plain, _ = answers(cache, params, "none", deterministic=deterministic)
+    drafted, stats = answers(cache, params, "ngram", deterministic=deterministic)
+    assert stats.accepted_tokens > 20
+    assert all(re.fullmatch("(x = [0-9]{1,3}\n){16}", output.text) for output in drafted)
+    if deterministic:
+        assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
 
 
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "none"])

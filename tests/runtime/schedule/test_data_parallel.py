@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from mllm_compile.runtime.media.step_plan import MediaPlan
@@ -15,6 +18,8 @@ from mllm_compile.runtime.schedule.data_parallel import (
     ranks_of,
 )
 from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
+from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest, Speculation
 from mllm_compile.runtime.step.data_parallel_plan import DataParallelStep
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.plan import token_positions
@@ -22,10 +27,12 @@ from mllm_compile.runtime.step.plan import token_positions
 ROWS, PAGES, PAGE = 3, 9, 4
 
 
-def scheduler(num_ranks: int = 2, num_snapshots: int = 0) -> DataParallelScheduler:
+def scheduler(
+    num_ranks: int = 2, num_snapshots: int = 0, speculation: Speculation | None = None
+) -> DataParallelScheduler:
     limits = {"max_running_requests": ROWS, "max_num_batched_tokens": 8, "max_model_len": 32}
     config = SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES, num_snapshots=num_snapshots)
-    return DataParallelScheduler(config, num_ranks)
+    return DataParallelScheduler(config, num_ranks, speculation)
 
 
 def request(length: int, max_tokens: int = 4, **params: object) -> Request:
@@ -266,3 +273,131 @@ def test_captured_decodes_have_a_block_of_rows_a_rank():
     assert rows == [row for own in of_ranks for row in own + [0] * (4 - len(own))]
     assert [rows[place] for place in plan.token_indices] == batch.rows.tolist()
     assert {length for row, length in zip(rows, plan.fields.seq_lens.tolist(), strict=True) if not row} == {1}
+
+
+class CountingDrafter:
+    """Answers count from their prompts' lengths on; it drafts that, and is wrong at every third number. A request whose
+    prompt has 3 tokens gets no draft."""
+
+    keeps_keys = False
+
+    def propose(self, asked: Sequence[Asked]) -> list[Draft]:
+        return [self.draft(one) for one in asked]
+
+    def draft(self, one: Asked) -> Draft:
+        if len(one.request.prompt_token_ids) == 3:
+            return ()
+        first = one.request.output_token_ids[-1] + 1
+        return [number if number % 3 else 99 for number in range(first, first + one.most)]
+
+    def end(self, request: DraftedRequest) -> None:
+        """Keeps nothing."""
+
+
+COUNTING = Speculation(drafter=CountingDrafter(), num_tokens=4, vocab_size=100)
+
+
+def count_on(batch: ScheduledBatch) -> TokenRuns:
+    """The tokens of a model that counts, in a step with drafts."""
+    width = int(batch.num_new[: batch.num_decodes].max(initial=1))
+    runs = TokenRuns(
+        np.full((batch.num_requests, width), -1, dtype=np.int64),
+        np.zeros(batch.num_requests, dtype=np.int64),
+        np.zeros(batch.num_requests, dtype=bool),
+        np.where(np.arange(batch.num_requests) < batch.num_decodes, batch.num_new - 1, 0),
+    )
+    first = 0
+    for row, one in enumerate(batch.requests):
+        if row >= batch.num_decodes:
+            if batch.sample_mask[row]:
+                runs.token_ids[row, 0], runs.counts[row] = len(one.prompt_token_ids), 1
+            continue
+        given = batch.verify_token_ids[first : first + batch.num_new[row]].tolist()
+        first += len(given)
+        assert given[0] == one.output_token_ids[-1] == batch.prefix_lens[row]
+        wrong = [place for place in range(1, len(given)) if given[place] != given[0] + place]
+        count = min(wrong, default=len(given))
+        runs.token_ids[row, :count], runs.counts[row] = given[0] + 1 + np.arange(count), count
+    assert first == batch.verify_token_ids.size
+    return runs
+
+
+def newest(runs: TokenRuns) -> np.ndarray:
+    return np.take_along_axis(runs.token_ids, np.maximum(runs.counts - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def test_ranks_draft_for_their_requests_in_one_step():
+    dp = scheduler(speculation=COUNTING)
+    requests = [request(length, 14) for length in (5, 3, 2, 4)]
+    for one in requests:
+        dp.add(one)
+    num_of_both, finished = 0, []
+    while dp.has_work():
+        batch = dp.schedule()
+        is_drafted = any(one.output_token_ids for one in batch.requests)
+        assert dp.schedule() is None or not is_drafted, "all tokens have to be known"
+        ranks = ranks_of(batch.rows, ROWS)
+        if batch.has_drafts:
+            runs = count_on(batch)
+            num_of_both += len(set(ranks.tolist())) == 2
+            of_decodes = ranks[: batch.num_decodes].repeat(batch.num_new[: batch.num_decodes])
+            for rank in set(ranks.tolist()):
+                part = batch_of_rank(batch, rank, ROWS)
+                assert part.verify_token_ids.tolist() == batch.verify_token_ids[of_decodes == rank].tolist()
+            result = dp.update(batch, newest(runs), runs=runs)
+            assert result.counts == runs.counts[result.accepted].tolist()
+        else:
+            tokens = [len(one.prompt_token_ids) + len(one.output_token_ids) for one in batch.requests]
+            result = dp.update(batch, np.array(tokens))
+        finished += result.finished
+    assert num_of_both > 1 and set(finished) == set(requests)
+    for one in requests:
+        length = len(one.prompt_token_ids)
+        assert one.output_token_ids == list(range(length, length + 14))
+        assert (one.num_drafted_tokens > 0) is (length != 3)
+    assert dp.stats().pages_used == 0
+
+
+def test_a_stop_string_within_a_run_ends_a_rank_s_request():
+    dp = scheduler(speculation=COUNTING)
+    one = request(3, 14), request(4, 14)
+    for each in one:
+        dp.add(each)
+    dp.update(dp.schedule(), np.array([3, 4]))
+    batch = dp.schedule()
+    runs = count_on(batch)
+    dp.update(batch, newest(runs), runs=runs)
+    assert one[1].output_token_ids == [4, 5, 6]
+    dp.end_at(one[1], 2, "five")
+    assert (one[1].output_token_ids, one[1].finish_reason, one[1].stop_reason) == ([4, 5], "stop", "five")
+    dp.end_at(one[0], 2, "four")
+    assert not dp.has_work() and dp.stats().running == 0
+
+
+def test_logits_of_drafted_tokens_are_found_among_those_of_all_ranks():
+    """Rank 0 has a decode with two drafted tokens and a prompt, rank 1 a decode without a draft."""
+    dp = scheduler()
+    for length in (5, 3, 2):
+        dp.add(request(length))
+    batch = replace(
+        dp.schedule(),
+        rows=np.array([1, 4, 2], dtype=np.int32),
+        num_new=np.array([3, 1, 4], dtype=np.int32),
+        prefix_lens=np.array([6, 9, 0], dtype=np.int32),
+        num_decodes=2,
+        num_tokens=8,
+        verify_token_ids=np.array([10, 11, 12, 20]),
+        prefill_token_ids=np.array([1, 2, 3, 4]),
+    )
+    for rank, ends in ((0, [0, 1, 2, 6]), (1, [0, 0, 0, 0])):
+        plan = DataParallelStep(rank, 2, ROWS, 8).plan(batch, HostPageTable(2 * ROWS + 1, 32, PAGE))
+        fields = plan.fields
+        assert plan.sampled.tolist() == [0, 0, 0, 1, 2]
+        assert plan.token_indices.tolist() == [0, 1, 2, 4, 3]
+        assert fields.logits_indices.tolist() == ends
+        assert fields.sampled_rows.tolist() == [1, 1, 1, 2, 4, 0, 0, 0]
+        assert fields.sampled_positions.tolist() == [7, 8, 9, 4, 10, 0, 0, 0]
+        assert fields.run_indices.reshape(3, 3).tolist() == [[0, 1, 2], [4, 4, 4], [3, 3, 3]]
+        assert plan.runs.draft_ids.tolist() == [[11, 12], [-1, -1], [-1, -1]]
+        assert fields.input_ids.tolist() == ([10, 11, 12, 1, 2, 3, 4] if rank == 0 else [20])
+        assert plan.across.num_tokens_across_dp == (7, 1)
