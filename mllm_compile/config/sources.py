@@ -78,8 +78,8 @@ def with_speculative(source: EngineConfig | Path, text: str | None) -> EngineCon
     if isinstance(source, Path):
         raise ConfigError(f"--speculative-config: {source} is a compiled runtime, whose config it has; give its model")
     try:
-        keys = json.loads(text)
-    except ValueError:
+        keys = json.loads(text, object_pairs_hook=_keys_once)
+    except json.JSONDecodeError:
         keys = None
     if not isinstance(keys, dict):
         raise ConfigError(
@@ -87,6 +87,17 @@ def with_speculative(source: EngineConfig | Path, text: str | None) -> EngineCon
             '{"method": "ngram", "num_speculative_tokens": 3}'
         )
     return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"speculative": keys})
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: a key is there twice.
+    """
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--speculative-config has {show(twice[0])} twice; give it once")
+    return dict(pairs)
 
 
 def runtime_settings(source: EngineConfig | Path) -> RuntimeConfig | RuntimeSection | None:

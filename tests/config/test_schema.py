@@ -382,5 +382,7 @@ def test_the_option_of_speculation_is_the_section(tmp_path):
             with_speculative(source, text)
     with pytest.raises(ConfigError, match=r"speculative\.method is 'mtp'"):
         with_speculative(source, '{"method": "mtp"}')
+    with pytest.raises(ConfigError, match="--speculative-config has 'method' twice; give it once"):
+        with_speculative(source, '{"method": "ngram", "method": "suffix"}')
     with pytest.raises(ConfigError, match="is a compiled runtime, whose config it has"):
         with_speculative(tmp_path, '{"method": "ngram"}')

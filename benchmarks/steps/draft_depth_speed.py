@@ -1,0 +1,105 @@
+"""Milliseconds a token without drafts, with drafts of 3 tokens and with those of a length by cost, by turns.
+
+    python -m benchmarks.steps.draft_depth_speed configs/qwen.yaml [--method suffix] [--requests 1,8,64]
+        [--new 160] [--rounds 5] [--processor-time]
+
+Greedy answers to prompts that repeat themselves, which a trained model goes on with, and draws by temperature 1 behind
+random tokens, which nothing foretells. --processor-time counts the process's own time, where others load a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from benchmarks.script import greedy, parser_of, positive, positives, told_in_one_line
+from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.progress import NullReporter
+
+PROMPT_TOKENS = 240
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("config", help="a YAML, a model's folder or a hub id")
+    parser.add_argument("--method", default="suffix")
+    parser.add_argument("--requests", type=positives, default=[1, 8, 64])
+    parser.add_argument("--new", type=positive, default=160, help="tokens of an answer")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--processor-time", action="store_true")
+    args = parser.parse_args()
+    config = config_or_runtime(args.config)
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"{args.config} is a compiled runtime, whose config it has; give its model")
+    engines = {
+        "none": engine_of(config, {"method": "none"}, args),
+        "3": engine_of(config, {"method": args.method, "num_speculative_tokens": 3}, args),
+        "auto": engine_of(config, {"method": args.method}, args),
+    }
+    clock = time.process_time if args.processor_time else time.perf_counter
+    print("text | requests | drafts | ms a token | over none, median and spread | tokens a draft")
+    for count in args.requests:
+        for name, params, prompts in texts(count, args.new):
+            report(f"{name} | {count}", engines, params, prompts, args.rounds, clock)
+
+
+def engine_of(config: EngineConfig, speculative: dict[str, object], args: argparse.Namespace) -> Engine:
+    """An engine with room for all requests at once, and without a prefix cache."""
+    most = max(args.requests)
+    length = PROMPT_TOKENS + args.new + 64
+    sections = config.model_dump(exclude_unset=True)
+    runtime = sections.get("runtime", {})
+    runtime |= {"enable_prefix_cache": False, "max_model_len": length, "max_running_requests": most, "page_size": 16}
+    asked = EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
+    return Engine.from_parts(assemble(asked, NullReporter(), num_pages=1 + most * (length // 16 + 2)))
+
+
+def texts(count: int, num_new: int) -> list[tuple[str, SamplingParams, list[list[int]]]]:
+    """(name, parameters, prompts) of the texts."""
+    choose = random.Random(0)
+    repeating = [[choose.randrange(300, 1000) for _ in range(40)] * (PROMPT_TOKENS // 40) for _ in range(count)]
+    others = [[choose.randrange(300, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    return [("repeats", greedy(num_new), repeating), ("new", drawn, others)]
+
+
+def report(
+    label: str,
+    engines: dict[str, Engine],
+    params: SamplingParams,
+    prompts: list[list[int]],
+    rounds: int,
+    clock: Callable[[], float],
+) -> None:
+    """Prints a line of each engine, after a look that answers are the same."""
+    taken: dict[str, list[float]] = {name: [] for name in engines}
+    before = {name: engine.stats() for name, engine in engines.items()}
+    expected: list[list[int]] = []
+    for _ in range(rounds + 1):
+        for name, engine in engines.items():
+            begin = clock()
+            answers = [output.token_ids for output in engine.generate(prompts, params)]
+            taken[name].append(clock() - begin)
+            expected = expected or answers
+            alike = sum(one == other for one, other in zip(answers, expected, strict=True))
+            if alike < len(answers):
+                print(f"{label} | {name}: {len(answers) - alike} of {len(answers)} answers differ")
+    for name, engine in engines.items():
+        ms = statistics.median(taken[name][1:]) * 1e3 / (params.max_tokens or 1)
+        ratios = [ours / plain for ours, plain in zip(taken[name][1:], taken["none"][1:], strict=True)]
+        drafts = engine.stats().drafts - before[name].drafts
+        accepted = engine.stats().accepted_tokens - before[name].accepted_tokens
+        length = f"{1 + accepted / drafts:.2f} of {drafts}" if drafts else "-"
+        spread = f"{min(ratios):.3f} … {max(ratios):.3f}"
+        print(f"{label} | {name} | {ms:.3f} | {statistics.median(ratios):.3f} ({spread}) | {length}", flush=True)
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()
