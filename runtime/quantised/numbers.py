@@ -114,8 +114,10 @@ def exponents(scales: torch.Tensor) -> torch.Tensor:
 
 def paired(numbers: torch.Tensor) -> torch.Tensor:
     """[N, K/2 rounded up] uint8 of four-bit numbers [N, K] uint8, the low one of a byte first."""
-    numbers = functional.pad(numbers, (0, numbers.shape[1] % 2))
-    return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+    if numbers.shape[1] % 2:
+        numbers = functional.pad(numbers, (0, 1))
+    pairs = numbers.contiguous().view(torch.int16)  # the high byte has the second number
+    return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def in_lanes(values: torch.Tensor) -> torch.Tensor:

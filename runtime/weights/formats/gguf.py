@@ -25,18 +25,18 @@ class Parts(NamedTuple):
     """The content of M blocks of G groups each: number * scale, plus an offset in some types.
 
     Attributes:
-        numbers: [M, block], integers.
+        numbers: makes [M, block], integers; what asks for scales alone need not.
         scales: [M, G] float32.
         offsets: likewise, or None.
     """
 
-    numbers: torch.Tensor
+    numbers: Callable[[], torch.Tensor]
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
 
     def decoded(self) -> torch.Tensor:
         """[M, block] float32."""
-        groups: torch.Tensor = self.numbers.float().unflatten(-1, (self.scales.shape[1], -1))
+        groups: torch.Tensor = self.numbers().float().unflatten(-1, (self.scales.shape[1], -1))
         weight = groups * self.scales.unsqueeze(-1)
         if self.offsets is not None:
             weight = weight + self.offsets.unsqueeze(-1)
@@ -84,9 +84,10 @@ class IntegerBlocks(GgufBlocks):
             assert parts.offsets is not None, "the scheme has offsets"
             made = parts.offsets
         elif self._scheme.name == "int4":
-            made = paired(parts.numbers.add(0 if parts.offsets is not None else INT4_ZERO).to(torch.uint8))
+            numbers = parts.numbers()
+            made = paired(numbers if parts.offsets is not None else numbers.add(INT4_ZERO).to(torch.uint8))
         else:
-            made = parts.numbers
+            made = parts.numbers()
         return made.reshape(*stored.shape[:-1], -1)
 
 
@@ -126,39 +127,39 @@ def _fifth_bits(blocks: torch.Tensor, begin: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
-    return Parts(_signed(_low_then_high(blocks[:, 2:]), 8), _halves(blocks, 0))
+    return Parts(lambda: _signed(_low_then_high(blocks[:, 2:]), 8), _halves(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> Parts:
-    return Parts(_low_then_high(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2))
+    return Parts(lambda: _low_then_high(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> Parts:
-    return Parts(_signed(_low_then_high(blocks[:, 6:]) | _fifth_bits(blocks, 2), 16), _halves(blocks, 0))
+    return Parts(lambda: _signed(_low_then_high(blocks[:, 6:]) | _fifth_bits(blocks, 2), 16), _halves(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> Parts:
-    numbers = _low_then_high(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return Parts(numbers, _halves(blocks, 0), _halves(blocks, 2))
+    return Parts(lambda: _low_then_high(blocks[:, 8:]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return Parts(blocks[:, 2:].view(torch.int8), _halves(blocks, 0))
+    return Parts(lambda: blocks[:, 2:].view(torch.int8), _halves(blocks, 0))
 
 
 def _q2_k(blocks: torch.Tensor) -> Parts:
     scales = blocks[:, :16]
-    numbers = _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2, 4).flatten(1)
-    factors = _halves(blocks, 80) * (scales & 15).float()
-    return Parts(numbers, factors, -(_halves(blocks, 82) * (scales >> 4).float()))
+    factors, offsets = _halves(blocks, 80) * (scales & 15).float(), -(_halves(blocks, 82) * (scales >> 4).float())
+    return Parts(lambda: _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2, 4).flatten(1), factors, offsets)
 
 
 def _q3_k(blocks: torch.Tensor) -> Parts:
-    is_set = _bits(blocks[:, :32], 1, 8).flatten(1)
-    numbers = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2, 4).flatten(1)
+    def numbers() -> torch.Tensor:
+        is_set = _bits(blocks[:, :32], 1, 8).flatten(1)
+        return _signed(_bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2, 4).flatten(1) | is_set << 2, 4)
+
     low, high = blocks[:, 96:104], blocks[:, 104:108]
     scales = _low_then_high(low) | (_bits(high, 2, 4).flatten(1) << 4)
-    return Parts(_signed(numbers | is_set << 2, 4), _halves(blocks, 108) * (scales.float() - 32))
+    return Parts(numbers, _halves(blocks, 108) * (scales.float() - 32))
 
 
 def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,19 +171,25 @@ def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
-    return Parts(_bits(blocks[:, 16:].unflatten(1, (4, 32)), 4, 2).flatten(1), *_six_bits(blocks))
+    return Parts(lambda: _bits(blocks[:, 16:].unflatten(1, (4, 32)), 4, 2).flatten(1), *_six_bits(blocks))
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
-    numbers = _bits(blocks[:, 48:].unflatten(1, (4, 32)), 4, 2).flatten(1)
-    return Parts(numbers | (_bits(blocks[:, 16:48], 1, 8).flatten(1) << 4), *_six_bits(blocks))
+    def numbers() -> torch.Tensor:
+        fifth = _bits(blocks[:, 16:48], 1, 8).flatten(1) << 4
+        return _bits(blocks[:, 48:].unflatten(1, (4, 32)), 4, 2).flatten(1) | fifth
+
+    return Parts(numbers, *_six_bits(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
-    low = _bits(blocks[:, :128].unflatten(1, (2, 64)), 4, 2).flatten(1)
-    high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2, 4).flatten(1)
+    def numbers() -> torch.Tensor:
+        low = _bits(blocks[:, :128].unflatten(1, (2, 64)), 4, 2).flatten(1)
+        high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2, 4).flatten(1)
+        return _signed(low | (high << 4), 32)
+
     factors = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return Parts(_signed(low | (high << 4), 32), factors)
+    return Parts(numbers, factors)
 
 
 def _signed(numbers: torch.Tensor, zero: int) -> torch.Tensor:
@@ -195,15 +202,15 @@ def _of_table(numbers: torch.Tensor, table: tuple[float, ...], dtype: torch.dtyp
 
 
 def _iq4_nl(blocks: torch.Tensor) -> Parts:
-    return Parts(_of_table(_low_then_high(blocks[:, 2:]), _IQ4, torch.int8), _halves(blocks, 0))
+    return Parts(lambda: _of_table(_low_then_high(blocks[:, 2:]), _IQ4, torch.int8), _halves(blocks, 0))
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
     high = _bits(blocks[:, 2:4], 2, 4).transpose(1, 2).reshape(-1, 8)
     low = _bits(blocks[:, 4:8], 4, 2).transpose(1, 2).reshape(-1, 8)
     factors = _halves(blocks, 0) * ((low | (high << 4)).float() - 32)
-    numbers = _low_then_high(blocks[:, 8:].unflatten(1, (8, 16))).flatten(1)
-    return Parts(_of_table(numbers, _IQ4, torch.int8), factors)
+    numbers = blocks[:, 8:].unflatten(1, (8, 16))
+    return Parts(lambda: _of_table(_low_then_high(numbers).flatten(1), _IQ4, torch.int8), factors)
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
