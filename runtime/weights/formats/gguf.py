@@ -84,8 +84,9 @@ class IntegerBlocks(GgufBlocks):
             assert parts.offsets is not None, "the scheme has offsets"
             made = parts.offsets
         elif self._scheme.name == "int4":
-            numbers = parts.numbers()
-            made = paired(numbers if parts.offsets is not None else numbers.add(INT4_ZERO).to(torch.uint8))
+            made = paired(
+                parts.numbers() if parts.offsets is not None else parts.numbers().add(INT4_ZERO).to(torch.uint8)
+            )
         else:
             made = parts.numbers()
         return made.reshape(*stored.shape[:-1], -1)
