@@ -26,7 +26,7 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
-SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3"]
+SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
 MOST_BY_COST = 15
@@ -110,7 +110,12 @@ class SpeculativeSection:
     @property
     def has_model(self) -> bool:
         """True if a model of its own drafts."""
-        return self.method in ("draft_model", "eagle3")
+        return self.method == "draft_model" or self.reads_hidden_states
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """True if it reads hidden states of the model."""
+        return self.method in ("eagle3", "mtp")
 
     @property
     def most_drafted(self) -> int:

@@ -31,7 +31,8 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    transforms: list[Any] = get_model_conversion_mapping(model)
+    # A drafter's own, where it is built around a part of another model.
+    transforms: list[Any] = getattr(model, "weight_conversions", None) or get_model_conversion_mapping(model)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -43,6 +44,8 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
         key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if key not in state and name in state:
             key, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if pattern is not None and key not in state:
+            key = name  # of a part that the model leaves out: nothing puts its experts together
         if pattern is not None and key in state:
             converter = conversions.setdefault(key, deepcopy(by_pattern[pattern]))
             converter.add_tensor(key, name, pattern, tensors[name])

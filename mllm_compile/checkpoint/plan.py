@@ -8,7 +8,7 @@ runtime/weights/spec.py describes; loader.py beside it reads by it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -215,6 +215,25 @@ def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[
     return table
 
 
+def read_part(
+    tensors: CheckpointTensors, names: Collection[str], of_whole: Mapping[str, PlannedTensor], model: PreTrainedModel
+) -> dict[str, PlannedTensor]:
+    """Like read_checkpoint, of a model that a part of a checkpoint is of.
+
+    Args:
+        names: the tensors that are its alone.
+        of_whole: what fills its other keys, which it shares with the whole model.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as read_checkpoint.
+    """
+    own = {name: planned for name, planned in tensors.planned.items() if name in names}
+    table = to_model_keys(own, model) | dict(of_whole)
+    _check_dtypes(table, tensors, model)
+    _account(table, tensors, model)
+    return table
+
+
 def line_on_unlisted(tensors: CheckpointTensors, table: Mapping[str, PlannedTensor]) -> str | None:
     """The line on tensors that are left out as the index does not name them, or None."""
     blocks = [block for planned in table.values() for block in planned.blocks]
@@ -295,12 +314,19 @@ def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
     return list(names_of.values())
 
 
+def _prediction_layers(model: PreTrainedModel) -> list[str]:
+    """Patterns of the layers for multi-token prediction, which are numbered behind the model's own."""
+    config = model.config.get_text_config(decoder=True)
+    first, count = config.num_hidden_layers, getattr(config, "num_mtp_layers", None) or 0
+    return [rf"(^|\.)layers\.{number}\." for number in range(first, first + count)]
+
+
 def _drop_leftovers(
     table: dict[str, PlannedTensor], tensors: CheckpointTensors, state: Mapping[str, object], model: PreTrainedModel
 ) -> None:
     """Drops what Transformers drops in silence too, biases that add nothing, and what the index does not name; anything
     else without a place is an error."""
-    ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ()), *_prediction_layers(model)]
     for key in sorted(set(table) - set(state)):
         block = table[key].blocks[0]
         is_known = block.tensor in tensors.unlisted or any(re.search(pattern, key) for pattern in ignored)

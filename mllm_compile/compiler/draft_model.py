@@ -1,4 +1,5 @@
-"""The draft model, a smaller model or a head: what it is compiled as, and whether it fits the model.
+"""The model that drafts for another, a smaller one, a head or a layer of its own: what it is compiled as, and whether
+it fits the model.
 
 It is compiled like any model, into a folder of the model's runtime. Both have the same pages, limits and types.
 """
@@ -13,7 +14,7 @@ from typing import Any
 from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import longest_text
-from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from mllm_compile.config.speculators import head_type, read_eagle3
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
@@ -25,20 +26,27 @@ from mllm_compile.text.tokenizer import load_tokenizer
 _TOLD = 3  # differing tokens in a message
 
 
+def as_part(config: ResolvedConfig, drafter: ResolvedConfig) -> ResolvedConfig:
+    """The drafter's config, where it is a part of the model of `config`."""
+    if config.speculative.method != "mtp":
+        return drafter
+    return drafter.model_copy(update={"model": drafter.model.model_copy(update={"part": "prediction"})})
+
+
 def draft_config(config: ResolvedConfig) -> EngineConfig:
     """The config that the draft model is compiled and served with, of the model's that is resolved.
 
     It is never deterministic: another draft changes no answer.
     """
     own, path = config.as_config(), config.speculative.model
-    if path is None:
-        raise ConfigError("speculative.model is not set; give the draft model's folder or hub id")
-    model = ModelConfig(
-        path=path,
-        dtype=config.model.dtype,
-        load_format="dummy" if config.model.load_format == "dummy" else "auto",
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    model = own.model
+    if path is not None:
+        model = ModelConfig(
+            path=path,
+            dtype=config.model.dtype,
+            load_format="dummy" if config.model.load_format == "dummy" else "auto",
+            trust_remote_code=config.model.trust_remote_code,
+        )
     changes = {"deterministic": False, "expert_stats": False, "cascade_attention": False}
     return own.model_copy(
         update={
@@ -56,7 +64,7 @@ def told_of_draft_model(config: ResolvedConfig) -> Iterator[None]:
         yield
     except MllmError as error:
         text = str(error)
-        if text.startswith("speculative.model"):
+        if config.speculative.model is None or text.startswith("speculative.model"):
             raise
         text = text.replace("model.path", "speculative.model")
         raise type(error)(f"speculative.model {short_repr(config.speculative.model)}: {text}") from error
@@ -76,6 +84,11 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
     sizes = [folder.text_config_value("vocab_size", "n_vocab") for folder in (model, drafter)]
     if all(isinstance(size, int) for size in sizes):
         check_vocabularies(config, *sizes)
+    if config.speculative.reads_hidden_states and config.runtime.skip_compiled:
+        raise ConfigError(
+            f"runtime.skip_compiled is set, and speculative.method is {config.speculative.method}: the eager model "
+            "gives no hidden states. Set runtime.skip_compiled: false, or speculative.method: ngram or suffix."
+        )
     if config.speculative.method == "eagle3":
         _check_head(config, model, drafter)
     elif (kind := head_type(drafter.config)) is not None:
@@ -94,11 +107,6 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
 def _check_head(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:
     """Compares a head that reads hidden states with the model that gives them."""
     head = read_eagle3(drafter.config, drafter.path / CONFIG_FILE)
-    if config.runtime.skip_compiled:
-        raise ConfigError(
-            "runtime.skip_compiled is set, and speculative.method is eagle3: the eager model gives no hidden states. "
-            "Set runtime.skip_compiled: false, or speculative.method: ngram or suffix."
-        )
     sizes = [folder.text_config_value("hidden_size", "n_embd", "d_model") for folder in (model, drafter)]
     if all(isinstance(size, int) for size in sizes):
         check_hidden_sizes(config, *sizes)
@@ -110,6 +118,8 @@ def _check_head(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder
 def places_read(config: ResolvedConfig, num_layers: int) -> tuple[int, ...]:
     """The places of the hidden states that the config's drafter reads, of a model of so many layers; none without one
     that reads some (model/hidden_states.py)."""
+    if config.speculative.method == "mtp" and config.model.part == "whole":
+        return (LAST_HIDDEN_STATE,)
     if config.speculative.method != "eagle3" or config.speculative.model is None:
         return ()
     path = Path(config.speculative.model) / CONFIG_FILE

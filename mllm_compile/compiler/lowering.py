@@ -86,24 +86,28 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.checkpoint.tensors import read_model_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
+        from mllm_compile.model.prediction import build_prediction, read_prediction
 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         dtype = getattr(torch, config.model.dtype)
         if head_type(model.config) is None:
-            hf_model = build_on_meta(model.path, dtype, config.model.trust_remote_code)
-            hf_model = replace(hf_model, hidden_states=places_read(config, hf_model.sizes().num_hidden_layers))
+            whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
+            whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))
         else:
             from mllm_compile.model.eagle3 import build_eagle3_on_meta
 
-            hf_model = build_eagle3_on_meta(model.path, dtype)
+            whole = build_eagle3_on_meta(model.path, dtype)
+        hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
     if config.model.load_format == "dummy":
         return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None))
     with reporter.stage("find weights"):
         tensors = read_model_tensors(model)
-        untie_stored_apart(tensors, hf_model.model)
-        table = read_checkpoint(tensors, hf_model.model)
+        untie_stored_apart(tensors, whole.model)
+        table = read_checkpoint(tensors, whole.model)
+        if config.model.part == "prediction":
+            table = read_prediction(tensors, whole, hf_model, table)
     if line := line_on_unlisted(tensors, table):
         reporter.announce(line)
     weight_schemes = _weight_schemes(config, hf_model, table)

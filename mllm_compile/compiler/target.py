@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.checkpoint.files import WeightFiles, data_identity, weight_files
-from mllm_compile.compiler.draft_model import check_folders, draft_config, told_of_draft_model
+from mllm_compile.compiler.draft_model import (
+    as_part,
+    check_folders,
+    draft_config,
+    told_of_draft_model,
+)
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
@@ -90,13 +95,15 @@ def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:
         asked = draft_config(config)
         drafter = open_model_folder(asked.model, asked.cache.dir)
         check_folders(config, model, drafter)
-        resolved = resolve(asked, drafter, detect_device(config.runtime.device))
+        resolved = as_part(config, resolve(asked, drafter, detect_device(config.runtime.device)))
     weights = weight_files(drafter.path, drafter.weight_files)
     return Target(resolved, drafter, weights, key_factors(resolved, drafter, weights), Path())
 
 
 def _naming(config: ResolvedConfig, drafter: Target) -> ResolvedConfig:
     """The config with the folder that its draft model was found in."""
+    if config.speculative.model is None:
+        return config
     return config.model_copy(update={"speculative": replace(config.speculative, model=str(drafter.model.path))})
 
 

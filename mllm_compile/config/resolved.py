@@ -11,6 +11,8 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.config_sections import CudaGraphSection, DtypeName, RuntimeSection, SpeculativeSection
 
+LAST_HIDDEN_STATE = -1  # the place of what a model's head reads (model/hidden_states.py)
+
 
 class AutoChoice(NamedTuple):
     """The value that one `auto` became, and why."""
@@ -29,7 +31,8 @@ Quantization = Literal["none", "dequantize", "keep", "keep_a8", "fp8", "int8", "
 
 
 class ResolvedModel(_Resolved):
-    """`source` is model.path as it was asked for, `folder` the local folder that it was found in."""
+    """`source` is model.path as it was asked for, `folder` the local folder that it was found in. `part` of a drafter
+    that is a part of the model: its layer for multi-token prediction."""
 
     source: str
     folder: str
@@ -39,6 +42,7 @@ class ResolvedModel(_Resolved):
     quantization: Quantization
     trust_remote_code: bool
     split_special_tokens: bool
+    part: Literal["whole", "prediction"] = "whole"
 
     @property
     def keeps_weights(self) -> bool:
@@ -90,7 +94,7 @@ class ResolvedConfig(_Resolved):
         """A config that asks for the same of the same checkpoint, wherever resolved; sizes of CUDA graphs are auto."""
         sections = self.model_dump(mode="json")
         model, runtime = sections["model"], sections["runtime"]
-        del model["source"]
+        del model["source"], model["part"]
         model |= {"path": model.pop("folder"), "revision": None}
         if runtime["max_step_ms"] == "tenfold":
             runtime["max_step_ms"] = "auto"

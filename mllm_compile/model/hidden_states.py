@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.hidden_state)
+from mllm_compile.config.resolved import LAST_HIDDEN_STATE
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.passes.match.nodes import call, is_op
 
-LAST = -1
+LAST = LAST_HIDDEN_STATE
 
 
 @contextmanager

@@ -85,6 +85,7 @@ _GROUPS = {
         "expert stats",
         "attention",
         "states",
+        "part",
         "tensor parallel",
         "expert parallel",
         "max traced tokens",

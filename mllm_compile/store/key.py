@@ -120,6 +120,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         **_states(config),
         **_speculation(config),
         **_ranks(config),
+        **_part(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
 
@@ -134,6 +135,11 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
     runtime = config.runtime
     sizes = {"tensor parallel": runtime.tensor_parallel_size, "expert parallel": runtime.expert_parallel_size}
     return {name: f"{size} ranks" for name, size in sizes.items() if size > 1}
+
+
+def _part(config: ResolvedConfig) -> dict[str, str]:
+    """The part of a model that a drafter is; of a whole one no factor."""
+    return {} if config.model.part == "whole" else {"part": config.model.part}
 
 
 def _states(config: ResolvedConfig) -> dict[str, str]:

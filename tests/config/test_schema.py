@@ -324,7 +324,7 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
     [
         (
             {"method": "medusa"},
-            "speculative.method is 'medusa'; expected 'auto', 'none', 'ngram', 'suffix', 'draft_model' or 'eagle3'",
+            "is 'medusa'; expected 'auto', 'none', 'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
@@ -337,6 +337,7 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
         ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
         ({"method": "eagle3"}, "expected method: eagle3 with speculative.model, a hub id or a folder"),
         ({"method": "suffix", "model": "m"}, "expected method: draft_model or eagle3, which alone reads model"),
+        ({"method": "mtp", "model": "m"}, "expected method: draft_model or eagle3, which alone reads model"),
         ({"method": "auto", "prompt_lookup_max": 9}, "expected method: ngram, which alone reads prompt_lookup_max"),
         (
             {"num_speculative_tokens": 5},
@@ -380,8 +381,8 @@ def test_the_option_of_speculation_is_the_section(tmp_path):
     for text in ("ngram", "[1]", "{"):
         with pytest.raises(ConfigError, match=r"--speculative-config is '.*'; expected a JSON object such as"):
             with_speculative(source, text)
-    with pytest.raises(ConfigError, match=r"speculative\.method is 'mtp'"):
-        with_speculative(source, '{"method": "mtp"}')
+    with pytest.raises(ConfigError, match=r"speculative\.method is 'medusa'"):
+        with_speculative(source, '{"method": "medusa"}')
     with pytest.raises(ConfigError, match="--speculative-config has 'method' twice; give it once"):
         with_speculative(source, '{"method": "ngram", "method": "suffix"}')
     with pytest.raises(ConfigError, match="is a compiled runtime, whose config it has"):

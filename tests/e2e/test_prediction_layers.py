@@ -1,0 +1,73 @@
+"""A model's own layer for multi-token prediction drafts what Transformers' MtpModel drafts, and changes no answer."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.errors import CheckpointError, ConfigError, UnsupportedModelError
+from mllm_compile.runtime.step.draft_model import ModelDrafter
+from tests.e2e.test_speculation import config_of, prompts_of
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of_architecture
+from tests.prediction_layers import TransformersDrafts, save_with_prediction_layer
+from tests.sample import slow_but_a_sample
+
+ARCHITECTURES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text")
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.mark.parametrize("architecture", slow_but_a_sample(ARCHITECTURES, 1))
+def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architecture, tmp_path, monkeypatch):
+    save_with_prediction_layer(architecture, tmp_path / "model")
+    drafted: dict[tuple[int, ...], list[int]] = {}
+    propose = ModelDrafter.propose
+
+    def noted(self, asked):
+        drafts = propose(self, asked)
+        for one, draft in zip(asked, drafts, strict=True):
+            if one.request.num_cached_tokens == 0 and draft:
+                text = (*one.request.prompt_token_ids, *one.request.output_token_ids)
+                drafted.setdefault(text, list(draft))
+        return drafts
+
+    monkeypatch.setattr(ModelDrafter, "propose", noted)
+    with Engine(config_of(tmp_path, speculative=MTP)) as engine:
+        rounds = [engine.generate(prompts_of(5), GREEDY) for _ in range(2)]  # the second with prefix hits
+        assert engine.stats().drafts > 0
+    reference = TransformersDrafts(tmp_path / "model")
+    assert len(drafted) > 20
+    for text, draft in list(drafted.items())[::3]:
+        assert draft == reference.draft(text, len(draft)), f"behind {len(text)} tokens"
+    for outputs in rounds:
+        for prompt, output in zip(prompts_of(5), outputs, strict=True):
+            assert output.token_ids == reference.greedy(prompt, 12)
+
+
+def test_a_model_without_the_layer_is_refused(tmp_path):
+    save_tiny_model(config_of_architecture("qwen3", eos_token_id=None), tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="names no layer for multi-token prediction"):
+        load_or_compile(config_of(tmp_path, speculative=MTP))
+
+
+def test_a_checkpoint_without_the_layer_or_a_part_of_it_is_refused(tmp_path):
+    config = save_with_prediction_layer("glm4_moe", tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    tensors, start = load_file(path), f"model.layers.{config.num_hidden_layers}."
+    partly = {name: tensor for name, tensor in tensors.items() if name != f"{start}hnorm.weight"}
+    save_file(partly, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks 'layers.0.hnorm.weight'"):
+        load_or_compile(config_of(tmp_path, speculative=MTP))
+    save_file({n: t for n, t in tensors.items() if not n.startswith(start)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="has no tensors of a layer for multi-token prediction"):
+        load_or_compile(config_of(tmp_path, speculative=MTP))
+
+
+def test_what_the_layer_does_not_go_with_is_refused(tmp_path):
+    save_tiny_model(config_of_architecture("glm4_moe", eos_token_id=None), tmp_path / "model")
+    for runtime, text in (({"skip_compiled": True}, "skip_compiled"), ({"tensor_parallel_size": 2}, "2 ranks")):
+        with pytest.raises(ConfigError, match=text):
+            load_or_compile(config_of(tmp_path, speculative=MTP, runtime=runtime))

@@ -1,0 +1,91 @@
+"""Checkpoints with a layer for multi-token prediction, and what Transformers' own MtpModel drafts with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of_architecture
+
+# Those whose checkpoints hold the layer as `mtp.`; others number it behind the model's own.
+OF_ITS_OWN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def save_with_prediction_layer(architecture: str, folder: Path) -> Any:
+    """Writes a random float32 model and its prediction layer, in the format that such checkpoints have; returns its
+    config."""
+    from safetensors.torch import load_file, save_file
+
+    config = config_of_architecture(architecture, eos_token_id=None, bos_token_id=None)
+    first = config.num_hidden_layers
+    one_more = copy.deepcopy(config)
+    one_more.num_hidden_layers = first + 1
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, name, None) is not None:
+            setattr(one_more, name, [*getattr(config, name), kind])
+    save_tiny_model(one_more, folder)
+    (path,) = folder.glob("*.safetensors")
+    start, is_of_its_own = f"model.layers.{first}.", architecture in OF_ITS_OWN
+    tensors = {
+        f"mtp.layers.0.{name.removeprefix(start)}" if is_of_its_own and name.startswith(start) else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    if is_of_its_own:
+        start, names = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+    torch.manual_seed(5)
+    size = config.hidden_size
+    *norms, projection = (f"{start}{name}.weight" for name in names)
+    tensors |= {name: (0.0 if is_of_its_own else 1.0) + 0.3 * torch.randn(size) for name in norms}
+    tensors[projection] = torch.randn(size, 2 * size) * (2 * size) ** -0.5
+    if architecture == "deepseek_v3":  # its checkpoint holds these again
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        tensors |= {f"{start}{to}.weight": tensors[f"{of}.weight"].clone() for to, of in copies.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config.architectures = one_more.architectures
+    config.save_pretrained(folder)
+    return config
+
+
+class TransformersDrafts:
+    """Transformers' model and its MtpModel, without a cache: texts are computed whole."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_layers import MtpModel
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self.model.config
+        ours = (rf"model\.layers\.{config.num_hidden_layers}\.", r"^mtp\.")
+        self.model._keys_to_ignore_on_load_unexpected = list(ours)  # the first names the layers of the published sizes
+        config.num_mtp_layers = 1
+        if getattr(config, "layer_types", None) is not None:
+            config.mtp_layer_types = ["full_attention"]
+        self.layer: Any = MtpModel.from_pretrained(self.model).eval()
+
+    @torch.no_grad()
+    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The model's own answer."""
+        ids = list(token_ids)
+        for _ in range(count):
+            ids.append(int(self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        return ids[len(token_ids) :]
+
+    @torch.no_grad()
+    def draft(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The most probable tokens behind a text, by the first layer again and again."""
+        ids = torch.tensor([token_ids])
+        hidden = self.model(input_ids=ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
+        drafted: list[int] = []
+        for _ in range(count):
+            shifted = torch.cat([ids[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=1)
+            positions = torch.arange(shifted.shape[1])[None]
+            own = self.layer.forward_layer(0, hidden, positions, None, input_ids=shifted)
+            drafted.append(int(self.layer._project_to_logits(own[:, -1]).argmax()))
+            hidden = torch.cat([hidden, own[:, -1:]], dim=1)
+        return drafted
