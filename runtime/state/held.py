@@ -56,10 +56,10 @@ class HeldStates:
         return MixedStates((rows[:first], has_state[:first]) if first else None, PromptRows(*parts))
 
     def hold(self, inputs: StateInputs) -> None:
-        """Keeps a layer's operands."""
+        """Keeps a layer's operands, whose memory later layers use again."""
         count, constants = inputs.metadata.num_held_tokens, inputs.layer.kind.constants
         operands = {
-            name: value if name in constants else _kept(value[:count]) for name, value in inputs.operands.items()
+            name: value if name in constants else copy_of(value[:count]) for name, value in inputs.operands.items()
         }
         self._inputs.append(replace(inputs, operands=operands))
 
@@ -97,6 +97,8 @@ def _shortened(segments: Sequence[Segment], lengths: Sequence[int]) -> list[Segm
     return [segment._replace(end=segment.start + length) for segment, length in zip(segments, lengths, strict=True)]
 
 
-def _kept(tokens: torch.Tensor) -> torch.Tensor:
-    """A copy, as later layers use the memory again. With the same strides, which kernels are compiled for."""
-    return torch.empty_strided(tokens.shape, tokens.stride(), dtype=tokens.dtype, device=tokens.device).copy_(tokens)
+def copy_of(tokens: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which kernels are compiled for; of numbers that repeat there is one."""
+    once = tokens[tuple(slice(None if stride else 1) for stride in tokens.stride())]
+    copy = torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device).copy_(once)
+    return copy.expand(tokens.shape)

@@ -12,7 +12,7 @@ import torch
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
-from mllm_compile.runtime.state.held import HeldStates
+from mllm_compile.runtime.state.held import HeldStates, copy_of
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
@@ -98,3 +98,11 @@ SPANS = {"all": slice(0, 4), "no prompt": slice(0, 3), "drafted alone": slice(1,
 @pytest.mark.parametrize("name", KINDS)
 def test_states_go_on_by_the_accepted_tokens_alone(name, counts, span):
     check_states_go_on_by_what_holds(lambda _, pool: TorchStateBackend(pool), name, counts, SPANS[span])
+
+
+def test_a_copy_has_the_strides_of_its_original_and_no_memory_of_it():
+    whole = torch.arange(60.0).view(5, 3, 4)
+    for part in (whole, whole[:4, :, 1:3], whole[:, :1].expand(-1, 6, -1), whole[:1, 0].expand(5, 4), whole.mT[:2]):
+        copy = copy_of(part)
+        assert torch.equal(copy, part) and copy.stride() == part.stride()
+        assert copy.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()

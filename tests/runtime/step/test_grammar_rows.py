@@ -358,7 +358,7 @@ def ending(length: int) -> Rule:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", range(1, 9))
+@pytest.mark.parametrize("length", [1, 4, 5, 8])
 def test_an_end_anywhere_in_a_draft_ends_the_answer(length, kind):
     answers = {tuple(PROMPTS[0]): [9] * length + [EOS, 9, 9, EOS]}
     _, drafted, _ = compare(PROMPTS[:1], [ending(length)], kind, answers, params=[{"max_tokens": 20, "min_tokens": 9}])
