@@ -279,6 +279,7 @@ class ModelRunner(RunnerSizes):
 
             self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
             self.graph_runner.capture()
+            self.graph_runner.check_verifies()
 
     @property
     def captures_graphs(self) -> bool:

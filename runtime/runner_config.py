@@ -31,11 +31,16 @@ class RunnerConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most requests that attention sees in a step; of a captured verify step each token is one."""
+        """Most requests of a step."""
         runtime = self.runtime
         if runtime.deterministic:
             return runtime.max_num_batched_tokens
-        return max(min(runtime.max_running_requests, runtime.max_num_batched_tokens), self.max_verified)
+        return min(runtime.max_running_requests, runtime.max_num_batched_tokens)
+
+    @property
+    def max_attended(self) -> int:
+        """Most requests that attention sees in a step: of a captured verify step each token is one."""
+        return max(self.max_rows, self.max_verified)
 
     @property
     def max_verified(self) -> int:

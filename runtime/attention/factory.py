@@ -52,7 +52,7 @@ def make_attention_backend(
             model.layers,
             of_kind(model.layer_kernels, "latent"),
             req_to_token=req_to_token_pool.req_to_token,
-            max_requests=config.max_rows * config.runtime.expert_parallel_size,
+            max_requests=config.max_attended * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             dtype=config.dtype,
         )
@@ -67,7 +67,7 @@ def make_attention_backend(
             max_context_len=req_to_token_pool.max_context_len,
             req_to_token=req_to_token_pool.req_to_token,
             device=device,
-            max_requests=config.max_rows * config.runtime.expert_parallel_size,
+            max_requests=config.max_attended * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             kernels=model.layer_kernels,

@@ -203,11 +203,14 @@ class Kernel:
                 driver.cuFuncSetAttribute(self._function, attribute, value), f"{shared_bytes} bytes of shared memory"
             )
 
-    def launch(self, num_blocks: int, num_threads: int, arguments: Sequence[Argument]) -> None:
-        """Launches on torch's current stream of the device it was loaded on, before the kernel ahead has ended.
+    def launch(
+        self, num_blocks: int, num_threads: int, arguments: Sequence[Argument], starts_early: bool = True
+    ) -> None:
+        """Launches on torch's current stream of the device it was loaded on.
 
         Args:
             arguments: values; they are copied.
+            starts_early: before the kernel ahead has ended.
         """
         addresses = [
             argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
@@ -217,7 +220,7 @@ class Kernel:
         attribute = _Attribute(_STARTS_EARLY, 0, 1)
         config = _LaunchConfig(
             num_blocks, 1, 1, num_threads, 1, 1, self._shared_bytes,
-            stream, ctypes.pointer(attribute), 1,
+            stream, ctypes.pointer(attribute), int(starts_early),
         )  # fmt: skip
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)

@@ -17,6 +17,7 @@ from mllm_compile.runtime.cuda_graph.padding import LayerOutputs, PaddedInputs
 from mllm_compile.runtime.cuda_graph.prompts import PromptGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+from mllm_compile.runtime.cuda_graph.verify_check import verify_fault
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.graph_mode import GraphKind
@@ -37,7 +38,7 @@ class GraphRunner:
         Raises:
             ConfigError: the model is not a compiled program.
         """
-        self.dispatcher = dispatcher
+        self.dispatcher, self._runner = dispatcher, runner
         self._capturer = GraphCapturer(runner.device)
         self._padded = PaddedInputs(runner, dispatcher)
         executor = runner.model.executor
@@ -82,6 +83,18 @@ class GraphRunner:
     def figures(self) -> list[CaptureFigures]:
         """Seconds and MiB of every captured size, in the order of capture."""
         return self._capturer.figures
+
+    @torch.inference_mode()
+    def check_verifies(self) -> None:
+        """Compares verify steps with decodes, and leaves them out where they differ: steps of pieces serve then. Before
+        anything is served."""
+        verifies, decodes = self.verifies, self.decodes
+        if verifies is None or decodes is None:
+            return
+        fault = verify_fault(self._runner, verifies, decodes)
+        if fault is not None:
+            logger.warning("verify steps run piece by piece: %s. Please report this.", fault)
+            self.kinds = {kind: graphs for kind, graphs in self.kinds.items() if graphs is not verifies}
 
     @torch.inference_mode()
     def capture(self) -> None:

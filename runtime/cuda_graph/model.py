@@ -11,7 +11,7 @@ from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import ForwardTimes
-from mllm_compile.runtime.memory_pool import ReqToTokenPool
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -27,6 +27,7 @@ class CapturableModel(Protocol):
     program: ProgramRunner
     attn_backend: AttentionBackend
     req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
     row_state: RowState
     forward_times: ForwardTimes | None
     communicator: Communicator | None

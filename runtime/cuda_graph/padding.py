@@ -55,7 +55,7 @@ class PaddedInputs:
         self.num_ranks = runner.dp_size
         most_of_all = self.num_ranks * most_requests
         num_uploaded = max(most_of_all, min(most_tokens, _MOST_UPLOADED_TOKENS))
-        most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0
+        most_rows, work_bytes = max(runner.config.max_attended, most_of_all), 0
         for kind in (GraphKind.PREFILL_NEW, GraphKind.PREFILL_CACHED):
             if dispatcher.sizes[kind]:
                 is_cached = kind is GraphKind.PREFILL_CACHED

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.capture import needed
+from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.dispatcher import asked_sizes, next_size
 from mllm_compile.runtime.cuda_graph.kind import GraphSetting, KindGraphs
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
@@ -46,7 +47,7 @@ class VerifyGraphs(KindGraphs):
 
     Attributes:
         loop: drafts, makes inputs and accepts.
-        most_requests: that `launch` takes.
+        request_sizes: R of each captured step, ascending.
     """
 
     def __init__(self, setting: GraphSetting) -> None:
@@ -58,7 +59,7 @@ class VerifyGraphs(KindGraphs):
             raise RuntimeError("the program has no kernels of captured verify steps: sizes says so")
         sizes = setting.dispatcher.sizes[GraphKind.VERIFY]
         num_tokens = 1 + runner.config.speculative.most_captured
-        self.most_requests = sizes[-1] // num_tokens
+        self.request_sizes = [size // num_tokens for size in sizes]
         self.loop = VerifyLoop(
             model.verify,
             model.decode_loop,
@@ -69,8 +70,12 @@ class VerifyGraphs(KindGraphs):
             page_table,
             self.most_requests,
         )
-        self._sizes = [size // num_tokens for size in sizes]
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # R → and logits [R * C, V], non-owning
+
+    @property
+    def most_requests(self) -> int:
+        """R of the largest step."""
+        return self.request_sizes[-1]
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
@@ -93,14 +98,16 @@ class VerifyGraphs(KindGraphs):
         batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
 
-        def run() -> None:
+        def run() -> tuple[torch.Tensor]:
             loop.begin(num_requests)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
             loop.end(output.next_token_logits)
+            return (output.next_token_logits,)
 
         if not self._graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
-        self._graphs[num_requests], _ = self._setting.capturer.capture(run)
+        graph, (logits,) = self._setting.capturer.capture(run)
+        self._graphs[num_requests] = graph, WeakTensor(logits).tensor()
 
     def launch(self, fields: np.ndarray) -> CapturedVerify:
         """Runs a step in one launch.
@@ -112,16 +119,22 @@ class VerifyGraphs(KindGraphs):
         Raises:
             RuntimeError: no graph holds so many requests.
         """
-        size = next_size(self._sizes, len(fields))
+        size = next_size(self.request_sizes, len(fields))
         if size is None:
-            raise RuntimeError(f"no VERIFY of {len(fields)} requests was captured: the largest has {self._sizes[-1]}")
+            raise RuntimeError(
+                f"no VERIFY of {len(fields)} requests was captured: the largest has {self.most_requests}"
+            )
         self.loop.write_fields(fields, size)
         self._padded.inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
         times = self._runner.forward_times
         with nullcontext() if times is None else times.measure(size * self.loop.num_tokens):
-            self._graphs[size].replay()
+            self._graphs[size][0].replay()
         return CapturedVerify(*self.loop.results(len(fields)))
+
+    def logits_of(self, num_requests: int) -> torch.Tensor:
+        """The logits [R * C, V] of the last replay of that size, until another graph is replayed."""
+        return self._graphs[num_requests][1]
 
 
 def _obstacle(runner: CapturableModel) -> str | None:

@@ -2,6 +2,7 @@
 
 Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `rope_inputs` they norm and
 rotate q and the new keys, and write these and the new values into the cache; q is then `rope_inputs`' q, of any stride.
+Where they start early they fetch all keys but each row's own before the kernel ahead has ended.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class ClusterDecode:
         num_words = left_words(next(kernel.group for kernel, _ in self._kernels.values()), self._kernels)
         self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None) -> None:
+    def __call__(
+        self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None, starts_early: bool = True
+    ) -> None:
         q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, rope_inputs)
         num_sequences = out.shape[0] * keys.shape[1]
@@ -73,6 +76,7 @@ class ClusterDecode:
                 rotation.argument,
                 _sinks_of(kernel, rest),
             ),
+            starts_early,
         )
 
 
@@ -92,7 +96,9 @@ class ShareDecode:
         num_words = kernel.num_blocks * kernel.warps * kernel.part_floats
         self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None) -> None:
+    def __call__(
+        self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None, starts_early: bool = True
+    ) -> None:
         """Raises ValueError for more requests than the kernel counts."""
         q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, rope_inputs)
@@ -113,6 +119,7 @@ class ShareDecode:
                 rotation.argument,
                 _sinks_of(self._kernel, rest),
             ),
+            starts_early,
         )
 
 

@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits
 
 # (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and the layer's
-# sinks, if any. Kernels that rotate may get RopeInputs behind them, and then no scratch.
+# sinks, if any. Kernels that rotate may get RopeInputs behind them, and then no scratch; or may be told to start late.
 DecodePiece = Callable[..., Any]
 
 
@@ -184,10 +184,14 @@ class SplitDecode:
     ) -> torch.Tensor:
         """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], if the layer has some. Writes and
         returns out."""
-        if self._fence is not None:
+        inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch, *_typed(sinks, q), *self._slopes]
+        if self._fence is None:
+            self._decoder.piece(inputs)
+        elif self._decoder.fuses_rope:
+            self._decoder.piece(inputs, starts_early=False)
+        else:
             self._fence.add_(0)  # a kernel that starts when all before have ended, and lets none start before its end
-        inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch]
-        self._decoder.piece([*inputs, *_typed(sinks, q), *self._slopes])
+            self._decoder.piece(inputs)
         return out
 
     def run_with_rope(

@@ -162,7 +162,8 @@ class FakeKernel:
         self.rotations: list[_Argument] = []
         self.sinks: list[int | None] = []
 
-    def launch(self, num_blocks, num_threads, arguments) -> None:
+    def launch(self, num_blocks, num_threads, arguments, starts_early) -> None:
+        self.starts_early = starts_early
         self.launches.append((num_blocks, num_threads, len(arguments)))
         *_, rotation, sinks = arguments
         self.rotations.append(rotation)
@@ -205,10 +206,14 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     kernels = cluster_kernels(32, 8, 16)
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
+    assert all(kernel.starts_early for kernel in made.values() if kernel.launches)
+    decode(inputs_of(3), starts_early=False)
+    assert not any(kernel.starts_early for kernel in made.values() if kernel.launches)
+    assert made["clusters_8x4_page16_split4"].launches.pop()
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
         "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_per_head(24, 4), 128, 12)]
     }
-    assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
+    assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 4
 
 
 def test_any_batch_is_shared_by_as_many_blocks_except_one_that_the_kernel_cannot_count(made):

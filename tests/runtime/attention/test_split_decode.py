@@ -125,6 +125,23 @@ def test_kernels_that_rotate_are_given_what_q_is_made_of_and_pieces_never(space_
     assert not many.fuses_rope
 
 
+def test_behind_writes_nothing_rotates_and_no_kernel_starts_early(space_and_decoders):
+    _, (_, piece), slots = space_and_decoders
+    given = []
+    kernels = LinkedDecode(lambda inputs, rope_inputs=None, **how: given.append(how), 8, fuses_rope=True)
+    decoders, group = (kernels, piece), GROUPS[0]
+    space = SplitDecodeSpace([(group, decoders)], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
+    pages = torch.zeros(7, PAGE_SIZE, 2, 16), torch.ones(7, PAGE_SIZE, 2, 16)
+    for num_requests in (3, 6):
+        lengths = torch.ones(num_requests, dtype=torch.int32)
+        decode = space.prepare(group, decoders, lengths, behind_writes=True)
+        assert not decode.fuses_rope
+        version = space._fence._version
+        decode.run(torch.zeros(num_requests, 8, 16), pages, torch.empty(num_requests, 8, 16))
+        assert space._fence._version == version + (num_requests > 4), "a piece has a kernel ahead that waits"
+    assert given == [{"starts_early": False}]
+
+
 def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():
     """With 10 KV heads a request alone has more splits than any batch of the piece for many."""
     group = PlanGroup(40, 10, 16, PerLayerParameters(-1, 0.0, 0.25))

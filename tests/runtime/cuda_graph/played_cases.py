@@ -12,7 +12,7 @@ import torch
 from mllm_compile.check import verify_reference
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.config_sections import CudaGraphSection, SpeculativeSection
-from mllm_compile.runtime.cuda_graph import decode_loop, decodes, graph_runner
+from mllm_compile.runtime.cuda_graph import decode_loop, decodes, graph_runner, verifies
 from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, VerifyPieces
@@ -103,7 +103,7 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=list, synchronize=list))
     monkeypatch.setattr(graph_runner, "GraphCapturer", Capturer)
     monkeypatch.setattr(graph_runner, "ProgramExecutor", Model)
-    for module in (decodes, decode_loop):
+    for module in (decodes, decode_loop, verifies):
         monkeypatch.setattr(module, "WeakTensor", lambda tensor: SimpleNamespace(tensor=lambda: tensor))
 
 

@@ -84,7 +84,7 @@ def test_attention_that_knows_of_no_graphs_is_between_captured_pieces(monkeypatc
     runner = SimpleNamespace(
         attn_backend=TorchAttnBackend(),
         device="cpu",
-        config=SimpleNamespace(max_rows=2),
+        config=SimpleNamespace(max_attended=2),
         model=SimpleNamespace(executor=None),
         dp_size=1,
         always_takes_features=False,

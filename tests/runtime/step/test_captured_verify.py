@@ -191,6 +191,43 @@ def test_a_draft_without_numbers_costs_no_token(played, is_own):
     assert (ahead_steps(loop) > 0) is is_own
 
 
+def drops_writes(arguments):
+    arguments[8][:, 1:] = 0  # slots
+
+
+def shifts_positions(arguments):
+    arguments[7] -= 5
+
+
+def forgets_drafts(arguments):
+    arguments[6][:, 1:] = 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (None, None),
+        (drops_writes, "are no numbers, as keys were read before"),
+        (shifts_positions, "differ by"),
+        (forgets_drafts, "differ by"),
+    ],
+)
+def test_steps_that_differ_from_decodes_are_left_out_at_the_start(played, spoil, said, caplog):
+    runner = played_runner(section=section_of())
+    graphs, loop = runner.graph_runner, runner.graph_runner.verifies.loop
+    begin = loop._pieces.begin
+    if spoil is not None:
+        loop._pieces = VerifyPieces(lambda of: begin(of) or spoil(of), loop._pieces.end)
+    with caplog.at_level("WARNING"):
+        graphs.check_verifies()
+    assert (graphs.verifies is None) is (said is not None)
+    assert (said or "") in caplog.text
+    assert bool(said) == bool(caplog.text)
+    assert not runner.req_to_token_pool.req_to_token.any()
+    buffers = [buffer for layer in range(2) for buffer in runner.token_to_kv_pool.get_pages(layer)]
+    assert not any(buffer[1:].any() for buffer in buffers)
+
+
 def test_a_synthetic_acceptance_gives_its_mean(played):
     section = section_of(synthetic_acceptance_length=2.5)
     loop = serve([{"prompt": [1, 2, 3], "max_tokens": 50} for _ in range(6)], section)

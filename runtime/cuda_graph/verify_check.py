@@ -1,0 +1,114 @@
+"""Compares captured verify steps with captured decodes, before they serve.
+
+A step of drafts writes several keys of a request, and reads them in the same launch, across the ends of tiles and
+pages. Decodes do the same one launch after another, so that the logits of both are alike. A key is no number until it
+is written: one that is read too early shows.
+
+Shape legend: R requests of the step, C tokens of each, V vocab.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
+
+_LENGTH = 126  # tokens before the step: two fewer than tiles and pages have, or a multiple of these
+_MOST_ERROR = 0.3  # of a row of logits; bfloat16's is some hundredths, of steps of two sizes
+
+
+def verify_fault(runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> str | None:
+    """The fault of the verify steps of a runner that serves nobody yet; None: they are right. Waits for the device."""
+    steps = _Steps(runner, verifies, decodes)
+    sizes = steps.sizes()
+    if not sizes:
+        return "the KV cache has too few pages to try one"
+    expected = steps.decode()
+    faults = (steps.fault_of(size, expected) for size in sizes)
+    fault = next(filter(None, faults), None)
+    steps.clear()
+    return fault
+
+
+class _Steps:
+    """Requests in rows from 1 on, all with the same tokens and keys."""
+
+    def __init__(self, runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> None:
+        self._runner, self._verifies, self._decodes = runner, verifies, decodes
+        self._num_tokens = verifies.loop.num_tokens
+        runtime = runner.config.runtime
+        self._page_size = runtime.page_size
+        self._length = min(_LENGTH, runtime.max_model_len - self._num_tokens)
+        self._pages_each = -(-(self._length + self._num_tokens) // self._page_size)
+        self._most = (runner.token_to_kv_pool.num_pages - 1) // self._pages_each
+        self._tokens = torch.zeros(self._num_tokens + 1, dtype=torch.int64, device=runner.device)
+        self._tokens[0] = 1
+
+    def sizes(self) -> list[int]:
+        """R of the smallest and the largest step that there is room for."""
+        fitting = [size for size in self._verifies.request_sizes if size <= self._most]
+        return sorted({*fitting[:1], *fitting[-1:]}) if self._length > 0 else []
+
+    def decode(self) -> torch.Tensor:
+        """The logits [C, V] of one request's tokens, each chosen by a decode."""
+        self._place_requests(1, new=0.0)  # a decode's kernel multiplies what is behind its token with 0
+        logits = []
+        for place in range(self._num_tokens):
+            position = self._length + place
+            self._runner.row_state.last_tokens[1] = self._tokens[place]
+            slot = self._page_size + position  # its pages are the first ones
+            one, length = np.ones(1, dtype=np.int64), np.array([position + 1])
+            step = self._decodes.launch(one, length, np.array([slot]))
+            logits.append(step.logits[:1].to(torch.float32, copy=True))
+            self._tokens[place + 1] = step.tokens[0].clamp(min=0)
+        return torch.cat(logits)
+
+    def fault_of(self, num_requests: int, expected: torch.Tensor) -> str | None:
+        """The fault of a step of R requests that drafts the decodes' tokens; None: it is right."""
+        self._place_requests(num_requests, new=torch.nan)
+        self._runner.row_state.last_tokens[1 : 1 + num_requests] = self._tokens[0]
+        drafts = self._tokens[1:-1].cpu().numpy()
+        fields = np.zeros((num_requests, VERIFY_FIELDS), dtype=np.int32)
+        fields[:, 0] = np.arange(num_requests) + 1
+        fields[:, 1:4] = self._length, drafts.size, drafts.size
+        fields[:, 4 : 4 + drafts.size] = drafts
+        step = self._verifies.launch(fields)
+        step.buffer.record()
+        step.buffer.wait()
+        logits = self._verifies.logits_of(num_requests).view(num_requests, *expected.shape)
+        errors = torch.stack([(one.float() - expected).norm(dim=1) for one in logits]) / expected.norm(dim=1)
+        worst = float(errors.max())
+        if not errors.isfinite().all():
+            return f"logits of {num_requests} requests are no numbers, as keys were read before they were written"
+        if float(errors.median()) > _MOST_ERROR:
+            return f"logits of {num_requests} requests differ by {worst:.0%} from those of decodes"
+        return None
+
+    def clear(self) -> None:
+        """Leaves pages, pages' table and tokens as they were found."""
+        num_pages = self.sizes()[-1] * self._pages_each
+        pool = self._runner.token_to_kv_pool
+        pool.clear_pages(torch.arange(1, 1 + num_pages, device=self._runner.device))
+        self._runner.req_to_token_pool.req_to_token[1:].zero_()
+        self._runner.row_state.last_tokens.zero_()
+
+    def _place_requests(self, count: int, new: float) -> None:
+        """Gives requests their pages, with random keys of earlier tokens, and `new` for the step's tokens."""
+        device, num_pages = self._runner.device, count * self._pages_each
+        slots = torch.arange(self._pages_each * self._page_size, dtype=torch.int32, device=device)
+        firsts = self._page_size + torch.arange(count, dtype=torch.int32, device=device) * slots.numel()
+        table = self._runner.req_to_token_pool.req_to_token
+        table[1 : 1 + count, : slots.numel()] = firsts[:, None] + slots
+        generator = torch.Generator(device).manual_seed(0)
+        end = self._length + self._num_tokens
+        for layer in self._runner.model.layers:
+            for pages in self._runner.token_to_kv_pool.get_pages(layer.layer_id):
+                of_requests = pages[1 : 1 + num_pages].view(count, slots.numel(), *pages.shape[2:])
+                known = torch.randn(of_requests.shape[1:], generator=generator, device=device)
+                known[self._length : end], known[end:] = new, 0
+                if of_requests.numel():
+                    of_requests.copy_(known.to(pages.dtype).expand_as(of_requests))

@@ -1,0 +1,123 @@
+"""Verify steps in one launch on a GPU, of one model that is compiled once: the tokens of plain decodes, within bf16's
+noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile.engine import assemble
+from mllm_compile.engine.memory_plan import MemoryPlan
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from tests.gpu.test_speculation import NOISE, PROMPTS
+from tests.tiny_model import TINY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[int, bool]]:
+    """Of each captured verify step its requests, and whether one was in flight when it was planned."""
+    found: list[tuple[int, bool]] = []
+    launch = VerifyGraphs.launch
+
+    def noted(graphs, fields):
+        found.append((len(fields), bool((fields[:, 1] < 0).any())))
+        return launch(graphs, fields)
+
+    monkeypatch.setattr(VerifyGraphs, "launch", noted)
+    return found
+
+
+def answers(
+    cache: Path,
+    params: SamplingParams | Sequence[SamplingParams],
+    prompts: Sequence[Any],
+    method: str = "ngram",
+    drafts: bool = True,
+) -> tuple[list[RequestOutput], Any]:
+    """Answers and figures; without drafts by the same compiled program."""
+    sections = {
+        "model": {"path": str(TINY), "dtype": "bfloat16"},
+        "runtime": {"device": "cuda", "page_size": 16, "max_running_requests": 32},
+        "speculative": {"method": method, "num_speculative_tokens": 4},
+        "cache": {"dir": str(cache)},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if not drafts:
+            patch.setattr(assemble, "make_speculation", lambda *of: None)
+        with Engine(EngineConfig.from_dict(sections)) as engine:
+            return engine.generate(list(prompts), params), engine.stats()
+
+
+def check_likeliest(cache: Path, outputs: Sequence[RequestOutput]) -> None:
+    """By the prompt's log-probabilities of prompt and answer together, which no draft has been near."""
+    texts = [output.prompt_token_ids + output.token_ids for output in outputs]
+    scored, _ = answers(cache, SamplingParams(max_tokens=1, prompt_logprobs=1), texts, drafts=False)
+    for output, score in zip(outputs, scored, strict=True):
+        assert score.prompt_logprobs is not None
+        behind = score.prompt_logprobs[len(output.prompt_token_ids) :]
+        for token, entry in zip(output.token_ids, behind, strict=True):
+            assert entry is not None
+            best = max(candidate.logprob for candidate in entry.values())
+            assert entry[token].logprob > best - NOISE
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_steps_in_one_launch_give_the_likeliest_tokens(cache, launches, method):
+    """Drafts of the host, and of the device while a step is in flight."""
+    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    outputs, stats = answers(cache, greedy, PROMPTS * 3, method)
+    assert len(launches) > 20, "the start has left them out"
+    assert any(is_ahead for _, is_ahead in launches) is (method == "ngram")
+    assert stats.accepted_tokens > 50
+    check_likeliest(cache, outputs)
+
+
+def test_answers_of_steps_in_one_launch_end_where_those_of_plain_decodes_do(cache, launches):
+    """Bfloat16's noise parts some answers at a near tie."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]
+    params = [
+        SamplingParams(
+            temperature=0.6 if i % 3 == 0 else 0.0,
+            seed=i,
+            max_tokens=5 + 9 * i % 80,
+            ignore_eos=True,
+            stop=["print", "for"][: i % 3],
+        )
+        for i in range(24)
+    ]
+    drafted, _ = answers(cache, params, prompts)
+    assert sum(is_ahead for _, is_ahead in launches) > 20
+    plain, _ = answers(cache, params, prompts, drafts=False)
+    same = [one.token_ids == other.token_ids for one, other in zip(drafted, plain, strict=True)]
+    assert sum(same) > 14
+    ends = [[(o.finish_reason, o.outputs[0].stop_reason, o.text) for o in outputs] for outputs in (drafted, plain)]
+    assert all(one == other for one, other, is_same in zip(*ends, same, strict=True) if is_same)
+
+
+def test_preempted_requests_in_steps_of_one_launch_get_the_likeliest_tokens(cache, launches, monkeypatch):
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, *of: preempted.append(of) or preempt(self, *of))
+    monkeypatch.setattr(MemoryPlan, "pages_from", lambda self, plan: 81)
+    greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    outputs, _ = answers(cache, greedy, [[7 + i, *range(20, 60)] * 2 for i in range(8)])
+    assert preempted
+    assert any(is_ahead for _, is_ahead in launches)
+    monkeypatch.undo()
+    check_likeliest(cache, outputs)
