@@ -19,6 +19,7 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.runtime.state.mixed import MixedStates, PromptRows
+from mllm_compile.runtime.state.reference import Operands
 
 
 class HeldStates:
@@ -33,6 +34,7 @@ class HeldStates:
         self._states, self._scratch_row = states, scratch_row
         self._inputs: list[StateInputs] = []
         self._requests: PromptRows | None = None  # whose states are held
+        self._constants: dict[str, Operands] = {}  # by layer, as they always are
 
     def begin(self, batch: ForwardBatch) -> MixedStates | None:
         """Plans a batch, ahead of the model; what kernels read of a verify step. None: what they read of any other."""
@@ -56,10 +58,14 @@ class HeldStates:
         return MixedStates((rows[:first], has_state[:first]) if first else None, PromptRows(*parts))
 
     def hold(self, inputs: StateInputs) -> None:
-        """Keeps a layer's operands, whose memory later layers use again."""
-        count, constants = inputs.metadata.num_held_tokens, inputs.layer.kind.constants
+        """Keeps a layer's operands, whose memory later layers use again; also constants, which a piece may compute."""
+        count, constants = inputs.metadata.num_held_tokens, self._constants.get(inputs.layer.name)
+        if constants is None:
+            names = inputs.layer.kind.constants & inputs.operands.keys()
+            constants = self._constants[inputs.layer.name] = {name: copy_of(inputs.operands[name]) for name in names}
         operands = {
-            name: value if name in constants else copy_of(value[:count]) for name, value in inputs.operands.items()
+            name: constants[name] if name in constants else copy_of(value[:count])
+            for name, value in inputs.operands.items()
         }
         self._inputs.append(replace(inputs, operands=operands))
 

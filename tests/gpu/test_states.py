@@ -12,15 +12,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
+from tests.e2e.test_speculation import parts_of, prompts_of, serve
 from tests.gpu.graph_cases import decode_batch, fill_pages, graphs_of, make_gpu_runner, mixed_batch
 from tests.gpu.test_cuda_graphs import uncaptured
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.runtime.step.test_verify_steps import KINDS, ReplayingDrafter
 from tests.soak import run_soak
 from tests.tiny_model import engine_of_pages
 
@@ -148,17 +154,45 @@ def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(arch
 
 
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "none"])
-def test_drafts_change_no_token_but_for_ties(folder, prompts, mode):
-    few = SamplingParams(  # so that answers repeat themselves
-        temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=-1, allowed_token_ids=[11, 12, 13]
-    )
-    found = []
-    for method in ("none", "ngram"):
-        sections = config(folder, mode) | {"speculative": {"method": method}}
-        with Engine(EngineConfig.from_dict(sections)) as served:
-            found.append([(output.token_ids, output.logprobs) for output in served.generate(prompts, few)])
-            assert (served.stats().accepted_tokens > 0) is (method == "ngram")
-    assert are_the_same_but_for_ties(*found)
+def test_drafted_answers_are_as_near_to_float32_as_transformers_is(folder, mode):
+    """Each answer is one token again and again, so that no rounding chooses another one: what is compared are the
+    log-probabilities of all tokens, by the bound of answers without drafts. Drafts are right, wrong, or cut anywhere.
+
+    A verify step's kernels are other ones than a decode's. So log-probabilities are not the same bits."""
+    from transformers import AutoModelForCausalLM
+
+    exact = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).cuda().eval()
+    rounded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).cuda().eval()
+    forced = [SamplingParams(temperature=0.0, max_tokens=24, logprobs=-1, allowed_token_ids=[11])] * 6
+    answers = {tuple(prompt): [11] * 24 for prompt in prompts_of(len(forced))}
+    speculative = {"method": "ngram", "num_speculative_tokens": 5}
+    with parts_of(EngineConfig.from_dict(config(folder, mode) | {"speculative": speculative})) as parts:
+        for kind in KINDS:
+            drafter = TextDrafter(ReplayingDrafter(answers, kind, Random(1)))
+            speculation = Speculation(drafter=drafter, num_tokens=5, vocab_size=parts.vocab_size)
+            requests = serve(parts, forced, speculation)
+            drafted, accepted = (
+                sum(getattr(request, f"num_{what}_tokens") for request in requests) for what in ("drafted", "accepted")
+            )
+            assert drafted > 0 and (accepted > 0) is (kind != "wrong"), (kind, drafted, accepted)
+            ours, theirs = errors_of(requests, exact, rounded)
+            assert ours <= MARGIN * theirs + 1e-3, f"{kind} drafts: {ours:.4f} from float32, Transformers {theirs:.4f}"
+
+
+def errors_of(requests: list[Request], exact: Any, rounded: Any) -> tuple[float, float]:
+    """Root mean squares of errors of log-probabilities: ours, and those of Transformers' rounded model."""
+    errors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for request in requests:
+        prompt, answer = request.prompt_token_ids, request.output_token_ids
+        ids = torch.tensor([[*prompt, *answer]], device=exact.device)
+        with torch.no_grad():
+            both = [model(ids, use_cache=False).logits[0].float().log_softmax(-1) for model in (exact, rounded)]
+        truth, theirs = (scores[len(prompt) - 1 : -1].cpu() for scores in both)
+        ours = torch.stack([torch.from_numpy(score.of_all) for score in request.output_logprobs])
+        for found, scores in zip(errors, (ours, theirs), strict=True):
+            found.append(scores - truth)
+    ours, theirs = (torch.cat(found).pow(2).mean().sqrt().item() for found in errors)
+    return ours, theirs
 
 
 @torch.inference_mode()
@@ -216,6 +250,10 @@ def test_crowds_and_prefix_hits_in_graphs_are_as_near_to_float32_as_transformers
 WARM = """
 import json, sys
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
+from tests.e2e.test_speculation import parts_of, prompts_of, serve
 config, prompt = json.loads(sys.argv[1])
 with Engine(EngineConfig.from_dict(config)) as served:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

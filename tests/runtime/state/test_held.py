@@ -61,9 +61,8 @@ def verify(
     metadata = builder.build(CommonAttentionMetadata.of(batch))[layer.name]
     out = torch.full((batch.num_tokens, *layer.out_shape), torch.nan)
     hybrid.forward_state(StateInputs(operands, out, layer, metadata))
-    for name, value in operands.items():
-        if name not in layer.kind.constants:
-            value.fill_(torch.nan)  # later layers use their memory
+    for value in operands.values():
+        value.fill_(torch.nan)  # later layers use the memory, also of constants, which a piece may have computed
     hybrid.keep_states(torch.tensor(counts))
     return out
 
