@@ -146,7 +146,7 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
 
     @property
     def verifies(self) -> None:
-        """None: a step of drafts would need a state behind each of them."""
+        """None: what layers with a state read is held between pieces (held.py), which a launch of all has not."""
 
     @property
     def mixed(self) -> CapturesMixed | None:

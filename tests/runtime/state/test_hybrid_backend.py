@@ -74,7 +74,7 @@ def test_python_refuses_a_backend_that_leaves_a_member_out(contract):
     assert contract.__abstractmethods__ == public(contract) - {"forward"}
 
 
-@pytest.mark.parametrize("attribute", contracts())
+@pytest.mark.parametrize("attribute", sorted(contracts().keys() - {"verifies"}))
 def test_each_member_of_a_contract_reaches_attention_through_the_backend_of_states(attribute, monkeypatch):
     called: set[str] = set()
     attention = Noting(called, mixed_obstacle=None, **{attribute: Noting(called)})
@@ -98,6 +98,7 @@ def test_states_are_captured_where_their_attention_is(monkeypatch):
     alone = hybrid_of(None, monkeypatch)
     assert {name for name in contracts() if getattr(alone, name) is not None} == {"decodes", "mixed", "prompts"}
     assert not alone.reads_pages(SimpleNamespace()), "no layer has keys and values"
+    assert hybrid_of(SimpleNamespace(verifies=1), monkeypatch).verifies is None, "states are held between pieces"
 
 
 def test_no_step_is_captured_for_a_contract_that_is_not_there():
