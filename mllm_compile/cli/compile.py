@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
+from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.cli.output_paths import check_output_folder
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.config.sources import config_or_runtime, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.process.console import print_table
@@ -30,11 +30,12 @@ def compile_command(
         bool,
         typer.Option("--verify-weights", help="Hash the weights' data: remember it, or compare it with what it was."),
     ] = False,
+    speculative_config: SpeculativeOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Compile a model into a cached runtime (the default command)."""
-    source, reporter = config_or_runtime(model), reporter_of(verbose, quiet)
+    source, reporter = with_speculative(config_or_runtime(model), speculative_config), reporter_of(verbose, quiet)
     options = CompileOptions(output, pack_weights, verify_weights)
     if isinstance(source, Path) and options != CompileOptions():
         raise ConfigError(

@@ -30,16 +30,25 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class _VerifyGraph:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [R * C, V], non-owning
+    hidden_states: torch.Tensor | None  # [≥ R * C, …], non-owning, of a program that gives some
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedVerify:
     """A verify step, launched.
 
     Attributes:
         buffer: the host's memory of its results, which its caller records and waits for.
         results: [R, RESULT_FIELDS] int64 there.
+        hidden_states: [≥ R * C, …] of a program that gives some, until another graph is replayed.
     """
 
     buffer: StagingBuffer
     results: np.ndarray
+    hidden_states: torch.Tensor | None
 
 
 class VerifyGraphs(KindGraphs):
@@ -70,7 +79,7 @@ class VerifyGraphs(KindGraphs):
             page_table,
             self.most_requests,
         )
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # R → and logits [R * C, V], non-owning
+        self._graphs: dict[int, _VerifyGraph] = {}  # by R
 
     @property
     def most_requests(self) -> int:
@@ -98,16 +107,17 @@ class VerifyGraphs(KindGraphs):
         batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
 
-        def run() -> tuple[torch.Tensor]:
+        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             loop.begin(num_requests)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
             loop.end(output.next_token_logits)
-            return (output.next_token_logits,)
+            return output.next_token_logits, output.hidden_states
 
         if not self._graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
-        graph, (logits,) = self._setting.capturer.capture(run)
-        self._graphs[num_requests] = graph, WeakTensor(logits).tensor()
+        graph, (logits, hidden_states) = self._setting.capturer.capture(run)
+        of_graph = None if hidden_states is None else WeakTensor(hidden_states).tensor()
+        self._graphs[num_requests] = _VerifyGraph(graph, WeakTensor(logits).tensor(), of_graph)
 
     def launch(self, fields: np.ndarray) -> CapturedVerify:
         """Runs a step in one launch.
@@ -128,13 +138,14 @@ class VerifyGraphs(KindGraphs):
         self._padded.inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
         times = self._runner.forward_times
+        entry = self._graphs[size]
         with nullcontext() if times is None else times.measure(size * self.loop.num_tokens):
-            self._graphs[size][0].replay()
-        return CapturedVerify(*self.loop.results(len(fields)))
+            entry.graph.replay()
+        return CapturedVerify(*self.loop.results(len(fields)), entry.hidden_states)
 
     def logits_of(self, num_requests: int) -> torch.Tensor:
         """The logits [R * C, V] of the last replay of that size, until another graph is replayed."""
-        return self._graphs[num_requests][1]
+        return self._graphs[num_requests].logits
 
 
 def _obstacle(runner: CapturableModel) -> str | None:

@@ -259,6 +259,16 @@ def test_a_second_call_says_that_it_found_the_runtime_and_whether_its_folder_is_
     assert bool(more) != serves_same and all("another config or checkpoint: see --output" in line for line in more)
 
 
+def test_a_compile_takes_the_section_of_speculation(monkeypatch, config, capsys):
+    asked = []
+    found = SimpleNamespace(folder="/cache/r", was_cached=True, serves_same=True)
+    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: asked.append(config) or found)
+    assert run([config, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']) == 0
+    assert (asked[0].speculative.method, asked[0].speculative.num_speculative_tokens) == ("ngram", 2)
+    assert run([config, "--speculative-config", "ngram"]) == 2
+    assert "expected a JSON object" in capsys.readouterr().err
+
+
 def test_a_page_and_a_folder_of_graphs_are_not_asked_for_at_once(config, tmp_path, capsys):
     assert run(["inspect", config, "--html", str(tmp_path / "p.html"), "--out", str(tmp_path)]) == 2
     assert "--html writes one page, --out a folder of graphs; give one of them" in capsys.readouterr().err

@@ -31,7 +31,7 @@ class StepPaths:
         decodes = None if graphs is None else graphs.decodes
         prompts = None if graphs is None else graphs.prompts
         drafter = parts.runner.drafter
-        self._reads_hidden_states = drafter is not None and drafter.model.reads_hidden_states  # the forward path's
+        self._reads_hidden_states = drafter is not None and drafter.model.reads_hidden_states
         self._most_decodes = 0 if decodes is None else decodes.most_requests
         self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
         self._prompts = None if prompts is None else PromptPath(parts, prompts)
@@ -40,11 +40,10 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
-        if self._reads_hidden_states:
+        if batch.has_drafts and self._verifies is not None and self._verifies.serves(batch):
+            return self._verifies
+        if batch.has_drafts or self._reads_hidden_states:
             return self.forward
-        if batch.has_drafts:
-            verifies = self._verifies
-            return verifies if verifies is not None and verifies.serves(batch) else self.forward
         if batch.num_decodes == batch.num_requests:
             count = self._planner.most_requests(batch)
             return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward

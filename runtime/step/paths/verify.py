@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.ahead import may_be_captured
@@ -81,10 +83,18 @@ class VerifyPath(StepPath):
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
             self._bring_texts(batch, batch.device_lens)
-        return VerifyResults(self._graphs.launch(fields), self._num_tokens)
+        launched = self._graphs.launch(fields)
+        if launched.hidden_states is not None:
+            step.hidden_states = launched.hidden_states.index_select(0, self._indices(batch.num_new))
+        return VerifyResults(launched, self._num_tokens)
 
     def follow(self, step: Step) -> None:
         raise RuntimeError("internal error: verify steps are captured on one rank alone")
+
+    def _indices(self, num_new: np.ndarray) -> torch.Tensor:
+        """[T] int64: the rows of the graph that have tokens, of requests with so many [R]."""
+        is_token = np.arange(self._num_tokens) < num_new[:, None]
+        return upload(np.flatnonzero(is_token), self._runner.device)
 
     def _bring_texts(self, batch: ScheduledBatch, lengths: np.ndarray) -> None:
         """Brings what the device lacks of the texts of requests whose length is the host's."""

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.program.loaded import VerifyPieces
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.runtime.cuda_graph.played_cases import Model, played_runner
 from tests.runtime.runner_cases import VOCAB, Loop
+from tests.runtime.step import test_hidden_drafter as hidden
 from tests.runtime.step.test_verify_steps import KINDS, PROMPTS, ReplayingDrafter, seen
 
 MOST = 3
@@ -189,6 +191,30 @@ def test_a_draft_without_numbers_costs_no_token(played, is_own):
     assert [request.output_token_ids for request in requests] == [model.greedy(prompt, 16) for prompt in prompts]
     assert [request.num_preemptions for request in requests] == [1, 1]
     assert (ahead_steps(loop) > 0) is is_own
+
+
+def test_a_drafter_that_reads_hidden_states_gets_those_of_the_graph(played, monkeypatch):
+    """Its head is always right where they are: of requests with drafts of several lengths."""
+
+    class TellsItsTokens(Model, hidden.Model):
+        body, head, hidden_states = hidden.Model.body, hidden.Model.head, hidden.Model.hidden_states
+
+    requests = [{"prompt": prompt, "max_tokens": 9 + i} for i, prompt in enumerate(PROMPTS)]
+    loops, launches, launch = [], [], VerifyGraphs.launch
+    monkeypatch.setattr(VerifyGraphs, "launch", lambda *of: launches.append(of) or launch(*of))
+    for head in (None, hidden.Head()):
+        section = None if head is None else section_of(method="eagle3")
+        runner = played_runner(TellsItsTokens(), section, draft_model=head)
+        loop = Loop(runner, num_drafted=MOST)
+        loop.requests = [loop.add(**request) for request in requests]
+        with torch.inference_mode():
+            loop.run()
+        loops.append(loop)
+    plain, drafted = loops
+    assert seen(drafted) == seen(plain)
+    steps = [batch for batch in drafted.batches if batch.has_drafts]
+    assert 0 < len(steps) == len(launches)
+    assert all(r.num_accepted_tokens == r.num_drafted_tokens > 4 for r in drafted.requests)
 
 
 def drops_writes(arguments):
