@@ -60,6 +60,17 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
     return tensors
 
 
+def random_head(folder: Path, model: Path) -> Path:
+    """Saves a head of random weights for the model of a folder, whatever its layers are."""
+    found = json.loads((model / "config.json").read_text())
+    text = found.get("text_config") or found
+    sizes = {name: text[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers")}
+    layer = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    layer |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    ids = sorted({0, 1, sizes["num_hidden_layers"]})
+    return save_head(folder, head_config(sizes | layer, eagle_aux_hidden_state_layer_ids=ids))
+
+
 def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -67,7 +78,7 @@ def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Ten
     return folder
 
 
-def markov_model(folder: Path, vocab: int = 60) -> torch.Tensor:
+def markov_model(folder: Path, vocab: int = 60, head_dim: int = 16) -> torch.Tensor:
     """Saves a Llama model whose next token follows from the last alone; returns the one behind each token.
 
     Its embeddings are unit vectors, its layers add nothing, and its logits are of a permutation of tokens.
@@ -81,7 +92,7 @@ def markov_model(folder: Path, vocab: int = 60) -> torch.Tensor:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=None,
@@ -99,7 +110,7 @@ def markov_model(folder: Path, vocab: int = 60) -> torch.Tensor:
     return behind
 
 
-def right_head(folder: Path, behind: torch.Tensor, draft_vocab_size: int = 60) -> Path:
+def right_head(folder: Path, behind: torch.Tensor, draft_vocab_size: int = 60, head_dim: int = 16) -> Path:
     """A head that is always right about markov_model, of the tokens that its vocabulary has.
 
     It reads the embeddings, its MLP moves a token's unit vector to that of the one behind it, and its logits are the
@@ -107,7 +118,7 @@ def right_head(folder: Path, behind: torch.Tensor, draft_vocab_size: int = 60) -
     """
     vocab, size = len(behind), 64
     model = {"hidden_size": size, "vocab_size": vocab, "max_position_embeddings": 256, "num_attention_heads": 4}
-    model |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "rms_norm_eps": 1e-6}
+    model |= {"num_key_value_heads": 2, "head_dim": head_dim, "intermediate_size": 96, "rms_norm_eps": 1e-6}
     config = head_config(model | {"num_hidden_layers": 3}, draft_vocab_size=draft_vocab_size)
     tensors = random_tensors(config)
     moves = torch.zeros(size, size)

@@ -22,6 +22,7 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
+from tests.eagle_heads import random_head
 from tests.model.survey import DENSE, OF_EXPERTS, OF_STATES
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -162,14 +163,18 @@ def answers(config: EngineConfig, prompts: Any = REPEATS, *params: SamplingParam
 
 
 def compared(*params: SamplingParams, prompts: Any = REPEATS, config: Any = None, **runtime: Any) -> Callable[..., int]:
-    """A case: answers are equal; it gives the number of drafts. A draft model is the model itself."""
+    """A case: answers are equal; it gives the number of drafts. A draft model is the model itself, a head a random
+    one."""
 
     def case(eager_cache: Path, folder: Path, method: str = "ngram") -> int:
         make = config or (lambda cache, _, **sections: tiny_config(cache, compile={"backend": "eager"}, **sections))
         asked = params or (SamplingParams(temperature=0, max_tokens=24),)
         sections = {"runtime": runtime} if runtime else {}
         plain_config = make(eager_cache, folder, **sections)
-        speculative = SPECULATIVE | ({"method": method, "model": plain_config.model.path} if method != "ngram" else {})
+        drafter = None if method == "ngram" else plain_config.model.path
+        if method == "eagle3":
+            drafter = str(random_head(folder / "head", Path(plain_config.model.path)))
+        speculative = SPECULATIVE | ({} if drafter is None else {"method": method, "model": drafter})
         plain, _ = answers(plain_config, prompts, *asked)
         drafted, drafts = answers(make(eager_cache, folder, **sections, speculative=speculative), prompts, *asked)
         assert drafted == plain
@@ -278,6 +283,17 @@ def test_a_row_of_the_page_is_true_of_a_draft_model(label, eager_cache, tmp_path
         return
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
     assert (CASES[label](eager_cache, tmp_path, "draft_model") > 0) is row.endswith("| yes |")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", CASES)
+def test_a_row_of_the_page_is_true_of_a_head(label, eager_cache, tmp_path):
+    if "parallel_size" in label:
+        with pytest.raises(MllmError, match=r"one rank|runs on one"):
+            CASES[label](eager_cache, tmp_path, "eagle3")
+        return
+    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
+    assert (CASES[label](eager_cache, tmp_path, "eagle3") > 0) is row.endswith("| yes |")
 
 
 @pytest.mark.slow
