@@ -16,6 +16,7 @@ def head_config(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
     layer = {name: model[name] for name in (*names, "head_dim", "intermediate_size", "rms_norm_eps")}
     return {
         "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},  # code of that library, which is not run
         "speculators_model_type": "eagle3",
         "speculators_config": {"algorithm": "eagle3"},
         "draft_vocab_size": model["vocab_size"],

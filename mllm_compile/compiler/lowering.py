@@ -90,9 +90,9 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
-        check_remote_code(model, config.model.trust_remote_code)
         dtype = getattr(torch, config.model.dtype)
         if head_type(model.config) is None:
+            check_remote_code(model, config.model.trust_remote_code)
             whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
             whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))
         else:

@@ -18,6 +18,7 @@ from mllm_compile.errors import CheckpointError, ConfigError, MllmError, Unsuppo
 from mllm_compile.store.artifact import DRAFTER
 from tests.e2e.test_speculation import REPEATS, answers
 from tests.eagle_heads import head_config, markov_model, random_tensors, right_head, save_head
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 EAGER = {"backend": "eager"}
@@ -135,7 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor] | None, type[Mllm
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", slow_but_a_sample(WRONG, 3))
 def test_a_head_that_does_not_fit_is_refused_with_both_sides_numbers(case, tmp_path):
     config, tensors, error, text = WRONG[case]
     head = save_head(tmp_path / "head", config, tensors)
