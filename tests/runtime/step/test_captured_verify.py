@@ -139,6 +139,43 @@ def test_preempted_requests_give_the_same_tokens(played):
     assert ahead_steps(drafted) > 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_end_while_a_step_of_theirs_is_in_flight_give_all_back_and_hurt_no_other(played, seed):
+    """By an abort, or by a stop text in the middle of a run; few pages, so that others are preempted meanwhile."""
+    random, model = Random(seed), Repeats()
+    runner = played_runner(Repeats(), section_of(), num_pages=26, page_size=2 + 2 * (seed % 2))
+    speculation = make_speculation(section_of(), VOCAB, most_verified=8)
+    loop = Loop(runner, bool(seed % 2), speculation)
+    scheduler = loop.scheduler
+    requests, ended, in_flight, turns = [], set(), None, 0
+    with torch.inference_mode():
+        while len(requests) < 14 or scheduler.has_work():
+            if len(requests) < 14 and turns % 3 == 0:
+                prompt = [random.randrange(9) for _ in range(random.randrange(2, 9))] * 2
+                requests.append(loop.add(prompt, max_tokens=random.randrange(4, 30)))
+            live = [request for request in requests if not request.is_finished and request.output_token_ids]
+            if live and random.random() < 0.15:
+                request = random.choice(live)
+                ended.add(request)
+                if random.random() < 0.5:
+                    scheduler.abort(request)
+                else:
+                    scheduler.end_at(request, random.randint(1, len(request.output_token_ids)), "text")
+            in_flight = loop._turn(in_flight, True)
+            turns += 1
+        if in_flight is not None:
+            loop._finish(*in_flight)
+    assert ahead_steps(loop) > 2
+    assert len(ended) > 2
+    for request in requests:
+        expected = model.greedy(request.prompt_token_ids, request.max_new_tokens)
+        count = len(request.output_token_ids) if request in ended else request.max_new_tokens
+        assert request.output_token_ids == expected[:count]
+    scheduler.flush_prefix_cache()
+    stats = scheduler.stats()
+    assert (stats.pages_used, stats.pages_cached, stats.running, stats.waiting) == (0, 0, 0, 0)
+
+
 def test_an_answer_ends_at_each_of_its_tokens(played):
     prompt = PROMPTS[0] * 2
     answer = serve([{"prompt": prompt}]).requests[0].output_token_ids
