@@ -30,6 +30,7 @@ class CapturableModel(Protocol):
     token_to_kv_pool: KVPool
     row_state: RowState
     forward_times: ForwardTimes | None
+    expert_counts: dict[str, torch.Tensor] | None
     communicator: Communicator | None
     forward_pass_id: int
 

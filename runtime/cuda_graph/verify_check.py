@@ -89,12 +89,14 @@ class _Steps:
         return None
 
     def clear(self) -> None:
-        """Leaves pages, pages' table and tokens as they were found."""
+        """Leaves pages, their table, tokens and counts of experts as they were found."""
         num_pages = self.sizes()[-1] * self._pages_each
         pool = self._runner.token_to_kv_pool
         pool.clear_pages(torch.arange(1, 1 + num_pages, device=self._runner.device))
         self._runner.req_to_token_pool.req_to_token[1:].zero_()
         self._runner.row_state.last_tokens.zero_()
+        for counts in (self._runner.expert_counts or {}).values():
+            counts.zero_()
 
     def _place_requests(self, count: int, new: float) -> None:
         """Gives requests their pages, with random keys of earlier tokens, and `new` for the step's tokens."""
