@@ -45,8 +45,9 @@ def main() -> None:
     clock = time.process_time if args.processor_time else time.perf_counter
     print("text | requests | drafts | ms a token | over none, median and spread | tokens a draft")
     for count in args.requests:
-        for name, params, prompts in texts(count, args.new):
-            report(f"{name} | {count}", engines, params, prompts, args.rounds, clock)
+        for name in ("repeats", "new"):
+            rounds = [text_of(name, count, args.new, seed) for seed in range(args.rounds + 1)]
+            report(f"{name} | {count}", engines, rounds, clock)
 
 
 def engine_of(config: EngineConfig, speculative: dict[str, object], args: argparse.Namespace) -> Engine:
@@ -60,28 +61,25 @@ def engine_of(config: EngineConfig, speculative: dict[str, object], args: argpar
     return Engine.from_parts(assemble(asked, NullReporter(), num_pages=1 + most * (length // 16 + 2)))
 
 
-def texts(count: int, num_new: int) -> list[tuple[str, SamplingParams, list[list[int]]]]:
-    """(name, parameters, prompts) of the texts."""
-    choose = random.Random(0)
-    repeating = [[choose.randrange(300, 1000) for _ in range(40)] * (PROMPT_TOKENS // 40) for _ in range(count)]
-    others = [[choose.randrange(300, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
-    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=num_new, ignore_eos=True, detokenize=False)
-    return [("repeats", greedy(num_new), repeating), ("new", drawn, others)]
+Round = tuple[SamplingParams, list[list[int]]]
 
 
-def report(
-    label: str,
-    engines: dict[str, Engine],
-    params: SamplingParams,
-    prompts: list[list[int]],
-    rounds: int,
-    clock: Callable[[], float],
-) -> None:
-    """Prints a line of each engine, after a look that answers are the same."""
+def text_of(name: str, count: int, num_new: int, seed: int) -> Round:
+    """The parameters and prompts of a round; others in each, as past answers are remembered."""
+    choose = random.Random(seed)
+    length = 40 if name == "repeats" else PROMPT_TOKENS
+    prompts = [[choose.randrange(300, 1000) for _ in range(length)] * (PROMPT_TOKENS // length) for _ in range(count)]
+    if name == "repeats":
+        return greedy(num_new), prompts
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=num_new, ignore_eos=True, detokenize=False), prompts
+
+
+def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: Callable[[], float]) -> None:
+    """Prints a line of each engine, after a look that answers are the same. The first round warms up."""
     taken: dict[str, list[float]] = {name: [] for name in engines}
     before = {name: engine.stats() for name, engine in engines.items()}
-    expected: list[list[int]] = []
-    for _ in range(rounds + 1):
+    for params, prompts in rounds:
+        expected: list[list[int]] = []
         for name, engine in engines.items():
             begin = clock()
             answers = [output.token_ids for output in engine.generate(prompts, params)]
@@ -90,8 +88,9 @@ def report(
             alike = sum(one == other for one, other in zip(answers, expected, strict=True))
             if alike < len(answers):
                 print(f"{label} | {name}: {len(answers) - alike} of {len(answers)} answers differ")
+    num_new = rounds[0][0].max_tokens or 1
     for name, engine in engines.items():
-        ms = statistics.median(taken[name][1:]) * 1e3 / (params.max_tokens or 1)
+        ms = statistics.median(taken[name][1:]) * 1e3 / num_new
         ratios = [ours / plain for ours, plain in zip(taken[name][1:], taken["none"][1:], strict=True)]
         drafts = engine.stats().drafts - before[name].drafts
         accepted = engine.stats().accepted_tokens - before[name].accepted_tokens
