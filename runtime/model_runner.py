@@ -283,10 +283,8 @@ class ModelRunner(RunnerSizes):
 
     @property
     def captures_graphs(self) -> bool:
-        """True if steps are captured: on CUDA, of a model that generates, unless they are disabled. Those that read
-        hidden states are not."""
-        may_be = self.is_generation and not self.model.reads_hidden_states
-        return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and may_be
+        """True if steps are captured: on CUDA, of a model that generates, unless they are disabled."""
+        return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and self.is_generation
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""

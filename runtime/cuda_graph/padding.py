@@ -62,6 +62,9 @@ class PaddedInputs:
                 work_bytes = max(work_bytes, needed(backend.prompts).prompt_work_bytes(is_cached))
         self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes)
         self._long_inputs = TokenPlaces.zeros(most_tokens, runner.device)
+        if runner.model.reads_hidden_states:
+            for places in (self.inputs, self._long_inputs):
+                places.take_hidden_states(runner.model.hidden_size, runner.config.dtype)
         self._all_rows = torch.arange(most_tokens, device=runner.device)
         self._all_slots: torch.Tensor | None = None
         if self.num_ranks > 1:
@@ -89,7 +92,9 @@ class PaddedInputs:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
         all_slots = None if self._all_slots is None else self._all_slots[: self.num_ranks * size]
-        return TokenInputs(*given, inputs.media, inputs.mrope_positions, inputs.rope_lens[:size], all_slots)
+        hidden_states = None if inputs.hidden_states is None else inputs.hidden_states[:size]
+        media, axes, rope_lens = inputs.media, inputs.mrope_positions, inputs.rope_lens[:size]
+        return TokenInputs(*given, media, axes, rope_lens, all_slots, hidden_states)
 
     def decode_slots(self, size: int) -> torch.Tensor | None:
         """The slots of a captured decode of `size` rows a rank, in the order in which ranks' tokens are gathered. A

@@ -57,8 +57,8 @@ class PromptGraphs(KindGraphs):
             return ()
         if runner.communicator is not None or runner.model.has_experts:
             return ()  # over ranks, and of mixtures of experts, they have not been seen
-        if runner.model.rope is not None or runner.attn_backend.prompts is None:
-            return ()  # RoPE's lengths would be a further input
+        if runner.model.rope is not None or runner.model.reads_hidden_states or runner.attn_backend.prompts is None:
+            return ()  # RoPE's lengths and hidden states would be further inputs
         return [size for size in _SIZES[kind] if size <= runner.config.runtime.max_num_batched_tokens]
 
     def capture(self, descriptor: BatchDescriptor) -> None:

@@ -31,6 +31,7 @@ class TokenPlaces:
         rope_lens: [M] int64; zeros but for a step with prompts whose frequencies follow them.
         media: features; None: the graphs' program takes none.
         mrope_positions: [axes, M] int64 where that has axes.
+        hidden_states: [M, hidden]; None: the graphs' program reads none.
     """
 
     def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
@@ -40,6 +41,7 @@ class TokenPlaces:
         self.rope_lens = torch.zeros_like(positions)
         self.media: MediaInputs | None = None
         self.mrope_positions: torch.Tensor | None = None
+        self.hidden_states: torch.Tensor | None = None
         self._has_rope_lens = False
 
     @classmethod
@@ -69,6 +71,14 @@ class TokenPlaces:
             self.media.is_feature.copy_(batch.media.is_feature)
         if self.mrope_positions is not None and batch.mrope_positions is not None:
             self.mrope_positions.copy_(batch.mrope_positions)
+        if self.hidden_states is not None and batch.hidden_states is not None:
+            self.hidden_states[:num_tokens].copy_(batch.hidden_states)
+            self.hidden_states[num_tokens:padded].zero_()  # finite, whatever was there
+
+    def take_hidden_states(self, size: int, dtype: torch.dtype) -> None:
+        """Makes places for hidden states of so many numbers."""
+        shape = (self.positions.numel(), size)
+        self.hidden_states = torch.zeros(shape, dtype=dtype, device=self.positions.device)
 
     def take_features(self, width: int, dtype: torch.dtype, axes: int) -> None:
         """Makes places for features of that width, and for positions where they have axes. All steps have M tokens."""

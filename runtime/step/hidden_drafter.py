@@ -166,7 +166,7 @@ class HiddenDrafter(ModelDrafter):
             ends = np.cumsum(batch.extend_seq_lens_cpu.numpy(), dtype=np.int64) - 1
             hidden_states = hidden_states[upload(ends, self._model.device)]
         if is_first:
-            self._carried = hidden_states
+            self._carried = hidden_states.clone()  # a graph's, which the next pass writes over
         else:
             self._carried[upload(places, self._model.device)] = hidden_states
         return output.next_token_logits

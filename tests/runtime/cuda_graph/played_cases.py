@@ -117,9 +117,21 @@ def played_runner(
 ) -> ModelRunner:
     """A runner with captured decodes and pieces, and verify steps if it is to speculate; within `played`."""
     runner = make_runner(model or Model(), **options)
+    runner.config = replace(runner.config, speculative=section or SpeculativeSection())
+    capture_on_cpu(runner, decode_requests, sample_in_graph, piecewise_tokens)
+    return runner
+
+
+def capture_on_cpu(
+    runner: ModelRunner,
+    decode_requests: tuple[int, ...],
+    sample_in_graph: bool = True,
+    piecewise_tokens: tuple[int, ...] = (8, 16),
+) -> None:
+    """Captures steps of a runner that has none; within `played`."""
     sizes = {"decode_requests": decode_requests, "piecewise_tokens": piecewise_tokens}
     graphs = CudaGraphSection(mode="full_and_piecewise", sample_in_graph=sample_in_graph, **sizes)
-    runner.config = replace(runner.config, cudagraph=graphs, speculative=section or SpeculativeSection())
+    runner.config = replace(runner.config, cudagraph=graphs)
     page_size = runner.config.runtime.page_size
     runner.model = replace(
         runner.model,
@@ -129,4 +141,3 @@ def played_runner(
     runner.attn_backend.__class__ = Attention
     runner.graph_runner = graph_runner.GraphRunner(runner, dispatcher_of(runner))
     runner.graph_runner.capture()
-    return runner

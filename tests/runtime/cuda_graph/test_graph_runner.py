@@ -85,7 +85,7 @@ def test_attention_that_knows_of_no_graphs_is_between_captured_pieces(monkeypatc
         attn_backend=TorchAttnBackend(),
         device="cpu",
         config=SimpleNamespace(max_attended=2),
-        model=SimpleNamespace(executor=None),
+        model=SimpleNamespace(executor=None, reads_hidden_states=False),
         dp_size=1,
         always_takes_features=False,
     )

@@ -96,8 +96,9 @@ def test_decodes_are_captured_without_all_logits_where_ranks_choose_together(run
     assert not dispatcher_of(runner).sizes[kind]
 
 
-def model_of(rope, has_experts=False):
-    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts, vocab_size=90)
+def model_of(rope, has_experts=False, reads_hidden_states=False):
+    facts = {"has_experts": has_experts, "reads_hidden_states": reads_hidden_states}
+    return SimpleNamespace(rope=rope, media=None, vocab_size=90, **facts)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ def model_of(rope, has_experts=False):
         ({"communicator": SimpleNamespace(choice=lambda columns: None, size=2)}, ((), ())),
         ({"model": model_of(rope=object())}, ((), ())),
         ({"model": model_of(rope=None, has_experts=True)}, ((), ())),
+        ({"model": model_of(rope=None, reads_hidden_states=True)}, ((), ())),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):

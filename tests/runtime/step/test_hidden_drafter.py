@@ -12,6 +12,8 @@ import torch
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.program.loaded import LoadedModel
 from tests.runtime.attention.attention_cases import make_layer
+from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
+from tests.runtime.cuda_graph.played_cases import capture_on_cpu
 from tests.runtime.runner_cases import HEAD_DIM, HEADS, KV_HEADS, VOCAB, Loop, TinyModel, make_runner
 from tests.runtime.step.test_draft_model import counts
 from tests.runtime.step.test_verify_steps import PARAMS, PROMPTS, seen
@@ -38,7 +40,7 @@ class Model(TinyModel):
         return body[:num_tokens]
 
 
-class Head(TinyModel):
+class Head(PlayedModel):
     """Right if all its keys, and what it reads, were made of the hidden states that belong there; else wrong.
 
     At position t it reads (token t, t) and token t + 1. Values of keys are averaged, so it sees all of them: each says
@@ -146,3 +148,19 @@ def test_requests_that_had_no_room_for_drafts_catch_up(num_alone):
 def test_an_ended_request_leaves_nothing():
     drafter = run([{"prompt": prompt} for prompt in PROMPTS], 0).steps.drafter
     assert not drafter._computed and not drafter._kept_from
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_passes_in_graphs_read_and_give_on_the_same_hidden_states(played, most):
+    """Decodes and pieces of the head are replayed, in fewer rows from pass to pass."""
+    runner = make_runner(Model(), draft_model=Head())
+    capture_on_cpu(runner.drafter, decode_requests=(1, 2, 4), piecewise_tokens=(8, 16))
+    loop = Loop(runner, num_drafted=most)
+    loop.requests = [loop.add(prompt, max_tokens=6 + 3 * i) for i, prompt in enumerate(PROMPTS)]
+    with torch.inference_mode():
+        loop.run()
+    plain = run([{"prompt": prompt, "max_tokens": 6 + 3 * i} for i, prompt in enumerate(PROMPTS)], None)
+    assert seen(loop) == seen(plain)
+    drafted, accepted = counts(loop)
+    assert drafted == accepted > 0
+    assert runner.drafter.attn_backend.prepared > 0, "decodes were replayed"
