@@ -18,7 +18,7 @@ from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, ConfigError, MllmError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.store.artifact import DRAFTER, MANIFEST
-from tests.e2e.test_speculation import REPEATS, answers
+from tests.e2e.test_speculation import REPEATS
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.tiny_model import TINY, shallow_tiny, tiny_config
@@ -48,17 +48,20 @@ def packed(tmp_path_factory: pytest.TempPathFactory, drafter: Path) -> Path:
     return folder / "runtime"
 
 
+def answers(engine: Engine) -> list[tuple[Any, ...]]:
+    """Two rounds of answers, with prefix hits in the second."""
+    outputs = [engine.generate(REPEATS, one) for one in PARAMS * 2]
+    return [(one.token_ids, one.text, one.finish_reason) for of_round in outputs for one in of_round]
+
+
 @pytest.mark.slow
 def test_a_folder_with_both_models_gives_the_answers_without_drafts(packed, eager_cache, tmp_path):
     shutil.copytree(packed, tmp_path / "moved")
-    plain, _ = answers(tiny_config(eager_cache, compile=EAGER), REPEATS, *PARAMS)
+    with Engine(tiny_config(eager_cache, compile=EAGER)) as engine:
+        plain = answers(engine)
     with Engine(tmp_path / "moved") as engine:
-        found = []
-        for one in PARAMS * 2:
-            outputs = engine.generate(REPEATS, one)
-            found += [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for o in outputs for c in o.outputs]
+        assert answers(engine) == plain
         stats = engine.stats()
-    assert found == plain
     assert 1.1 < stats.acceptance_length < 5
 
 
