@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from mllm_compile.compiler import lowering
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model import hf_model as hf_models
 from mllm_compile.model.hidden_states import LAST
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -32,8 +32,7 @@ ARCHITECTURES = [
 
 def compiled_with(monkeypatch: pytest.MonkeyPatch, folder: Path, cache: Path, places: tuple[int, ...]) -> Any:
     """The runtime of a model whose program gives the hidden states of these places."""
-    build = hf_models.build_on_meta
-    monkeypatch.setattr(hf_models, "build_on_meta", lambda *given: replace(build(*given), hidden_states=places))
+    monkeypatch.setattr(lowering, "places_read", lambda *given: places)
     runtime = {"device": "cpu", "max_model_len": 64, "page_size": PAGE_SIZE, "max_running_requests": 4}
     config = {"model": {"path": str(folder), "dtype": "float32"}, "compile": {"backend": "eager"}}
     config |= {"runtime": runtime, "cache": {"dir": str(cache)}}
