@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import _longest_text
+from mllm_compile.config.resolve import longest_text
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model import rope_hook
 from mllm_compile.model.hf_model import build_config_on_meta
@@ -28,7 +28,7 @@ DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "facto
 
 
 def longest(config: dict[str, Any]) -> int | None:
-    return _longest_text(ModelFolder(Path("m"), config, ()))
+    return longest_text(ModelFolder(Path("m"), config, ()))
 
 
 @pytest.mark.parametrize(
