@@ -88,9 +88,9 @@ def test_any_head_changes_no_answer(variant, eager_cache, tmp_path):
     assert drafted == plain
     assert drafts > 0
     with Engine(load_or_compile(config_with(eager_cache, head)).folder) as engine:
-        assert [output.token_ids for output in engine.generate(REPEATS, GREEDY)] == [
-            one[0] for one in plain[: len(REPEATS)]
-        ]
+        again = [output.token_ids for output in engine.generate(REPEATS, GREEDY)]
+    firsts = plain[: 2 * len(REPEATS) : 2]  # prefix hits are between them
+    assert again == [token_ids for token_ids, *_ in firsts]
 
 
 def with_sizes(**sizes: int) -> dict[str, Any]:
