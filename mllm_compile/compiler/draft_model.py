@@ -67,7 +67,9 @@ def told_of_draft_model(config: ResolvedConfig) -> Iterator[None]:
         if config.speculative.model is None or text.startswith("speculative.model"):
             raise
         text = text.replace("model.path", "speculative.model")
-        raise type(error)(f"speculative.model {short_repr(config.speculative.model)}: {text}") from error
+        if not text.startswith("speculative.model"):
+            text = f"speculative.model {short_repr(config.speculative.model)}: {text}"
+        raise type(error)(text) from error
 
 
 def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:

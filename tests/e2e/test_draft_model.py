@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[MllmError], str]] = {
     "positions": (
         changed(max_position_embeddings=64), {}, ConfigError, r"max_model_len is 512, but .* at most 64 tokens",
     ),
-    "missing": (lambda *_: "/nowhere/at/all", {}, ModelNotFoundError, "speculative.model"),
+    "missing": (lambda *_: "/nowhere/at/all", {}, ModelNotFoundError, "^speculative.model '/nowhere/at/all': there"),
     "ranks": (
         changed(), {"runtime": {"tensor_parallel_size": 2, "device": "cpu"}}, ConfigError, "the model is on 2 ranks",
     ),
