@@ -5,7 +5,8 @@ A field has the name of its key in the YAML; mllm_compile/config/schema.py docum
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 BackendName = Literal["flashinfer", "torch"]
@@ -139,6 +140,16 @@ class SpeculativeSection:
         if self.most_drafted and self.num_speculative_tokens == "by_cost":
             return most_drafted_by_cost(num_requests)
         return num_requests * self.most_drafted
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    """`lora`. Without targets all linears that can be are."""
+
+    max_adapters: int = 0
+    max_rank: int = 16
+    targets: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def most_drafted_by_cost(num_requests: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection, SpeculativeSection
+from mllm_compile.runtime.config_sections import CudaGraphSection, LoraSection, RuntimeSection, SpeculativeSection
 
 MOST_VERIFIED = 256  # tokens: more of them take longer than plain decodes of as many requests
 
@@ -19,6 +19,7 @@ class RunnerConfig:
     runtime: RuntimeSection
     cudagraph: CudaGraphSection = field(default_factory=lambda: CudaGraphSection(mode="none"))
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     num_pages: int | None = None  # a fixed number of KV pages in place of the memory profile
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each

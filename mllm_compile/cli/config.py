@@ -84,6 +84,8 @@ def _options(kind: Any, metadata: tuple[Any, ...]) -> Iterator[str]:
         yield _TEXT
     elif get_origin(kind) is tuple:
         yield "a list"
+    elif get_origin(kind) is dict:
+        yield "a text for each name"
 
 
 def _range(metadata: tuple[Any, ...]) -> str:

@@ -15,7 +15,7 @@ from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
-from mllm_compile.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
+from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig, SpeculativeConfig
 from mllm_compile.config.speculators import head_type, read_eagle3
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
@@ -52,6 +52,7 @@ def draft_config(config: ResolvedConfig) -> EngineConfig:
         update={
             "model": model,
             "speculative": SpeculativeConfig(),
+            "lora": LoraConfig(),
             "runtime": own.runtime.model_copy(update=changes),
         }
     )

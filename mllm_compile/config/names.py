@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mllm_compile.config.mistakes import closest
 from mllm_compile.files.user_path import user_path
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.file_names import GGUF_SUFFIX
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -31,6 +32,15 @@ def repository_and_tag(hub_id: str) -> tuple[str, str | None]:
     """The repository, and the GGUF file that is named behind a colon, or None."""
     repository, _, tag = hub_id.partition(":")
     return repository, tag or None
+
+
+def check_adapter_name(name: str) -> None:
+    """
+    Raises:
+        ValueError: no adapter may have this name.
+    """
+    if not re.fullmatch(r"[\w./:@+-][\w ./:@+-]{0,199}", name):
+        raise ValueError(f"an adapter's name of up to 200 letters, digits and . / : @ + - _; got {short_repr(name)}")
 
 
 def nearest_path(text: str) -> str:

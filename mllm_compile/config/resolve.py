@@ -28,6 +28,7 @@ from mllm_compile.config.resolved import (
 from mllm_compile.config.schema import (
     CompileConfig,
     EngineConfig,
+    LoraConfig,
     RuntimeConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
@@ -40,6 +41,7 @@ from mllm_compile.runtime.config_sections import (
     BackendName,
     CudaGraphSection,
     KVDtypeName,
+    LoraSection,
     MaxStepMs,
     RuntimeSection,
     SpeculativeSection,
@@ -123,6 +125,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         cudagraph=graphs,
         runtime=runtime,
         speculative=_speculative(config.speculative, choices),
+        lora=_lora(config.lora),
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
@@ -147,6 +150,13 @@ def _speculative(asked: SpeculativeConfig, choices: AutoChoices) -> SpeculativeS
     return SpeculativeSection(
         **asked.model_dump() | {"method": method, "num_speculative_tokens": num_tokens}  # the others have no `auto`
     )
+
+
+def _lora(asked: LoraConfig) -> LoraSection:
+    """The section; its targets stay open where they are `auto`: they show when the model is compiled."""
+    adapters = {name: os.path.abspath(user_path(path)) for name, path in asked.adapters.items()}
+    targets = () if asked.targets == "auto" else tuple(sorted(asked.targets))
+    return LoraSection(max_adapters=asked.max_adapters, max_rank=asked.max_rank, targets=targets, adapters=adapters)
 
 
 def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) -> ResolvedStructuredOutputs:

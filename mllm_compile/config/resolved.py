@@ -9,7 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.config_sections import CudaGraphSection, DtypeName, RuntimeSection, SpeculativeSection
+from mllm_compile.runtime.config_sections import (
+    CudaGraphSection,
+    DtypeName,
+    LoraSection,
+    RuntimeSection,
+    SpeculativeSection,
+)
 
 LAST_HIDDEN_STATE = -1  # the place of what a model's head reads (model/hidden_states.py)
 
@@ -84,6 +90,7 @@ class ResolvedConfig(_Resolved):
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
     speculative: SpeculativeSection
+    lora: LoraSection = Field(default_factory=LoraSection)
     structured_outputs: ResolvedStructuredOutputs
     media: ResolvedMedia
     cache: ResolvedCache
@@ -102,6 +109,7 @@ class ResolvedConfig(_Resolved):
             sections["speculative"]["num_speculative_tokens"] = "auto"
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
+        sections["lora"]["targets"] = sections["lora"]["targets"] or "auto"
         del sections["compile"]["split_decode"], sections["compile"]["hopper_decode"]
         backends = sections["structured_outputs"].pop("backends")
         sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"

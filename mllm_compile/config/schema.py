@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from mllm_compile.config.mistakes import describe_mistakes, show
-from mllm_compile.config.names import is_local_path
+from mllm_compile.config.names import check_adapter_name, is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
@@ -33,6 +33,8 @@ from mllm_compile.runtime.weights.file_names import is_gguf
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
 MAX_DRAFTED = 32  # tokens of a draft
+MAX_ADAPTERS = 256
+MAX_ADAPTER_RANK = 512
 
 
 def _checked_path(text: str) -> str:
@@ -290,6 +292,47 @@ class SpeculativeConfig(Section):
 _METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draft_model", "eagle3")}
 
 
+class LoraConfig(Section):
+    """Adapters (LoRA), which requests name as their model."""
+
+    max_adapters: Annotated[int, Field(ge=0, le=MAX_ADAPTERS)] = 0
+    """Most adapters on the device at once; 0: none are served. Each takes memory, used or not."""
+
+    max_rank: Annotated[int, Field(ge=1, le=MAX_ADAPTER_RANK)] = 16
+    """Highest rank of an adapter."""
+
+    targets: Auto | NameList = "auto"
+    """Last parts of the names of modules that adapters may change, such as q_proj. auto: every linear that can be."""
+
+    adapters: dict[str, PathText] = {}
+    """Adapters to begin with: a folder as PEFT writes it, by the name that requests use."""
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: Auto | tuple[str, ...]) -> Auto | tuple[str, ...]:
+        if targets == "auto":
+            return targets
+        if not targets or not all(re.fullmatch(r"\w+", name) for name in targets):
+            raise ValueError(f"auto, or last parts of modules' names such as q_proj; got {show(targets)}")
+        return _without_repeats(targets)
+
+    @field_validator("adapters")
+    @classmethod
+    def _names(cls, adapters: dict[str, str]) -> dict[str, str]:
+        for name in adapters:
+            check_adapter_name(name)
+        return adapters
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_adapters:
+            return self
+        for name in self.model_fields_set - {"max_adapters"}:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"max_adapters of at least 1, without which {name} has no effect")
+        return self
+
+
 class StructuredOutputsConfig(Section):
     """The library that keeps answers to the form that a request asks for."""
 
@@ -324,7 +367,7 @@ class CacheConfig(Section):
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
-_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "speculative", "structured_outputs", "media", "cache")
+_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "speculative", "lora", "structured_outputs", "media", "cache")
 
 
 class EngineConfig(Section):
@@ -335,6 +378,7 @@ class EngineConfig(Section):
     cudagraph: CudaGraphConfig = CudaGraphConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    lora: LoraConfig = LoraConfig()
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
     media: MediaConfig = MediaConfig()
     cache: CacheConfig = CacheConfig()
@@ -383,10 +427,12 @@ class EngineConfig(Section):
 
     def _anchored(self, folder: Path) -> Self:
         model = self.model.model_copy(update={"path": _anchored_model_path(self.model.path, folder)})
+        paths = {name: os.path.normpath(folder / user_path(path)) for name, path in self.lora.adapters.items()}
+        lora = self.lora.model_copy(update={"adapters": paths}) if paths else self.lora
         cache = self.cache
         if cache.dir != "auto":
             cache = cache.model_copy(update={"dir": os.path.normpath(folder / user_path(cache.dir))})
-        return self.model_copy(update={"model": model, "cache": cache})
+        return self.model_copy(update={"model": model, "lora": lora, "cache": cache})
 
 
 def _anchored_model_path(text: str, folder: Path) -> str:

@@ -119,6 +119,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "attention": _attention(config),
         **_states(config),
         **_speculation(config),
+        **_adapters(config),
         **_ranks(config),
         **_part(config),
         "max traced tokens": str(max_traced_tokens(config)),
@@ -152,6 +153,14 @@ def _speculation(config: ResolvedConfig) -> dict[str, str]:
     """Kernels of captured verify steps, which a runtime on CUDA holds where it is to speculate; else no factor."""
     speculates = config.speculative.method != "none" and config.runtime.device.startswith("cuda")
     return {"speculation": "verify steps"} if speculates else {}
+
+
+def _adapters(config: ResolvedConfig) -> dict[str, str]:
+    """The places for adapters, which a program has beside the model's own; without them no factor."""
+    lora = config.lora
+    if not lora.max_adapters:
+        return {}
+    return {"lora": f"{lora.max_adapters} adapters, rank {lora.max_rank}, {' '.join(lora.targets) or 'all targets'}"}
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:

@@ -35,6 +35,7 @@ def runner_config(config: ResolvedConfig) -> RunnerConfig:
         runtime=config.runtime,
         cudagraph=config.cudagraph,
         speculative=config.speculative,
+        lora=config.lora,
     )
 
 

@@ -214,6 +214,16 @@ def test_drafts_of_a_rule_are_suffixes_of_a_length_by_cost():
     assert [one.as_config().speculative.method for one in (rule, resolved())] == ["suffix", "none"]
 
 
+def test_the_section_of_adapters_is_asked_for_again_as_it_was():
+    asked = {"max_adapters": 2, "targets": ["v_proj", "q_proj"], "adapters": {"sql": "/adapters/sql"}}
+    config = resolved(lora=asked)
+    assert (config.lora.max_rank, config.lora.targets) == (16, ("q_proj", "v_proj"))
+    assert ResolvedConfig.model_validate_json(config.model_dump_json()).lora == config.lora
+    for one in (config, resolved(lora={"max_adapters": 1}), resolved()):
+        assert resolved(lora=one.as_config().lora.model_dump(exclude_unset=True)).lora == one.lora
+        assert runner_config(one).lora == one.lora
+
+
 @pytest.mark.parametrize(("num_requests", "rows"), [(1, 16), (16, 128), (64, 256), (256, 1024)])
 def test_memory_is_kept_for_the_logits_of_drafts(num_requests, rows):
     sections = {"runtime": {"max_running_requests": num_requests}, "speculative": {"method": "auto"}}

@@ -67,7 +67,7 @@ def test_every_field_has_a_docstring():
             documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if isinstance(node, ast.AnnAssign) and not documented:
                 bare.append(f"{section.name}.{ast.unparse(node.target)}")
-    assert len(sections) == 9
+    assert len(sections) == 10
     assert bare == []
 
 
@@ -387,3 +387,26 @@ def test_the_option_of_speculation_is_the_section(tmp_path):
         with_speculative(source, '{"method": "ngram", "method": "suffix"}')
     with pytest.raises(ConfigError, match="is a compiled runtime, whose config it has"):
         with_speculative(tmp_path, '{"method": "ngram"}')
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"max_adapters": 257}, "lora.max_adapters is 257; expected less than or equal to 256"),
+        ({"max_rank": 8}, "expected max_adapters of at least 1, without which max_rank has no effect"),
+        ({"adapters": {"a": "/a"}}, "expected max_adapters of at least 1, without which adapters has no effect"),
+        ({"max_adapters": 1, "targets": []}, "expected auto, or last parts of modules' names such as q_proj"),
+        ({"max_adapters": 1, "targets": [".*proj"]}, "expected auto, or last parts of modules' names such as q_proj"),
+        ({"max_adapters": 1, "targets": ["q_proj", "q_proj"]}, "each entry once"),
+        ({"max_adapters": 1, "adapters": {"": "/a"}}, "an adapter's name of up to 200 letters"),
+        ({"max_adapters": 1, "adapters": {"a\nb": "/a"}}, "an adapter's name of up to 200 letters"),
+    ],
+)
+def test_a_mistake_in_the_section_of_adapters_says_what_was_expected(keys, said):
+    assert said in message_of({"model": {"path": "m"}, "lora": keys})
+
+
+def test_a_relative_folder_of_an_adapter_is_taken_from_the_yaml_folder(tmp_path):
+    text = "model: {path: m}\nlora: {max_adapters: 2, adapters: {sql: ./sql, far: /far}}"
+    adapters = EngineConfig.from_yaml(write(tmp_path, text)).lora.adapters
+    assert adapters == {"sql": str(tmp_path / "sql"), "far": "/far"}

@@ -87,6 +87,13 @@ def test_each_choice_of_a_config_that_shapes_the_runtime_is_a_factor_of_its_own(
     assert changed_factors(runtime={"max_num_batched_tokens": 16384}) == ["max traced tokens"]
 
 
+def test_places_for_adapters_are_a_factor_and_the_adapters_are_none():
+    places = {"max_adapters": 2, "max_rank": 8}
+    assert changed_factors(lora=places) == ["lora"]
+    assert factors(lora=places | {"adapters": {"sql": "/adapters/sql"}}) == factors(lora=places)
+    assert factors(lora=places | {"targets": ["q_proj"]})["lora"] == "2 adapters, rank 8, q_proj"
+
+
 def test_a_pass_that_is_left_out_is_named():
     (change,) = changes(factors(compile={"disable_passes": ["pack_projections"]}), factors())
     assert change == Change("passes", "-", "without pack_projections")
