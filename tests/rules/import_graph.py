@@ -37,6 +37,7 @@ FLOORS = (
     "mllm_compile/store",
     "mllm_compile/model",
     "mllm_compile/checkpoint",
+    "mllm_compile/adapters",
     "mllm_compile/config",
     "mllm_compile/media",
     "mllm_compile/text/calls",

@@ -1,0 +1,124 @@
+"""Finds the modules that an adapter's config means, by PEFT's rules, and their rank and scale.
+
+The rules are PEFT 0.21's: check_target_module_exists (tuners/tuners_utils.py), get_pattern_key (utils/other.py).
+A regular expression came with the adapter and may take for ever: one deadline holds for all of them, and other threads
+run meanwhile. Compiling one has no deadline, so its length and its counted repeats, which are written out, are bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mllm_compile.adapters.peft_config import ALL_LINEAR, PeftConfig
+from mllm_compile.errors import CheckpointError
+from mllm_compile.runtime.short_repr import short_repr
+
+if TYPE_CHECKING:
+    import regex
+
+_MATCHING_S = 5.0
+_MOST_CHARACTERS = 2000
+_MOST_REPEATS = 1000
+_COUNTS = re.compile(r"\{(\d+)?(?:,(\d+)?)?\}")
+
+
+class ModuleNames:
+    """Looks up module names in a config.
+
+    Args:
+        config: the adapter's.
+        path: its file, for messages.
+
+    Raises:
+        CheckpointError: a regular expression is malformed; from the methods too, where matching takes too long.
+    """
+
+    def __init__(self, config: PeftConfig, path: Path) -> None:
+        self._config = config
+        self._path = path
+        self._deadline = time.monotonic() + _MATCHING_S
+        targets, excluded = config.target_modules, config.exclude_modules
+        self._is_all_linear = isinstance(targets, str) and targets.lower() == ALL_LINEAR
+        self._targets = self._compiled(targets) if isinstance(targets, str) and not self._is_all_linear else None
+        self._excluded = self._compiled(excluded) if isinstance(excluded, str) else None
+        self._ranks = [(self._ending(key), value) for key, value in config.rank_pattern.items()]
+        self._alphas = [(self._ending(key), value) for key, value in config.alpha_pattern.items()]
+        self.rank = cache(self._rank)
+        layers = config.layers_pattern or (r"[^.]*",)
+        self._layers = [self._compiled(rf"(?:.*?\.)?{pattern}\.(\d+)\..*") for pattern in layers]
+
+    def are_targets(self, module: str) -> bool:
+        """True if the config's target_modules mean this module."""
+        config = self._config
+        if self._excluded is not None:
+            if self._fits(self._excluded, module):
+                return False
+        elif _ends_with(module, config.exclude_modules):
+            return False
+        if self._is_all_linear:
+            return not module.endswith("lm_head")
+        if self._targets is not None:
+            return self._fits(self._targets, module)
+        return _ends_with(module, config.target_modules) and self._is_in_layers(module)
+
+    def _rank(self, module: str) -> int:
+        ranks = (rank for pattern, rank in self._ranks if self._fits(pattern, module))
+        return next(ranks, self._config.rank)
+
+    def scale(self, module: str) -> float:
+        """The number that B(A(x)) is multiplied with."""
+        alphas = (alpha for pattern, alpha in self._alphas if self._fits(pattern, module))
+        return self._config.scale(self.rank(module), next(alphas, self._config.alpha))
+
+    def _is_in_layers(self, module: str) -> bool:
+        """True if no layers are chosen, or the module is in one of them: the first number in its name counts."""
+        if self._config.layers is None:
+            return True
+        for pattern in self._layers:
+            match = self._match(pattern, module)
+            if match is not None:
+                return int(match[1]) in self._config.layers
+        return False
+
+    def _ending(self, key: str) -> regex.Pattern[str]:
+        return self._compiled(rf"(.*\.)?({key})")
+
+    def _compiled(self, pattern: str) -> regex.Pattern[str]:
+        import regex
+
+        counts = [int(digits[:9]) for pair in _COUNTS.findall(pattern) for digits in pair if digits]
+        if len(pattern) > _MOST_CHARACTERS or math.prod(max(count, 1) for count in counts) > _MOST_REPEATS:
+            raise CheckpointError(
+                f"{self._path}: {short_repr(pattern)}: expected a regular expression of up to {_MOST_CHARACTERS} "
+                f"characters that counts up to {_MOST_REPEATS}. Write the modules' names in its place"
+            )
+        try:
+            return regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self._path}: {short_repr(pattern)} is no regular expression: {error}. Download it again"
+            ) from None
+
+    def _fits(self, pattern: regex.Pattern[str], module: str) -> bool:
+        return self._match(pattern, module) is not None
+
+    def _match(self, pattern: regex.Pattern[str], module: str) -> regex.Match[str] | None:
+        left = self._deadline - time.monotonic()
+        try:
+            if left > 0:
+                return pattern.fullmatch(module, timeout=left, concurrent=True)
+        except TimeoutError:
+            pass
+        raise CheckpointError(
+            f"{self._path}: matching its regular expressions takes longer than {_MATCHING_S:g} s, at "
+            f"{short_repr(pattern.pattern)}. Write the modules' names in their place"
+        )
+
+
+def _ends_with(module: str, names: str | tuple[str, ...]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)

@@ -1,0 +1,241 @@
+"""Reads the folder of an adapter: adapter_config.json and adapter_model.safetensors, as PEFT writes them.
+
+Everything is checked against the base model before a tensor is read. Nothing is unpickled, and no other file is
+opened. The result is ready for the device: in its type, the scale multiplied into B.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mllm_compile.adapters.base_model import BaseModel, RowsOf
+from mllm_compile.adapters.base_names import check_base
+from mllm_compile.adapters.module_names import ModuleNames
+from mllm_compile.adapters.peft_config import read_peft_config
+from mllm_compile.adapters.tensor_names import Factors, factors_of
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.files.json_file import json_object, read_file
+from mllm_compile.runtime.files.regular_file import open_regular
+from mllm_compile.runtime.weights.safetensors_header import read_safetensors
+from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+_MAX_CONFIG_BYTES = 16 << 20
+_SHOWN = 3  # names in a message
+
+# The bits of infinity, and the integers that they are read as.
+_INFINITY = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+
+Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """An adapter in memory.
+
+    Attributes:
+        digest: 16 hex digits over both files.
+        rank: its highest.
+        num_bytes: of all matrices.
+        matrices: weight → A [rank, inputs] and B [outputs, rank], on the CPU, in BaseModel.dtype.
+    """
+
+    digest: str
+    rank: int
+    num_bytes: int
+    matrices: Matrices
+
+
+def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
+    """Reads an adapter of `base`.
+
+    Raises:
+        UnsupportedModelError: it asks for something that is not served.
+        CheckpointError: a file is missing, damaged or changes meanwhile, or the adapter is another model's.
+    """
+    config_path, path = folder / CONFIG_FILE, folder / TENSOR_FILE
+    text = read_file(config_path, CheckpointError, _MAX_CONFIG_BYTES)
+    if text is None:
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; expected a folder as PEFT's save_pretrained writes it")
+    config = read_peft_config(json_object(text, config_path, CheckpointError), config_path)
+    check_base(config.base, base.source, config_path)
+    if not path.exists() and (folder / _PICKLE_FILE).exists():
+        raise UnsupportedModelError(
+            f"{folder} has {_PICKLE_FILE}, a pickle, which is not read. Save the adapter as {TENSOR_FILE}: "
+            "save_pretrained(…, safe_serialization=True)"
+        )
+    header = read_safetensors(path)
+    factors = factors_of(header.tensors, path)
+    names = ModuleNames(config, config_path)
+    places = _places(factors, names, base, path)
+    _check_layout(header, path)
+    data = _read_whole(path, header)
+    with ThreadPoolExecutor(1, thread_name_prefix="hash adapter") as beside:
+        digest = beside.submit(
+            lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:16]
+        )
+        matrices = _matrices(data, factors, places, names, base, path)
+        return AdapterTensors(
+            digest.result(),
+            max(down.shape[0] for down, _ in matrices.values()),
+            sum(one.nbytes for pair in matrices.values() for one in pair),
+            matrices,
+        )
+
+
+def _places(
+    factors: Mapping[str, Factors], names: ModuleNames, base: BaseModel, path: Path
+) -> dict[str, tuple[RowsOf, ...]]:
+    """The rows of weights that each module is, after all that is known of it without its data is checked."""
+    places: dict[str, tuple[RowsOf, ...]] = {}
+    ranks: dict[str, int] = {}
+    taken: dict[tuple[str, int], str] = {}
+    for module, one in factors.items():
+        places[module] = found = base.rows_of(module)
+        if not found:
+            raise _refusal(module, base, path)
+        if not names.are_targets(module):
+            raise CheckpointError(f"{path} has tensors of {module}, which {CONFIG_FILE} does not target")
+        if one.rank != names.rank(module):
+            raise CheckpointError(
+                f"{path}: {module}: expected rank {names.rank(module)}, as {CONFIG_FILE} says, got {one.rank}"
+            )
+        _check_shape(module, one, found, base, path)
+        for rows in found:
+            other = taken.setdefault((rows.weight, rows.start), module)
+            if other != module:
+                raise CheckpointError(f"{path}: {other} and {module} are both {rows.weight}; expected one of them")
+            ranks[rows.weight] = ranks.get(rows.weight, 0) + one.rank
+    for weight, rank in ranks.items():
+        if rank > base.max_rank:
+            raise CheckpointError(
+                f"{path}: {weight} has rank {rank}; there is room for {base.max_rank}. Set lora.max_rank: {rank}"
+            )
+    _check_complete(places, names, base, path)
+    return places
+
+
+def _refusal(module: str, base: BaseModel, path: Path) -> CheckpointError:
+    served = ", ".join(base.target_names)
+    if module in base.modules or module in base.elsewhere:
+        return CheckpointError(
+            f"{path}: {module} cannot be changed by adapters here; served are {served}. Name it in lora.targets if it "
+            "is a linear, or merge the adapter into its model"
+        )
+    return CheckpointError(
+        f"{path}: {base.source} has no module {module}, so the adapter is another model's; served are {served}"
+    )
+
+
+def _check_shape(module: str, one: Factors, found: tuple[RowsOf, ...], base: BaseModel, path: Path) -> None:
+    outputs = max(rows.source_start + rows.rows for rows in found)
+    (inputs,) = {base.targets[rows.weight][1] for rows in found}
+    if (one.up.shape[0], one.down.shape[1]) != (outputs, inputs):
+        raise CheckpointError(
+            f"{path}: {module} is adapted from {one.down.shape[1]} inputs to {one.up.shape[0]} outputs; that of "
+            f"{base.source} has {inputs} and {outputs}, so the adapter is another model's"
+        )
+
+
+def _check_complete(places: Mapping[str, tuple[RowsOf, ...]], names: ModuleNames, base: BaseModel, path: Path) -> None:
+    """Compares the modules that are there with those that the config targets, by the model's own names of them."""
+    given = {rows.weight for found in places.values() for rows in found}
+    wanted = [weight for weight in base.targets if names.are_targets(weight.removesuffix(".weight"))]
+    if missing := [weight for weight in wanted if weight not in given]:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise CheckpointError(
+            f"{path} lacks tensors of {', '.join(missing[:_SHOWN])}{more}, which {CONFIG_FILE} targets. Download it "
+            "again, or name only what was trained in target_modules"
+        )
+
+
+def _check_layout(header: WeightHeader, path: Path) -> None:
+    """The format has no holes and no overlaps; so the file is as large as the tensors, which have been checked."""
+    end = 8 + len(header.raw)
+    for entry in sorted(header.tensors.values(), key=lambda one: one.begin):
+        if entry.begin != end:
+            raise CheckpointError(f"{path} is corrupt: a tensor begins at byte {entry.begin}, expected {end}")
+        end = entry.end
+    if end != header.file_bytes:
+        raise CheckpointError(f"{path} is corrupt: its tensors end at byte {end} of {header.file_bytes}")
+
+
+def _read_whole(path: Path, header: WeightHeader) -> np.ndarray:
+    """The file's bytes; it must still be what its header was read of, and not change meanwhile."""
+    data = np.empty(header.file_bytes, dtype=np.uint8)
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
+            done = 0
+            while done < len(data) and (count := file.readinto(data.data[done:])):
+                done += count
+            after = os.fstat(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if not same or done != len(data) or after.st_size != done or data[8 : 8 + len(header.raw)].tobytes() != header.raw:
+        raise CheckpointError(f"{path} has changed while it was read. Load it again when it is written")
+    return data
+
+
+def _matrices(
+    data: np.ndarray,
+    factors: Mapping[str, Factors],
+    places: Mapping[str, tuple[RowsOf, ...]],
+    names: ModuleNames,
+    base: BaseModel,
+    path: Path,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each weight; of one that several modules are, A has the rows of all, and B blocks of theirs."""
+    parts: dict[str, list[tuple[RowsOf, torch.Tensor, torch.Tensor]]] = {}
+    for module, one in factors.items():
+        down = _tensor(data, one.down).to(base.dtype)
+        up = (_tensor(data, one.up).float() * names.scale(module)).to(base.dtype)
+        if not (_is_finite(down) and _is_finite(up)):
+            dtype = str(base.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")
+        for rows in places[module]:
+            parts.setdefault(rows.weight, []).append(
+                (rows, down, up[rows.source_start : rows.source_start + rows.rows])
+            )
+    return {weight: _joined(found, base.targets[weight][0]) for weight, found in parts.items()}
+
+
+def _joined(parts: list[tuple[RowsOf, torch.Tensor, torch.Tensor]], outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, down, up = parts[0]
+    if len(parts) == 1 and rows.rows == outputs:
+        return down, up
+    joined = torch.cat([down for _, down, _ in parts])
+    blocks = torch.zeros(outputs, joined.shape[0], dtype=up.dtype)
+    column = 0
+    for rows, _, up in parts:
+        blocks[rows.start : rows.start + rows.rows, column : column + up.shape[1]] = up
+        column += up.shape[1]
+    return joined, blocks
+
+
+def _is_finite(matrix: torch.Tensor) -> bool:
+    """True if it holds neither NaN nor infinities, whose exponents are all ones (torch.isfinite takes ten times as
+    long)."""
+    kind, infinity = _INFINITY[matrix.dtype]
+    bits = matrix.contiguous().view(kind).numpy()
+    return bool((bits & np.iinfo(bits.dtype).max).max() < infinity)
+
+
+def _tensor(data: np.ndarray, entry: TensorEntry) -> torch.Tensor:
+    count = entry.shape[0] * entry.shape[1]
+    return torch.frombuffer(data, dtype=entry.dtype, count=count, offset=entry.begin).view(entry.shape)
