@@ -30,8 +30,9 @@ SWITCHES: tuple[Switch, ...] = get_args(Switch)
 SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
-MOST_BY_COST = 15
-CAPTURED_BY_COST = 7  # where verify steps are captured, all with as many tokens a request
+# Those of captured verify steps, by cost: all requests of a step are padded to one of them.
+CAPTURED_BY_COST = (1, 3, 7, 15)
+MOST_BY_COST = CAPTURED_BY_COST[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +127,11 @@ class SpeculativeSection:
         return MOST_BY_COST if self.num_speculative_tokens == "by_cost" else self.num_speculative_tokens
 
     @property
-    def most_captured(self) -> int:
-        """Most tokens of a draft in a captured verify step, which all requests are padded to."""
-        return min(self.most_drafted, CAPTURED_BY_COST) if self.by_cost else self.most_drafted
+    def captured_depths(self) -> tuple[int, ...]:
+        """Tokens of drafts in captured verify steps, ascending; each step has one of them for all requests."""
+        if self.method == "none":
+            return ()
+        return CAPTURED_BY_COST if self.by_cost else (self.most_drafted,)
 
     @property
     def by_cost(self) -> bool:

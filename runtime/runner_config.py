@@ -46,11 +46,11 @@ class RunnerConfig:
     @property
     def max_verified(self) -> int:
         """Most tokens of a captured verify step, padding included; 0: none is captured."""
-        runtime, most = self.runtime, self.speculative.most_captured
+        runtime, depths = self.runtime, self.speculative.captured_depths
         is_captured = self.cudagraph.decode_requests and self.cudagraph.sample_in_graph
-        if not most or not is_captured or runtime.deterministic:
+        if not depths or not is_captured or runtime.deterministic:
             return 0
-        return min(MOST_VERIFIED, runtime.max_running_requests * (1 + most), runtime.max_num_batched_tokens)
+        return min(MOST_VERIFIED, runtime.max_running_requests * (1 + depths[-1]), runtime.max_num_batched_tokens)
 
     @property
     def max_sampled(self) -> int:

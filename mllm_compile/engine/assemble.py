@@ -170,8 +170,8 @@ def _speculation(
     if obstacle is None or config.speculative.method == "none":
         model = steps.drafter if isinstance(steps, StepRunner) else None  # one rank alone has a draft model
         verifies = None if runner.graph_runner is None else runner.graph_runner.verifies
-        most_verified = 0 if verifies is None else verifies.most_requests
-        return make_speculation(config.speculative, runner.vocab_size, model, most_verified)
+        captured = None if verifies is None else verifies.most_requests
+        return make_speculation(config.speculative, runner.vocab_size, model, captured)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
 

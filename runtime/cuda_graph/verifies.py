@@ -9,7 +9,7 @@ Shape legend: R requests, C tokens of each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from mllm_compile.runtime.cuda_graph.verify_loop import VerifyLoop
 from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
 from mllm_compile.runtime.ops.tokens.verify_fields import MOST_DRAFTED
+from mllm_compile.runtime.runner_config import RunnerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class VerifyGraphs(KindGraphs):
 
     Attributes:
         loop: drafts, makes inputs and accepts.
-        request_sizes: R of each captured step, ascending.
+        request_sizes: C → R of each captured step, ascending; C ascends as well.
     """
 
     def __init__(self, setting: GraphSetting) -> None:
@@ -67,8 +68,10 @@ class VerifyGraphs(KindGraphs):
         if model.verify is None or model.decode_loop is None or page_table is None:
             raise RuntimeError("the program has no kernels of captured verify steps: sizes says so")
         sizes = setting.dispatcher.sizes[GraphKind.VERIFY]
-        num_tokens = 1 + runner.config.speculative.most_captured
-        self.request_sizes = [size // num_tokens for size in sizes]
+        self.request_sizes: dict[int, list[int]] = {}
+        for count, width in _shapes(runner.config):
+            if count * width in sizes:
+                self.request_sizes.setdefault(width, []).append(count)
         self.loop = VerifyLoop(
             model.verify,
             model.decode_loop,
@@ -77,75 +80,102 @@ class VerifyGraphs(KindGraphs):
             runner.row_state,
             runner.req_to_token_pool.req_to_token,
             page_table,
-            self.most_requests,
+            most_requests=max(counts[-1] for counts in self.request_sizes.values()),
+            most_tokens=sizes[-1],
         )
-        self._graphs: dict[int, _VerifyGraph] = {}  # by R
+        self._graphs: dict[tuple[int, int], _VerifyGraph] = {}  # by R and C
 
     @property
-    def most_requests(self) -> int:
-        """R of the largest step."""
-        return self.request_sizes[-1]
+    def most_requests(self) -> Mapping[int, int]:
+        """Tokens of a draft, C - 1 → R of the largest step."""
+        return {width - 1: counts[-1] for width, counts in self.request_sizes.items()}
+
+    def width(self, num_requests: int, num_tokens: int) -> int | None:
+        """The least C of a step that holds so many requests with up to so many tokens each; None: none does."""
+        fitting = (width for width, counts in self.request_sizes.items() if counts[-1] >= num_requests)
+        return next((width for width in fitting if width >= num_tokens), None)
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
         """Tokens: of decodes' sizes those that fit."""
-        config, most = runner.config, runner.config.max_verified
-        if not most:
+        if not runner.config.max_verified:
             return ()
         obstacle = _obstacle(runner)
         if obstacle is not None:
             logger.info("verify steps are not captured whole: %s", obstacle)
             return ()
-        num_tokens = 1 + config.speculative.most_captured
-        graphs = config.cudagraph
-        sizes = asked_sizes("cudagraph.decode_requests", graphs.decode_requests, graphs.mode)
-        return [size * num_tokens for size in sizes if size * num_tokens <= most]
+        return [count * width for count, width in _shapes(runner.config)]
 
     def capture(self, descriptor: BatchDescriptor) -> None:
+        """Captures the steps of every C that have so many tokens."""
+        for width, counts in self.request_sizes.items():
+            if descriptor.num_tokens % width == 0 and descriptor.num_tokens // width in counts:
+                self._capture(descriptor, descriptor.num_tokens // width, width)
+
+    def _capture(self, descriptor: BatchDescriptor, num_requests: int, width: int) -> None:
         size, padded, loop = descriptor.num_tokens, self._padded, self.loop
-        num_requests = size // loop.num_tokens
         batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
-            loop.begin(num_requests)
+            loop.begin(num_requests, width)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
-            loop.end(output.next_token_logits)
+            loop.end(output.next_token_logits, num_requests)
             return output.next_token_logits, output.hidden_states
 
         if not self._graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
         graph, (logits, hidden_states) = self._setting.capturer.capture(run)
         of_graph = None if hidden_states is None else WeakTensor(hidden_states).tensor()
-        self._graphs[num_requests] = _VerifyGraph(graph, WeakTensor(logits).tensor(), of_graph)
+        self._graphs[num_requests, width] = _VerifyGraph(graph, WeakTensor(logits).tensor(), of_graph)
 
-    def launch(self, fields: np.ndarray) -> CapturedVerify:
+    def launch(self, fields: np.ndarray, width: int) -> CapturedVerify:
         """Runs a step in one launch.
 
         Args:
+            width: C of a step that is captured.
             fields: [R, VERIFY_FIELDS] int32. Slots of all tokens that a request may get are in the device's table, and
                 sampling parameters are flushed.
 
         Raises:
             RuntimeError: no graph holds so many requests.
         """
-        size = next_size(self.request_sizes, len(fields))
+        size = next_size(self.request_sizes.get(width, ()), len(fields))
         if size is None:
             raise RuntimeError(
-                f"no VERIFY of {len(fields)} requests was captured: the largest has {self.most_requests}"
+                f"no VERIFY of {len(fields)} requests with {width} tokens each was captured: {self.request_sizes}"
             )
         self.loop.write_fields(fields, size)
         self._padded.inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
         times = self._runner.forward_times
-        entry = self._graphs[size]
-        with nullcontext() if times is None else times.measure(size * self.loop.num_tokens):
+        entry = self._graphs[size, width]
+        with nullcontext() if times is None else times.measure(size * width):
             entry.graph.replay()
         return CapturedVerify(*self.loop.results(len(fields)), entry.hidden_states)
 
-    def logits_of(self, num_requests: int) -> torch.Tensor:
+    def logits_of(self, num_requests: int, width: int) -> torch.Tensor:
         """The logits [R * C, V] of the last replay of that size, until another graph is replayed."""
-        return self._graphs[num_requests].logits
+        return self._graphs[num_requests, width].logits
+
+
+def _shapes(config: RunnerConfig) -> list[tuple[int, int]]:
+    """R and C of each step to capture."""
+    graphs, depths = config.cudagraph, config.speculative.captured_depths
+    counts = list(asked_sizes("cudagraph.decode_requests", graphs.decode_requests, graphs.mode))
+    if len(depths) > 1:  # then the largest steps are few, and each size is captured for several C
+        counts = _doubling(counts)
+    shapes = ((count, 1 + depth) for depth in depths for count in counts)
+    return [(count, width) for count, width in shapes if count * width <= config.max_verified]
+
+
+def _doubling(sizes: Sequence[int]) -> list[int]:
+    """The ascending sizes without those that are less than twice the one before."""
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= 2 * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _obstacle(runner: CapturableModel) -> str | None:
@@ -157,5 +187,5 @@ def _obstacle(runner: CapturableModel) -> str | None:
         return "the program has no kernels that draft and accept"
     if runner.attn_backend.verifies is None:
         return "the program has no kernels that attend in every layer, or layers with a state"
-    longest = section.most_captured
+    longest = section.most_drafted
     return None if longest <= MOST_DRAFTED else f"kernels take drafts of {MOST_DRAFTED} tokens, not {longest}"

@@ -24,11 +24,11 @@ _MOST_ERROR = 0.3  # of a row of logits; bfloat16's is some hundredths, of steps
 def verify_fault(runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> str | None:
     """The fault of the verify steps of a runner that serves nobody yet; None: they are right. Waits for the device."""
     steps = _Steps(runner, verifies, decodes)
-    sizes = steps.sizes()
-    if not sizes:
+    shapes = steps.shapes()
+    if not shapes:
         return "the KV cache has too few pages to try one"
     expected = steps.decode()
-    faults = (steps.fault_of(size, expected) for size in sizes)
+    faults = (steps.fault_of(*shape, expected) for shape in shapes)
     fault = next(filter(None, faults), None)
     steps.clear()
     return fault
@@ -39,7 +39,7 @@ class _Steps:
 
     def __init__(self, runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> None:
         self._runner, self._verifies, self._decodes = runner, verifies, decodes
-        self._num_tokens = verifies.loop.num_tokens
+        self._num_tokens = max(verifies.request_sizes)  # C of the longest drafts
         runtime = runner.config.runtime
         self._page_size = runtime.page_size
         self._length = min(_LENGTH, runtime.max_model_len - self._num_tokens)
@@ -48,10 +48,13 @@ class _Steps:
         self._tokens = torch.zeros(self._num_tokens + 1, dtype=torch.int64, device=runner.device)
         self._tokens[0] = 1
 
-    def sizes(self) -> list[int]:
-        """R of the smallest and the largest step that there is room for."""
-        fitting = [size for size in self._verifies.request_sizes if size <= self._most]
-        return sorted({*fitting[:1], *fitting[-1:]}) if self._length > 0 else []
+    def shapes(self) -> list[tuple[int, int]]:
+        """R and C of the smallest and the largest step of each C that there is room for."""
+        found: list[tuple[int, int]] = []
+        for width, counts in self._verifies.request_sizes.items() if self._length > 0 else ():
+            fitting = [count for count in counts if count <= self._most]
+            found += ((count, width) for count in sorted({*fitting[:1], *fitting[-1:]}))
+        return found
 
     def decode(self) -> torch.Tensor:
         """The logits [C, V] of one request's tokens, each chosen by a decode."""
@@ -67,19 +70,20 @@ class _Steps:
             self._tokens[place + 1] = step.tokens[0].clamp(min=0)
         return torch.cat(logits)
 
-    def fault_of(self, num_requests: int, expected: torch.Tensor) -> str | None:
+    def fault_of(self, num_requests: int, width: int, of_decodes: torch.Tensor) -> str | None:
         """The fault of a step of R requests that drafts the decodes' tokens; None: it is right."""
+        expected = of_decodes[:width]
         self._place_requests(num_requests, new=torch.nan)
         self._runner.row_state.last_tokens[1 : 1 + num_requests] = self._tokens[0]
-        drafts = self._tokens[1:-1].cpu().numpy()
+        drafts = self._tokens[1:width].cpu().numpy()
         fields = np.zeros((num_requests, VERIFY_FIELDS), dtype=np.int32)
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
         fields[:, 4 : 4 + drafts.size] = drafts
-        step = self._verifies.launch(fields)
+        step = self._verifies.launch(fields, width)
         step.buffer.record()
         step.buffer.wait()
-        logits = self._verifies.logits_of(num_requests).view(num_requests, *expected.shape)
+        logits = self._verifies.logits_of(num_requests, width).view(num_requests, *expected.shape)
         errors = torch.stack([(one.float() - expected).norm(dim=1) for one in logits]) / expected.norm(dim=1)
         worst = float(errors.max())
         if not errors.isfinite().all():
@@ -90,7 +94,7 @@ class _Steps:
 
     def clear(self) -> None:
         """Leaves pages, their table, tokens and counts of experts as they were found."""
-        num_pages = self.sizes()[-1] * self._pages_each
+        num_pages = max(count for count, _ in self.shapes()) * self._pages_each
         pool = self._runner.token_to_kv_pool
         pool.clear_pages(torch.arange(1, 1 + num_pages, device=self._runner.device))
         self._runner.req_to_token_pool.req_to_token[1:].zero_()

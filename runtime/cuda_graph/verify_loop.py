@@ -40,7 +40,8 @@ class VerifyLoop:
         row_state: RowState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
-        most: int,
+        most_requests: int,
+        most_tokens: int,
     ) -> None:
         """
         Args:
@@ -49,20 +50,20 @@ class VerifyLoop:
             row_state: the choice's parameters, to be flushed before a replay, and the place of newest tokens.
             req_to_token: [M, columns] int32: the slot of each position.
             page_table: [≥ tokens, W] int32: what the program's decode attention reads.
-            most: R of the largest step.
+            most_requests: R of the largest step.
+            most_tokens: R * C of the largest.
         """
         device = page_table.device
         num_rows, num_history = req_to_token.shape
         self._pieces, self._choice = pieces, choice
         self._inputs, self._row_state = inputs, row_state
         self._req_to_token, self._page_table = req_to_token, page_table
-        self.num_tokens = 1 + section.most_captured
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._fields, self._drafted = zeros(most, VERIFY_FIELDS), zeros(most, DRAFTED_FIELDS)
-        self._results = zeros(most, RESULT_FIELDS, dtype=torch.int64)
+        self._fields, self._drafted = zeros(most_requests, VERIFY_FIELDS), zeros(most_requests, DRAFTED_FIELDS)
+        self._results = zeros(most_requests, RESULT_FIELDS, dtype=torch.int64)
         self._lengths, self._history = zeros(num_rows), zeros(num_rows, num_history)
         length = section.synthetic_acceptance_length
         part, whole = (0.0, -1.0) if length is None else math.modf(length - 1)
@@ -71,15 +72,15 @@ class VerifyLoop:
         self._synthetic = torch.tensor([whole, part], dtype=torch.float32, device=device)
         # Where the choice leaves tokens for the host in captured decodes; here nobody reads them.
         self._replay_slot = zeros(2, dtype=torch.int64)
-        self._chosen = zeros(REPLAY_SLOTS, most * self.num_tokens, dtype=torch.int64)
+        self._chosen = zeros(REPLAY_SLOTS, most_tokens, dtype=torch.int64)
         self._uploads, self._texts, self._downloads = (StagingRing(device) for _ in range(3))
 
     # In a capture -----------------------------------------------------------------------------------------------------
 
-    def begin(self, num_requests: int) -> None:
-        """Puts the first kernel of a step of so many requests on the stream."""
-        shape, inputs = (num_requests, self.num_tokens), self._inputs
-        size = num_requests * self.num_tokens
+    def begin(self, num_requests: int, num_tokens: int) -> None:
+        """Puts the first kernel of a step of R requests with C tokens each on the stream."""
+        shape, inputs = (num_requests, num_tokens), self._inputs
+        size = num_requests * num_tokens
         places = inputs.input_ids, inputs.positions, inputs.out_cache_loc, inputs.req_pool_indices, inputs.seq_lens
         self._pieces.begin(
             [
@@ -95,17 +96,16 @@ class VerifyLoop:
             ]
         )
 
-    def end(self, logits: torch.Tensor) -> None:
+    def end(self, logits: torch.Tensor, num_requests: int) -> None:
         """Runs the last kernels, of logits [R * C, V]."""
         size, state = logits.shape[0], self._row_state
-        num_requests = size // self.num_tokens
         rows, seq_lens = self._inputs.req_pool_indices[:size], self._inputs.seq_lens[:size]
         floats, ints = state.sampling.tables
         arguments = [logits, floats, ints, rows, seq_lens, self._replay_slot, state.last_tokens, self._chosen]
         tokens = self._choice.end(arguments)[0]
         self._pieces.end(
             [
-                tokens.view(num_requests, self.num_tokens),
+                tokens.view(num_requests, -1),
                 self._fields[:num_requests],
                 self._drafted[:num_requests],
                 self._synthetic,

@@ -16,6 +16,7 @@ import numpy as np
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, Drafted, RunningDecodes
+from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS
@@ -40,11 +41,12 @@ class Ahead:
     Args:
         rows: what requests hold.
         most_tokens: of a step.
+        depths: chooses how long drafts may be; None: they have as many tokens as speculation says.
     """
 
-    def __init__(self, speculation: Speculation, rows: Rows, most_tokens: int) -> None:
-        self._most, self._longest = speculation.most_on_device, speculation.num_tokens
-        self._rows, self._most_tokens = rows, most_tokens
+    def __init__(self, speculation: Speculation, rows: Rows, most_tokens: int, depths: DraftDepths | None) -> None:
+        self._captured, self._longest = speculation.captured, speculation.num_tokens
+        self._rows, self._most_tokens, self._depths = rows, most_tokens, depths
         # The last decodes that were looked at, whether all may be in such a step, and the longest draft of each.
         self._seen: tuple[RunningDecodes, bool, np.ndarray] = (NO_DECODES, False, NO_DECODES.rows)
 
@@ -54,6 +56,12 @@ class Ahead:
         if not is_served:
             return None
         rows, indices = self._rows, decodes.rows
+        if self._depths is not None:
+            longest = self._depths.of_rows(indices)
+            fitting = [depth for depth, most in self._captured.items() if most >= len(decodes.requests)]
+            longest = np.minimum(longest, max(fitting, default=0))
+            if not longest.any():
+                return None
         room = rows.last_computed[indices] - 2 - rows.computed[indices]
         is_known = rows.in_flight[indices] == 0
         is_in = (room >= 0) | (is_known & (room == -1))
@@ -72,7 +80,8 @@ class Ahead:
     def _look_at(self, decodes: RunningDecodes) -> tuple[bool, np.ndarray]:
         if self._seen[0] is not decodes:
             requests = decodes.requests
-            is_served = 0 < len(requests) <= self._most and all(map(may_be_captured, requests))
+            most = max(self._captured.values())
+            is_served = 0 < len(requests) <= most and all(map(may_be_captured, requests))
             longest = [0 if request.had_broken_draft else self._longest for request in requests]
             self._seen = decodes, is_served, np.array(longest, dtype=np.int32)
         return self._seen[1], self._seen[2]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.speculation.depth import DepthByCost
 
 # Steps until depths are chosen anew: while drafts are off, and while they are accepted. It takes as long as a draft.
@@ -24,14 +24,16 @@ class _Planned:
     """A step that was planned.
 
     Attributes:
-        num_tokens: its tokens if it is without prompts, else 0.
+        num_tokens: its tokens if it is without prompts, else 0; where the device drafts, with padding.
         is_ahead: it was planned while the one before was in flight.
+        is_on_device: the device makes its drafts.
         depths: [decodes] int: most tokens of each draft; None: none were asked for.
     """
 
     step_id: int
     num_tokens: int
     is_ahead: bool
+    is_on_device: bool
     depths: np.ndarray | None
 
 
@@ -52,22 +54,38 @@ class DraftDepths:
         self._planned: deque[_Planned] = deque(maxlen=4)  # more than are in flight
         self._num_steps = 0  # planned since depths were chosen
         self._was_in_vain = False  # a draft since then
+        self._are_alike = False
 
     def of(self, request: Request) -> int:
         """Most tokens of a running request's draft."""
         return int(self._depths[request.row])
 
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The same of the requests in rows [n]: [n] int64."""
+        of_rows: np.ndarray = self._depths[rows]
+        return of_rows
+
     def is_due(self, in_flight: bool) -> bool:
-        """Depths are to be chosen for the next step; where drafts are made, as soon as all tokens are known."""
+        """Depths are to be chosen for the next step; where the host makes drafts, as soon as all tokens are known."""
         if self._num_steps >= _OFF_STEPS:
             return True
+        if self._are_alike:
+            return self.is_on and self._num_steps >= _ON_STEPS
         return self.is_on and not in_flight and (self._was_in_vain or self._num_steps >= _ON_STEPS)
 
-    def choose(self, requests: Sequence[Request], num_decodes: int) -> None:
-        """Chooses them for these requests, which may have drafts, among the decodes of the next step."""
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        depths = self._by_cost.choose(rows, num_decodes)
+    def choose(self, requests: Sequence[Request], num_decodes: int, most: int) -> None:
+        """Chooses up to `most` for each of these requests, which may have drafts, among the next step's decodes."""
+        rows = _rows_of(requests)
+        self._take(rows, self._by_cost.choose(rows, num_decodes, most))
+
+    def choose_alike(self, requests: Sequence[Request], num_decodes: int, depths: Sequence[int]) -> None:
+        """Chooses one of `depths`, or none, for all of them: the device drafts."""
+        rows = _rows_of(requests)
+        self._take(rows, self._by_cost.choose_alike(rows, num_decodes, depths) or None, are_alike=True)
+
+    def _take(self, rows: np.ndarray, depths: np.ndarray | int | None, are_alike: bool = False) -> None:
         self.is_on, self._num_steps, self._was_in_vain = depths is not None, 0, False
+        self._are_alike = are_alike
         self._depths[:] = 0
         if depths is not None:
             self._depths[rows] = depths
@@ -75,16 +93,18 @@ class DraftDepths:
     def planned(self, batch: ScheduledBatch, is_ahead: bool) -> None:
         """A step was planned."""
         if batch.admitted:
-            rows = np.array([request.row for request in batch.admitted])
+            rows = _rows_of(batch.admitted)
             self._by_cost.rates.forget(rows)
             self._depths[rows] = 0
         self._by_cost.rates.pass_step()
         self._num_steps += 1
-        depths = None
-        if self.is_on and not is_ahead:
+        depths, is_on_device = None, batch.device_lens is not None
+        if self.is_on and (is_on_device or not is_ahead):
             depths = self._depths[batch.rows[: batch.num_decodes]]
         num_tokens = 0 if batch.num_prompt_tokens else batch.num_tokens
-        self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, depths))
+        if is_on_device:
+            num_tokens = batch.num_decodes * int(batch.num_new.max())
+        self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, is_on_device, depths))
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
         """A step took `ms` from the end of the one before."""
@@ -94,28 +114,40 @@ class DraftDepths:
         # On a CPU a step that is planned ahead has run when the one before is seen to end. So its time counts where
         # the one behind it, which then ran instead, is like it.
         num_drafted = step.num_tokens - batch.num_decodes
-        if not step.is_ahead and following is None:
-            self._by_cost.times.learn(batch.num_decodes, num_drafted, ms)
-        elif step.is_ahead and following is not None and following.num_tokens == step.num_tokens:
-            self._by_cost.times.learn(batch.num_decodes, num_drafted or None, ms)
+        if step.is_ahead != (following is not None):
+            return
+        if following is not None and following.num_tokens != step.num_tokens:
+            return
+        by_cost = self._by_cost
+        if step.is_on_device:
+            by_cost.times_on_device.learn(batch.num_decodes, num_drafted, ms)
+            return
+        is_plain = step.is_ahead and not num_drafted
+        by_cost.times.learn(batch.num_decodes, None if is_plain else num_drafted, ms)
+        if is_plain:
+            by_cost.times_on_device.learn(batch.num_decodes, None, ms)
 
-    def checked(self, batch: ScheduledBatch, counts: np.ndarray | None) -> None:
+    def checked(self, batch: ScheduledBatch, runs: TokenRuns | None) -> None:
         """Learns how much of a step's drafts was accepted.
 
         Args:
-            counts: as TokenRuns has them; None: nothing was drafted.
+            runs: its tokens; None: nothing was drafted.
         """
         step = self._find(batch.step_id)
         if step is None or step.depths is None:
             return
         asked = step.depths > 0
-        num_drafted = batch.num_new[: batch.num_decodes] - 1
-        num_accepted = np.zeros_like(num_drafted)
-        if counts is not None:
-            num_accepted = np.clip(counts[: batch.num_decodes] - 1, 0, num_drafted)
+        num_drafted = num_accepted = np.zeros(batch.num_decodes, dtype=np.int64)
+        if runs is not None:
+            num_drafted = runs.num_drafted[: batch.num_decodes]
+            num_accepted = np.clip(runs.counts[: batch.num_decodes] - 1, 0, num_drafted)
         self._was_in_vain |= bool((num_accepted[asked] == 0).any())
         rows = batch.rows[: batch.num_decodes]
         self._by_cost.rates.learn(rows[asked], num_drafted[asked], num_accepted[asked])
 
     def _find(self, step_id: int) -> _Planned | None:
         return next((step for step in self._planned if step.step_id == step_id), None)
+
+
+def _rows_of(requests: Sequence[Request]) -> np.ndarray:
+    return np.array([request.row for request in requests], dtype=np.int64)

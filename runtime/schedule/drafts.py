@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mllm_compile.runtime.config_sections import most_drafted_by_cost
+from mllm_compile.runtime.schedule.ahead import may_be_captured
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
@@ -29,11 +30,13 @@ class Drafts:
 
     Attributes:
         depths: chooses how long drafts may be; None: all alike.
+        are_on_device: the device makes those of steps that it can.
     """
 
     def __init__(self, speculation: Speculation, rows: Rows, boundary: int | None) -> None:
         self._speculation, self._rows, self._boundary = speculation, rows, boundary
         self._told: set[str] = set()  # reasons in the log
+        self.are_on_device = speculation.is_on_device and boundary is None
         self.depths: DraftDepths | None = None
         if speculation.by_cost:
             num_rows = rows.computed.size
@@ -46,8 +49,14 @@ class Drafts:
         Args:
             in_flight: a step is, whose tokens are not known.
         """
-        if self.depths is not None and self.depths.is_due(in_flight):
-            self.depths.choose([request for request in requests if self._may_have_any(request)], len(requests))
+        if self.depths is None or not requests or not self.depths.is_due(in_flight):
+            return
+        drafted = [request for request in requests if self._may_have_any(request)]
+        captured = [depth for depth, most in self._speculation.captured.items() if most >= len(requests)]
+        if self.are_on_device and all(map(may_be_captured, requests)):
+            self.depths.choose_alike(drafted, len(requests), captured)
+        else:
+            self.depths.choose(drafted, len(requests), max(captured, default=self._speculation.num_tokens))
 
     @property
     def are_off(self) -> bool:

@@ -80,8 +80,8 @@ class Scheduler:
         boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
         self._drafts = None if speculation is None else Drafts(speculation, self.rows, boundary)
         self._ahead: Ahead | None = None
-        if speculation is not None and speculation.most_on_device and boundary is None:
-            self._ahead = Ahead(speculation, self.rows, config.max_num_batched_tokens)
+        if self._drafts is not None and speculation is not None and self._drafts.are_on_device:
+            self._ahead = Ahead(speculation, self.rows, config.max_num_batched_tokens, self._drafts.depths)
         self._ahead_end = 0  # the step behind the last one that was planned by bounds
         self._requests: set[Request] = set()  # all that are not finished
         self._sequences = itertools.count() if sequences is None else sequences
@@ -168,8 +168,8 @@ class Scheduler:
         Run the batch before the next one, on one stream, then hand it to update() or fail().
         """
         self.finish_update()
-        if self._ahead is not None:
-            batch = self._schedule_ahead(self._ahead)
+        if self._ahead is not None and self._drafts is not None:
+            batch = self._schedule_ahead(self._ahead, self._drafts)
             if batch is not None or self._next_update < self._ahead_end:
                 return batch
         if self.awaits_tokens(self._next_update < self._next_step):
@@ -189,14 +189,15 @@ class Scheduler:
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         return self._build(decodes, prefix_lens, chunks, admitted, drafted)
 
-    def _schedule_ahead(self, ahead: Ahead) -> ScheduledBatch | None:
+    def _schedule_ahead(self, ahead: Ahead, drafts: Drafts) -> ScheduledBatch | None:
         """The next step, if the device can draft for it and has the tokens of the one in flight, if there is one."""
         is_known = self._next_update == self._next_step
         if not is_known and self._ahead_end < self._next_step:
             return None
         if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
             return None
-        plan = ahead.plan(self.decodes.current())
+        drafts.prepare(self.decodes.requests, not is_known)
+        plan = None if drafts.are_off else ahead.plan(self.decodes.current())
         if plan is None:
             return None
         prefix_lens = self.rows.computed[plan.decodes.rows]
@@ -367,7 +368,7 @@ class Scheduler:
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
         if self._drafts is not None and self._drafts.depths is not None:
-            self._drafts.depths.checked(batch, None if runs is None else runs.counts)
+            self._drafts.depths.checked(batch, runs)
         if runs is not None:
             return self._take_runs(batch, token_ids, runs, set(broken_rows))
         broken = [

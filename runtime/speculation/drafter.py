@@ -4,8 +4,8 @@ the model checks the guesses. A bad guess costs time, and never changes a token.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -70,7 +70,8 @@ class Speculation:
         num_tokens: most tokens of a draft.
         vocab_size: a draft ends before an id that is not below it.
         by_cost: how many of these a draft may have is chosen for each step and request.
-        most_on_device: requests of a step whose drafts the device can look up by itself; 0: it cannot.
+        captured: tokens of a draft, ascending → most requests of a step of one launch whose drafts have up to so many.
+        is_on_device: in such a step the device can draft by itself.
         fills: every draft has as many tokens as it may have. A synthetic acceptance is measured so.
     """
 
@@ -78,5 +79,6 @@ class Speculation:
     num_tokens: int
     vocab_size: int
     by_cost: bool = False
-    most_on_device: int = 0
+    captured: Mapping[int, int] = field(default_factory=dict)
+    is_on_device: bool = False
     fills: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.speculation.drafter import Drafter, Speculation
 from mllm_compile.runtime.speculation.ngram import NgramGuesser
@@ -10,22 +12,26 @@ from mllm_compile.runtime.speculation.texts import TextDrafter, TextGuesser
 
 
 def make_speculation(
-    section: SpeculativeSection, vocab_size: int, model: Drafter | None = None, most_verified: int = 0
+    section: SpeculativeSection,
+    vocab_size: int,
+    model: Drafter | None = None,
+    captured: Mapping[int, int] | None = None,
 ) -> Speculation | None:
     """How the scheduler speculates; None: it does not.
 
     Args:
         model: drafts by the draft model, where the runner has one.
-        most_verified: requests of the largest captured verify step.
+        captured: as Speculation has them; None: no step is captured.
     """
     if section.method == "none":
         return None
     return Speculation(
         drafter=TextDrafter(_guesser(section)) if model is None else model,
-        num_tokens=section.most_captured if most_verified else section.most_drafted,
+        num_tokens=section.most_drafted,
         vocab_size=vocab_size,
         by_cost=section.by_cost,
-        most_on_device=most_verified if section.method == "ngram" and not section.by_cost else 0,
+        captured=captured or {},
+        is_on_device=bool(captured) and section.method == "ngram",
         fills=section.synthetic_acceptance_length is not None,
     )
 

@@ -67,6 +67,10 @@ class KnownTimes:
         """Tokens that may be drafted in a step: at most twice what is known, so that nothing unknown costs much."""
         return max(_FIRST_DRAFTED, self.num_decodes // 4, 2 * max(self.by_drafted, default=0))
 
+    def knows(self, num_drafted: int) -> bool:
+        """True if the time of so many drafted tokens is known."""
+        return _size(num_drafted) in self.by_drafted
+
     def verify_ms(self, num_drafted: np.ndarray) -> np.ndarray:
         """Times [N] of steps in which so many tokens [N] are drafted; as if they were free where nothing is known."""
         sizes = sorted(self.by_drafted)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
@@ -37,19 +36,24 @@ class VerifyPath(StepPath):
     def __init__(self, parts: StepParts, graphs: VerifyGraphs) -> None:
         super().__init__(parts)
         self._graphs = graphs
-        self._num_tokens = graphs.loop.num_tokens
         self._texts: dict[int, tuple[Request, int]] = {}  # by row: whose text the device has, and how much of it
 
     def serves(self, batch: ScheduledBatch) -> bool:
         """True if a graph runs the batch: decodes alone that choose plainly, with drafts that fit."""
         if batch.device_lens is not None:
             return True  # planned for it
-        if batch.num_decodes < batch.num_requests or batch.num_requests > self._graphs.most_requests:
+        if batch.num_decodes < batch.num_requests or self._width(batch) is None:
             return False
-        return int(batch.num_new.max()) <= self._num_tokens and all(map(may_be_captured, batch.requests))
+        return all(map(may_be_captured, batch.requests))
+
+    def _width(self, batch: ScheduledBatch) -> int | None:
+        """C of the graph that runs a batch of decodes; None: none does."""
+        return self._graphs.width(batch.num_requests, int(batch.num_new.max()))
 
     def plan(self, batch: ScheduledBatch) -> StepPlan:
-        count, width = batch.num_requests, self._num_tokens
+        count, width = batch.num_requests, self._width(batch)
+        if width is None:
+            raise RuntimeError(f"no verify step was captured for {count} requests with {batch.num_new.max()} tokens")
         requests = np.arange(count)
         fields = StepFields(
             input_ids=_NONE,
@@ -71,7 +75,9 @@ class VerifyPath(StepPath):
         )
 
     def run(self, step: Step) -> StepResults:
-        batch, sampling = step.batch, self._sampling
+        batch, sampling, runs = step.batch, self._sampling, step.plan.runs
+        assert runs is not None, "the plan of a verify step"
+        width = runs.places.shape[1]
         self._pools.bring_new_pages(batch)
         sampling.follow_rows(batch)
         sampling.state.flush()
@@ -83,18 +89,15 @@ class VerifyPath(StepPath):
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
             self._bring_texts(batch, batch.device_lens)
-        launched = self._graphs.launch(fields)
+        launched = self._graphs.launch(fields, width)
         if launched.hidden_states is not None:
-            step.hidden_states = launched.hidden_states.index_select(0, self._indices(batch.num_new))
-        return VerifyResults(launched, self._num_tokens)
+            is_token = np.arange(width) < batch.num_new[:, None]
+            rows = upload(np.flatnonzero(is_token), self._runner.device)
+            step.hidden_states = launched.hidden_states.index_select(0, rows)
+        return VerifyResults(launched, width)
 
     def follow(self, step: Step) -> None:
         raise RuntimeError("internal error: verify steps are captured on one rank alone")
-
-    def _indices(self, num_new: np.ndarray) -> torch.Tensor:
-        """[T] int64: the rows of the graph that have tokens, of requests with so many [R]."""
-        is_token = np.arange(self._num_tokens) < num_new[:, None]
-        return upload(np.flatnonzero(is_token), self._runner.device)
 
     def _bring_texts(self, batch: ScheduledBatch, lengths: np.ndarray) -> None:
         """Brings what the device lacks of the texts of requests whose length is the host's."""

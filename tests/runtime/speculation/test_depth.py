@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.config_sections import MOST_BY_COST, most_drafted_by_cost
+from mllm_compile.runtime.config_sections import CAPTURED_BY_COST, MOST_BY_COST, most_drafted_by_cost
+from mllm_compile.runtime.runner_config import MOST_VERIFIED
 from mllm_compile.runtime.schedule.batch_builder import Drafted, RunningDecodes, build_batch
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns
 from mllm_compile.runtime.speculation.acceptance_rates import AcceptanceRates
 from mllm_compile.runtime.speculation.step_times import StepTimes
 from tests.runtime.schedule.scheduler_simulation import make_request
@@ -32,12 +33,14 @@ class World:
         rates: of each request, how likely each drafted token is accepted; may be changed between runs.
         made: of each request, how often there is a draft.
         host_ms: the host's time between two steps, where the device waits for it.
+        on_device: the device drafts, in steps of one launch that are planned while one runs.
     """
 
     ms_of: Callable[[int], float]
     rates: np.ndarray
     made: np.ndarray
     host_ms: float = 0.0
+    on_device: bool = False
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     drafted: int = 0  # tokens
 
@@ -50,7 +53,7 @@ class World:
             request.output_token_ids.append(7)
         self.decodes = RunningDecodes.of(self.requests)
         self.admitted: list[Request] = list(self.requests)
-        self.in_flight: tuple[ScheduledBatch, np.ndarray, float] | None = None
+        self.in_flight: tuple[ScheduledBatch, TokenRuns | None, float] | None = None
         self.step_id = 0
 
     def run(self, num_steps: int) -> float:
@@ -64,30 +67,44 @@ class World:
     def _step(self) -> tuple[int, float]:
         """Plans a step as a scheduler does; its tokens and its time."""
         depths, count = self.depths, len(self.requests)
-        if depths.is_due(self.in_flight is not None):
-            depths.choose(self.requests, count)
-        if depths.is_on and self.in_flight is not None:
+        self._choose()
+        drafts_before = self.in_flight is not None and self.in_flight[0].has_drafts
+        if self.in_flight is not None and (drafts_before != depths.is_on if self.on_device else depths.is_on):
             self._finish()
-            if depths.is_due(False):
-                depths.choose(self.requests, count)
+            self._choose()
         is_ahead = self.in_flight is not None
         most = np.array([depths.of(request) for request in self.requests])
         lengths = np.where(self.generator.random(count) < self.made, most, 0)
         places = np.arange(MOST_BY_COST)
         is_right = self.generator.random((count, MOST_BY_COST)) < self.rates[:, None]
         accepted = (is_right & (places < lengths[:, None])).cumprod(axis=1).sum(axis=1)
-        batch = self._batch(lengths)
+        batch = self._batch(most if self.on_device else lengths)
         self.drafted += int(lengths.sum())
         depths.planned(batch, is_ahead)
         ms = self.ms_of(batch.num_tokens) + (0 if is_ahead else self.host_ms)
         self._finish()
-        self.in_flight = batch, accepted + 1, ms
+        runs = None
+        if batch.has_drafts:
+            runs = TokenRuns(np.zeros((count, MOST_BY_COST + 1)), accepted + 1, np.zeros(count, bool), lengths)
+        self.in_flight = batch, runs, ms
         return int(accepted.sum()) + count, ms
+
+    def _choose(self) -> None:
+        depths, count = self.depths, len(self.requests)
+        if not depths.is_due(self.in_flight is not None):
+            return
+        if self.on_device:
+            depths.choose_alike(self.requests, count, [k for k in CAPTURED_BY_COST if count * (1 + k) <= MOST_VERIFIED])
+        else:
+            depths.choose(self.requests, count, MOST_BY_COST)
 
     def _batch(self, lengths: np.ndarray) -> ScheduledBatch:
         drafted = {}
         if lengths.any():
             drafted["drafted"] = Drafted.of(self.requests, [[8] * n for n in lengths.tolist()])
+            if self.on_device:
+                num_new = (1 + lengths).astype(np.int32)
+                drafted["drafted"] = Drafted(NO_DRAFTS, num_new, np.full(len(lengths), -1, np.int32))
         prefix_lens = np.zeros(len(self.requests), np.int32)
         admitted, self.admitted = self.admitted, []
         self.step_id += 1
@@ -97,9 +114,9 @@ class World:
 
     def _finish(self) -> None:
         if self.in_flight is not None:
-            batch, counts, ms = self.in_flight
+            batch, runs, ms = self.in_flight
             self.depths.took(batch, ms)
-            self.depths.checked(batch, counts if batch.has_drafts else None)
+            self.depths.checked(batch, runs)
             self.in_flight = None
 
 
@@ -122,16 +139,18 @@ WORLDS = [weights_bound, like_a_cpu]
 @pytest.mark.parametrize("ms_of", WORLDS)
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("made", [1.0, 0.1, 0.0])
-def test_drafts_in_vain_cost_at_most_a_fiftieth(ms_of, count, made):
-    tried = world(count, 0.0, ms_of, made, host_ms=0.3)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_in_vain_cost_at_most_a_fiftieth(ms_of, count, made, on_device):
+    tried = world(count, 0.0, ms_of, made, host_ms=0.3, on_device=on_device)
     assert tried.run(100) > 0.95, "while it learns"
     assert tried.run(300) > 0.98
 
 
 @pytest.mark.parametrize("ms_of", WORLDS)
 @pytest.mark.parametrize("rate", [0.0, 0.9])
-def test_many_requests_get_no_drafts_and_lose_nothing(ms_of, rate):
-    tried = world(256, rate, ms_of, host_ms=0.3)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_many_requests_get_no_drafts_and_lose_nothing(ms_of, rate, on_device):
+    tried = world(256, rate, ms_of, host_ms=0.3, on_device=on_device)
     tried.run(60)
     drafted = tried.drafted
     assert tried.run(140) > 0.995
@@ -157,6 +176,18 @@ def test_drafts_that_pay_are_about_as_deep_as_the_best_fixed_ones(ms_of, count, 
     tried.run(100)
     best = max(map(of_fixed_depth, range(MOST_BY_COST + 1)))
     assert tried.run(200) > max(least * best, 0.98)
+
+
+@pytest.mark.parametrize(("count", "rate"), [(1, 0.9), (1, 0.5), (8, 0.9), (8, 0.6), (64, 0.8)])
+@pytest.mark.parametrize("ms_of", WORLDS)
+def test_drafts_of_the_device_are_as_deep_as_the_best_captured_ones(ms_of, count, rate):
+    def of_fixed_depth(most: int) -> float:
+        return sum(rate**place for place in range(most + 1)) * ms_of(count) / ms_of(count * (most + 1))
+
+    tried = world(count, rate, ms_of, host_ms=0.3, on_device=True)
+    tried.run(100)
+    best = max(of_fixed_depth(most) for most in (0, *CAPTURED_BY_COST) if count * (1 + most) <= MOST_VERIFIED)
+    assert tried.run(200) > max(0.93 * best, 0.98)
 
 
 def test_requests_whose_drafts_are_never_accepted_get_few():

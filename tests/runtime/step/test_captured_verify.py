@@ -34,6 +34,17 @@ class Repeats(Model):
         self.qkv = [weight * 0.2 for weight in self.qkv]
 
 
+class TimedLoop(Loop):
+    """Its steps take 1 ms, and `ms_of_token` for each token of a request beyond the first."""
+
+    ms_of_token = 0.02
+
+    def _finish(self, batch, handle):
+        longest = int(batch.num_new.max()) if batch.has_drafts else 1
+        self.scheduler.step_took(batch, (1 + self.ms_of_token * (longest - 1)) * 1e-3)
+        super()._finish(batch, handle)
+
+
 def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, **options) -> Loop:
     """Serves requests; each further `joining` steps one more joins."""
     runner = played_runner(Repeats(), section, **options)
@@ -41,11 +52,11 @@ def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, *
     if section is not None:
         verifies = runner.graph_runner.verifies
         assert verifies is not None
-        speculation = make_speculation(section, VOCAB, most_verified=verifies.most_requests)
+        speculation = make_speculation(section, VOCAB, captured=verifies.most_requests)
         if drafter is not None:
             most = section.num_speculative_tokens
             speculation = Speculation(drafter=drafter, num_tokens=most, vocab_size=VOCAB)
-    loop = Loop(runner, prefix_cache, speculation)
+    loop = TimedLoop(runner, prefix_cache, speculation)
     loop.requests, waiting, in_flight = [], list(requests), None
     with torch.inference_mode():
         while waiting or loop.scheduler.has_work():
@@ -63,7 +74,7 @@ def ahead_steps(loop: Loop) -> int:
     return sum(of_step is not None and int(of_step.min()) < 0 for of_step in lengths)
 
 
-def section_of(most: int = MOST, **more) -> SpeculativeSection:
+def section_of(most: int | str = MOST, **more) -> SpeculativeSection:
     return SpeculativeSection(**{"method": "ngram", "num_speculative_tokens": most} | more)
 
 
@@ -95,6 +106,56 @@ def test_drafts_of_the_device_give_the_same_tokens_while_a_step_is_in_flight(pla
     assert ahead_steps(drafted) > 5
     if not temperature:
         assert sum(request.num_accepted_tokens for request in drafted.requests) > 10
+
+
+def depths_of(loop: Loop) -> list[int]:
+    """The longest draft of each step whose drafts the device makes."""
+    return [int(batch.num_new.max()) - 1 for batch in loop.batches if batch.device_lens is not None]
+
+
+AUTO = {"most": "by_cost"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_of_the_device_get_as_long_as_pays_and_give_the_same_tokens(played, temperature):
+    requests = [{"prompt": [5, 6, 7, 8, 5, 6], "max_tokens": 56, "temperature": temperature} for _ in range(2)]
+    drafted = compare(requests, section_of(**AUTO))
+    plain = [batch for batch in drafted.batches if batch.device_lens is None]
+    assert len(plain) > 5, "steps without drafts are timed first"
+    assert ahead_steps(drafted) > 5
+    if not temperature:
+        assert len(set(depths_of(drafted))) > 2
+        assert len(drafted.batches) < 40
+
+
+def test_the_device_drafts_nothing_where_it_does_not_pay(played, monkeypatch):
+    monkeypatch.setattr(TimedLoop, "ms_of_token", 10.0)
+    drafted = compare([{"prompt": [5, 6, 7, 8, 5, 6], "max_tokens": 56}], section_of(**AUTO))
+    depths = depths_of(drafted)
+    assert 0 < len(depths) < 12
+    assert set(depths) == {1}
+
+
+def test_requests_of_several_depths_join_and_leave_with_the_same_tokens(played):
+    random = Random(5)
+    requests = [
+        {
+            "prompt": [random.randrange(9) for _ in range(random.randrange(1, 20))],
+            "max_tokens": random.randrange(20, 40),
+        }
+        | random.choice([{}, {}, {"temperature": 0.8}, {"logprobs": 1}])
+        for _ in range(24)
+    ]
+    drafted = compare(requests, section_of(**AUTO), joining=6, num_pages=60)
+    assert ahead_steps(drafted) > 10
+
+
+def test_steps_too_large_for_any_graph_have_no_drafts(played):
+    requests = [{"prompt": [5, 6, 7, 8, 5, 6], "max_tokens": 40} for _ in range(8)]
+    drafted = compare(requests, section_of(**AUTO), decode_requests=(1, 2, 4))
+    batches = [batch for batch in drafted.batches if batch.num_decodes == 8]
+    assert batches
+    assert not any(batch.has_drafts for batch in batches)
 
 
 def test_the_device_drafts_what_the_host_would(played):
@@ -144,7 +205,7 @@ def test_requests_that_end_while_a_step_of_theirs_is_in_flight_give_all_back_and
     """By an abort, or by a stop text in the middle of a run; few pages, so that others are preempted meanwhile."""
     random, model = Random(seed), Repeats()
     runner = played_runner(Repeats(), section_of(), num_pages=26, page_size=2 + 2 * (seed % 2))
-    speculation = make_speculation(section_of(), VOCAB, most_verified=8)
+    speculation = make_speculation(section_of(), VOCAB, captured={MOST: 8})
     loop = Loop(runner, bool(seed % 2), speculation)
     scheduler = loop.scheduler
     requests, ended, in_flight, turns = [], set(), None, 0
@@ -216,7 +277,7 @@ def test_a_draft_without_numbers_costs_no_token(played, is_own):
         return begin(arguments)
 
     loop._pieces = VerifyPieces(drafts_sevens, loop._pieces.end)
-    speculation = make_speculation(section, VOCAB, most_verified=8)
+    speculation = make_speculation(section, VOCAB, captured={MOST: 8})
     if not is_own:
         answers = {tuple(prompt): model.greedy(prompt, 1) + [7] * 20 for prompt in prompts}
         drafter = TextDrafter(ReplayingDrafter(answers, "right"))
@@ -254,6 +315,10 @@ def test_a_drafter_that_reads_hidden_states_gets_those_of_the_graph(played, monk
     assert all(r.num_accepted_tokens == r.num_drafted_tokens > 4 for r in drafted.requests)
 
 
+def nothing(arguments):
+    """Steps of several depths."""
+
+
 def drops_writes(arguments):
     arguments[8][:, 1:] = 0  # slots
 
@@ -270,13 +335,14 @@ def forgets_drafts(arguments):
     ("spoil", "said"),
     [
         (None, None),
+        (nothing, None),
         (drops_writes, "are no numbers, as keys were read before"),
         (shifts_positions, "differ by"),
         (forgets_drafts, "differ by"),
     ],
 )
 def test_steps_that_differ_from_decodes_are_left_out_at_the_start(played, spoil, said, caplog):
-    runner = played_runner(section=section_of())
+    runner = played_runner(section=section_of(**AUTO) if spoil is nothing else section_of())
     graphs, loop = runner.graph_runner, runner.graph_runner.verifies.loop
     begin = loop._pieces.begin
     runner.expert_counts = {"a layer of experts": torch.ones(3, dtype=torch.int64)}
