@@ -4,14 +4,15 @@
 
 Needs an NVIDIA GPU. An engine without speculation comes first and last, and one for each number of drafted tokens
 between them. These draft by n-grams with synthetic_acceptance_length, which is --share of the drafted tokens and one
-(0.5: 2.5 tokens a step where 3 are drafted). Prompts are random tokens. A step is timed from the difference between
-answers of --new tokens and of half as many, and so has no prompt in it. Prints the median of the rounds, its ratio to
-the plain step, and the tokens that a step gave in truth.
+(0.5: 2.5 tokens a step where 3 are drafted). Prompts are random tokens. Answers of --new tokens and of half as many
+differ by time and by steps, and so no prompt is in these. Prints medians of rounds, a step's ratio to the plain one,
+and the tokens that a step gave in truth.
 """
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,22 +38,35 @@ def config_of(config: EngineConfig, num_drafted: int, length: float, most: int, 
     return config.model_copy(update={"runtime": runtime, "speculative": speculative})
 
 
-def token_ms(engine: Engine, prompts: list[list[int]], new: int) -> float:
-    """Milliseconds between two tokens of a request."""
-    found = []
+@dataclass(frozen=True)
+class Pace:
+    """Of one engine and batch, without its prompts.
+
+    Attributes:
+        token_ms: milliseconds between two tokens of a request.
+        step_ms: milliseconds of a step.
+    """
+
+    token_ms: float
+    step_ms: float
+
+
+def pace_of(engine: Engine, prompts: list[list[int]], new: int) -> Pace:
+    """The median of rounds. Steps are counted, as what is accepted is drawn."""
+    paces = []
     for _ in range(_ROUNDS):
-        half, whole = (
-            wall_seconds(lambda count=count: engine.generate(prompts, greedy(count))) for count in (new // 2, new)
-        )
-        found.append((whole - half) / (new - new // 2) * 1e3)
-    return statistics.median(found)
+        half, whole = (_timed(engine, prompts, count) for count in (new // 2, new))
+        seconds, num_steps = (both[1] - both[0] for both in zip(half, whole, strict=True))
+        num_tokens = new - new // 2
+        paces.append(Pace(seconds / num_tokens * 1e3, seconds / num_steps * 1e3))
+    return Pace(*(statistics.median(getattr(pace, name) for pace in paces) for name in ("token_ms", "step_ms")))
 
 
-def step_length(engine: Engine, before: tuple[int, int]) -> float:
-    """Tokens of a request in each verify step since (steps of requests, accepted tokens) were these."""
-    stats = engine.stats()
-    steps = stats.drafts - before[0]
-    return 1 + (stats.accepted_tokens - before[1]) / steps if steps else 1.0
+def _timed(engine: Engine, prompts: list[list[int]], new: int) -> tuple[float, int]:
+    """Seconds and steps of an answer of `new` tokens to each prompt."""
+    before = engine.stats().steps
+    seconds = wall_seconds(lambda: engine.generate(prompts, greedy(new)))
+    return seconds, engine.stats().steps - before
 
 
 def main() -> None:
@@ -78,17 +92,15 @@ def main() -> None:
                     continue  # these are not captured
                 prompts = torch.randint(100, 1000, (count, arguments.prompt), generator=generator).tolist()
                 engine.generate(prompts, greedy(2))  # now their prefixes are cached
-                stats = engine.stats()
-                of_token = token_ms(engine, prompts, arguments.new)
+                pace = pace_of(engine, prompts, arguments.new)
                 if not num_drafted:
-                    plain[count] = of_token
-                    print(f"{count:4} requests: {of_token:.3f} ms a plain step", flush=True)
+                    plain[count] = pace.step_ms
+                    print(f"{count:4} requests: {pace.step_ms:.3f} ms a plain step", flush=True)
                     continue
-                tokens = step_length(engine, (stats.drafts, stats.accepted_tokens))
                 print(
-                    f"{count:4} requests, {num_drafted} drafted: {of_token * tokens:.3f} ms a step, "
-                    f"{of_token * tokens / plain[count]:.3f} of a plain one; {of_token:.3f} ms a token at "
-                    f"{tokens:.2f} tokens a step",
+                    f"{count:4} requests, {num_drafted} drafted: {pace.step_ms:.3f} ms a step, "
+                    f"{pace.step_ms / plain[count]:.3f} of a plain one; {pace.token_ms:.3f} ms a token at "
+                    f"{pace.step_ms / pace.token_ms:.2f} tokens a step",
                     flush=True,
                 )
 
