@@ -27,7 +27,7 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
-SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"]
+SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dflash", "mtp"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
 # Those of captured verify steps, by cost: all requests of a step are padded to one of them.
@@ -117,7 +117,7 @@ class SpeculativeSection:
     @property
     def reads_hidden_states(self) -> bool:
         """True if it reads hidden states of the model."""
-        return self.method in ("eagle3", "mtp")
+        return self.method in ("eagle3", "dflash", "mtp")
 
     @property
     def most_drafted(self) -> int:

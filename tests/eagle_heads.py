@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional
 
 
 def head_config(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -54,6 +55,8 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
         tensors["input_norm.weight"] = torch.rand(num_read * size, generator=generator) + 0.5
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": torch.rand(size, generator=generator) + 0.5 for i in range(num_read)}
+    if config["speculators_model_type"] == "peagle":
+        tensors["mask_hidden"] = torch.randn(1, 1, num_read * size, generator=generator)
     if drafted != vocab:
         known = torch.randperm(vocab, generator=generator)[:drafted].sort().values
         tensors["d2t"] = known - torch.arange(drafted)
@@ -61,15 +64,64 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
     return tensors
 
 
-def random_head(folder: Path, model: Path) -> Path:
-    """Saves a head of random weights for the model of a folder, whatever its layers are."""
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] at positions 0 to T - 1."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = (torch.cat([of(angles)] * 2, -1)[:, None] for of in (torch.cos, torch.sin))
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def eagle_numbers(
+    config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor, read: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(projected hidden states, logits in the model's vocabulary, own hidden states); `read` is [T, n * hidden]."""
+    layer, num_read = config["transformer_layer_config"], len(config["eagle_aux_hidden_state_layer_ids"])
+    size, head_dim = layer["hidden_size"], layer["head_dim"]
+    if config.get("norm_before_fc"):
+        read = _normed(read, w["input_norm.weight"])
+    if config.get("fc_norm"):
+        read = torch.cat([_normed(read[:, i * size :][:, :size], w[f"fc_norm.{i}.weight"]) for i in range(num_read)], 1)
+    hidden = read @ w["fc.weight"].T
+    of_hidden = _normed(hidden, w["layers.0.hidden_norm.weight"])
+    both = torch.cat([_normed(w["embed_tokens.weight"][ids], w["layers.0.input_layernorm.weight"]), of_hidden], 1)
+    q, k, v = ((both @ w[f"layers.0.self_attn.{name}_proj.weight"].T).unflatten(1, (-1, head_dim)) for name in "qkv")
+    q, k, v = _rotated(q), _rotated(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    future = torch.full((len(ids),) * 2, -torch.inf).triu(1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5 + future
+    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+    x = (of_hidden if config["norm_before_residual"] else hidden) + attended @ w["layers.0.self_attn.o_proj.weight"].T
+    y = _normed(x, w["layers.0.post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    x = x + (functional.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+    last = _normed(x, w["norm.weight"])
+    logits = last @ w["lm_head.weight"].T
+    if "d2t" in w:
+        whole = torch.full((len(ids), layer["vocab_size"]), torch.finfo(torch.float32).min)
+        for place, offset in enumerate(w["d2t"].tolist()):
+            whole[:, place + offset] = logits[:, place]
+        logits = whole
+    return hidden, logits, last if config.get("norm_output") else x
+
+
+def sizes_of(model: Path) -> dict[str, Any]:
+    """The sizes of a head for the model of a folder, whatever its layers are."""
     found = json.loads((model / "config.json").read_text())
     text = found.get("text_config") or found
     sizes = {name: text[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers")}
     layer = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
-    layer |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    return sizes | layer | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+
+
+def random_head(folder: Path, model: Path) -> Path:
+    """Saves a head of random weights for the model of a folder."""
+    sizes = sizes_of(model)
     ids = sorted({0, 1, sizes["num_hidden_layers"]})
-    return save_head(folder, head_config(sizes | layer, eagle_aux_hidden_state_layer_ids=ids))
+    return save_head(folder, head_config(sizes, eagle_aux_hidden_state_layer_ids=ids))
 
 
 def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:
@@ -125,7 +177,7 @@ def right_head(folder: Path, behind: torch.Tensor, draft_vocab_size: int = 60, h
     moves = torch.zeros(size, size)
     moves[behind, torch.arange(vocab)] = 1.0
     normed = size**0.5  # the norm of a unit vector's one number
-    gated = torch.nn.functional.silu(torch.tensor(normed)).item() * normed
+    gated = functional.silu(torch.tensor(normed)).item() * normed
     identity, wide = torch.eye(size), torch.zeros(96, size)
     wide[:size] = identity
     tensors["fc.weight"] = torch.cat([identity, torch.zeros(size, 2 * size)], 1)

@@ -40,7 +40,7 @@ def config_of(config: EngineConfig, num_drafted: int, length: float, most: int, 
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one engine and batch, without its prompts.
+    """The pace of one engine and batch, without its prompts.
 
     Attributes:
         token_ms: milliseconds between two tokens of a request.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.files.regular_file import open_regular
+from mllm_compile.runtime.weights.file_names import name_from
 from mllm_compile.runtime.weights.header import read_header
 
 _HASHERS = 4
@@ -105,12 +106,12 @@ class WeightFiles:
 
 
 def weight_files(root: Path, paths: Iterable[Path], *, is_packed: bool = False) -> WeightFiles:
-    """The facts of safetensors files below `root`; their data is not read.
+    """The facts of safetensors files, which are named from `root`; their data is not read.
 
     Raises:
         CheckpointError: a file is missing or no whole safetensors file.
     """
-    files = {path.relative_to(root).as_posix(): _facts(path) for path in sorted(paths)}
+    files = {name_from(root, path): _facts(path) for path in sorted(paths)}
     return WeightFiles("" if is_packed else str(root), files, is_packed)
 
 

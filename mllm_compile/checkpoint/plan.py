@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,7 @@ class RankPart:
 
 
 _WHOLE = RankPart({}, {}, 0)
+_NONE_LENT: Mapping[str, PlannedTensor] = MappingProxyType({})
 
 
 def plan_weights(
@@ -202,14 +204,19 @@ def _part(member: PackedPart, block: Block) -> WeightPart:
     return WeightPart(block.tensor, block.file, start, block.source_shape, block.steps, inner, block.quantised)
 
 
-def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[str, PlannedTensor]:
+def read_checkpoint(
+    tensors: CheckpointTensors, model: PreTrainedModel, lent: Mapping[str, PlannedTensor] = _NONE_LENT
+) -> dict[str, PlannedTensor]:
     """Says for each key of the model what fills it.
+
+    Args:
+        lent: what fills keys that another model's checkpoint has.
 
     Raises:
         CheckpointError: a tensor is unexpected, quantised without its scales, or missing.
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
-    table = to_model_keys(tensors.planned, model)
+    table = to_model_keys(tensors.planned, model) | dict(lent)
     _check_dtypes(table, tensors, model)  # ahead of what would be said of scales that have no place
     _account(table, tensors, model)
     return table

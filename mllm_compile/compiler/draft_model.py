@@ -16,7 +16,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig, SpeculativeConfig
-from mllm_compile.config.speculators import head_type, read_eagle3
+from mllm_compile.config.speculators import KINDS_OF_METHODS, head_type, read_head
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.program.spec import ModelSizes, Program
@@ -92,12 +92,13 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
             f"runtime.skip_compiled is set, and speculative.method is {config.speculative.method}: the eager model "
             "gives no hidden states. Set runtime.skip_compiled: false, or speculative.method: ngram or suffix."
         )
-    if config.speculative.method == "eagle3":
+    if config.speculative.method in KINDS_OF_METHODS:
         _check_head(config, model, drafter)
     elif (kind := head_type(drafter.config)) is not None:
+        fitting = [method for method, kinds in KINDS_OF_METHODS.items() if kind in kinds]
         raise ConfigError(
-            f"speculative.model {short_repr(config.speculative.model)} is a head of kind {short_repr(kind)}: set "
-            "speculative.method: eagle3 if it is one of EAGLE-3, or use a draft model."
+            f"speculative.model {short_repr(config.speculative.model)} is a head of kind {short_repr(kind)}: "
+            f"{f'set speculative.method: {fitting[0]}' if fitting else 'use another one'}, or use a draft model."
         )
     limit, length = longest_text(drafter), config.runtime.max_model_len
     if limit is not None and length > limit:
@@ -109,13 +110,20 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
 
 def _check_head(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:
     """Compares a head that reads hidden states with the model that gives them."""
-    head = read_eagle3(drafter.config, drafter.path / CONFIG_FILE)
+    head = read_head(drafter.config, drafter.path / CONFIG_FILE, config.speculative.method)
     sizes = [folder.text_config_value("hidden_size", "n_embd", "d_model") for folder in (model, drafter)]
     if all(isinstance(size, int) for size in sizes):
         check_hidden_sizes(config, *sizes)
     num_layers = model.text_config_value("num_hidden_layers", "n_layer", "num_layers")
     if isinstance(num_layers, int):
         head.places(num_layers)
+    asked, by_cost = config.speculative.most_drafted, config.speculative.by_cost
+    if head.block is not None and asked > head.block.most and not by_cost:
+        raise ConfigError(
+            f"speculative.num_speculative_tokens is {asked}, and speculative.model "
+            f"{short_repr(config.speculative.model)} drafts {head.block.most} tokens at most. Set it to "
+            f"{head.block.most} or less, or to auto."
+        )
 
 
 def places_read(config: ResolvedConfig, num_layers: int) -> tuple[int, ...]:
@@ -123,10 +131,10 @@ def places_read(config: ResolvedConfig, num_layers: int) -> tuple[int, ...]:
     that reads some (model/hidden_states.py)."""
     if config.speculative.method == "mtp" and config.model.part == "whole":
         return (LAST_HIDDEN_STATE,)
-    if config.speculative.method != "eagle3" or config.speculative.model is None:
+    if config.speculative.method not in KINDS_OF_METHODS or config.speculative.model is None:
         return ()
     path = Path(config.speculative.model) / CONFIG_FILE
-    return read_eagle3(read_json_object(path, ConfigError) or {}, path).places(num_layers)
+    return read_head(read_json_object(path, ConfigError) or {}, path).places(num_layers)
 
 
 def check_hidden_sizes(config: ResolvedConfig, model: int, drafter: int) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.compiler.draft_model import places_read
 from mllm_compile.compiler.graph_text import GraphDumper
+from mllm_compile.compiler.lent_weights import with_lent
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
@@ -96,16 +97,17 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
             whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
             whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))
         else:
-            from mllm_compile.model.eagle3 import build_eagle3_on_meta
+            from mllm_compile.model.heads import build_head_on_meta
 
-            whole = build_eagle3_on_meta(model.path, dtype)
+            whole = build_head_on_meta(model.path, dtype)
         hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
     if config.model.load_format == "dummy":
         return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None))
     with reporter.stage("find weights"):
         tensors = read_model_tensors(model)
         untie_stored_apart(tensors, whole.model)
-        table = read_checkpoint(tensors, whole.model)
+        tensors, lent = with_lent(config, model, tensors)
+        table = read_checkpoint(tensors, whole.model, lent)
         if config.model.part == "prediction":
             table = read_prediction(tensors, whole, hf_model, table)
     if line := line_on_unlisted(tensors, table):
@@ -223,7 +225,8 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime)
     _add_projection(graph, built.hf_model)
-    program = replace(build_program(graph), rope=built.hf_model.rope, projection=built.hf_model.projection)
+    of_model = {name: getattr(built.hf_model, name) for name in ("rope", "projection", "block")}
+    program = replace(build_program(graph), **of_model)
     _check_counted(graph, program, config.runtime)
     if config.runtime.enable_dbo:
         check_divides(program.state_layers)

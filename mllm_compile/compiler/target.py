@@ -17,6 +17,7 @@ from mllm_compile.compiler.draft_model import (
     draft_config,
     told_of_draft_model,
 )
+from mllm_compile.compiler.lent_weights import with_lender
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
@@ -95,8 +96,9 @@ def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:
         asked = draft_config(config)
         drafter = open_model_folder(asked.model, asked.cache.dir)
         check_folders(config, model, drafter)
+        drafter = with_lender(drafter, model)
         resolved = as_part(config, resolve(asked, drafter, detect_device(config.runtime.device)))
-    weights = weight_files(drafter.path, drafter.weight_files)
+    weights = weight_files(drafter.path, drafter.files_read)
     return Target(resolved, drafter, weights, key_factors(resolved, drafter, weights), Path())
 
 
@@ -108,7 +110,7 @@ def _naming(config: ResolvedConfig, drafter: Target) -> ResolvedConfig:
 
 
 def _packed_factors(drafter: Target) -> dict[str, str]:
-    return {**drafter.factors, PACKED_WEIGHTS: data_identity(drafter.model.weight_files)}
+    return {**drafter.factors, PACKED_WEIGHTS: data_identity(drafter.model.files_read)}
 
 
 def _draft_factor(factors: Mapping[str, str]) -> dict[str, str]:

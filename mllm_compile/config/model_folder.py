@@ -26,7 +26,7 @@ from mllm_compile.files.user_path import user_path
 from mllm_compile.gguf.folder import GgufModel, open_gguf
 from mllm_compile.gguf.parts import gguf_parts
 from mllm_compile.runtime.short_repr import short_repr
-from mllm_compile.runtime.weights.file_names import is_gguf
+from mllm_compile.runtime.weights.file_names import is_gguf, name_from
 
 _log = logging.getLogger("mllm_compile.config")
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -46,6 +46,7 @@ class ModelFolder:
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
         scheme: how its weights may be quantised; None for plain and for dummy weights.
         weight_map: tensor name → the file's name, as the index of several files says; empty without an index.
+        lender: of a head whose files lack embeddings or head, the model whose ones it takes.
     """
 
     path: Path
@@ -53,11 +54,17 @@ class ModelFolder:
     weight_files: tuple[Path, ...]
     scheme: Scheme | None = None
     weight_map: Mapping[str, str] = field(default_factory=dict)
+    lender: ModelFolder | None = None
 
     @property
     def weight_names(self) -> list[str]:
-        """The paths of the weight files in the folder."""
-        return [path.relative_to(self.path).as_posix() for path in self.weight_files]
+        """The paths of the weight files, from the folder."""
+        return [name_from(self.path, path) for path in self.weight_files]
+
+    @property
+    def files_read(self) -> tuple[Path, ...]:
+        """The weight files, and the lender's."""
+        return (*self.weight_files, *(() if self.lender is None else self.lender.weight_files))
 
     def text_config_value(self, *names: str) -> Any:
         """The first of `names` that config.json sets, in the section of the text model, or of a head's layers, where it

@@ -237,14 +237,15 @@ class SpeculativeConfig(Section):
 
     method: Literal[Auto, SpeculativeMethod] = "none"
     """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
-    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. eagle3: a head that reads the
-    model's hidden states. mtp: the checkpoint's own layer for multi-token prediction. auto: suffix. none: nowhere."""
+    and in past answers, by majority. draft_model: a smaller model of the same vocabulary. eagle3, dflash: a head that
+    reads the model's hidden states. mtp: the checkpoint's own layer for multi-token prediction. auto: suffix. none:
+    nowhere."""
 
     num_speculative_tokens: Auto | Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = "auto"
     """Most tokens of a draft. auto: as many as pay, by the times of steps and what is accepted; 0 in a large batch."""
 
     model: PathText | None = None
-    """draft_model, eagle3: a hub id or a folder, as model.path. It computes in the model's dtype."""
+    """draft_model, eagle3, dflash: a hub id or a folder, as model.path. It computes in the model's dtype."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
     """ngram: fewest of the newest tokens that are looked up."""
@@ -289,7 +290,7 @@ class SpeculativeConfig(Section):
 
 
 # The first words of SpeculativeConfig's keys that some methods alone read.
-_METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draft_model", "eagle3")}
+_METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draft_model", "eagle3", "dflash")}
 
 
 class LoraConfig(Section):

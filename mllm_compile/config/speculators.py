@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.runtime.short_repr import short_repr
+from mllm_compile.runtime.speculation.block import DraftBlock
 
 TYPE_KEY = "speculators_model_type"
 LAYER_CONFIG_KEY = "transformer_layer_config"
-_EAGLE3 = "eagle3"
-_NUM_READ = 3  # layers that a head reads where its config.json names none
+KINDS_OF_METHODS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash",)}
+_LAYER_IDS = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
+_NUM_READ = 3  # layers that an EAGLE-3 head reads where its config.json names none
+_MOST_OF_EAGLE = 32  # masks are a chain, whose length its format does not bound
+_MOST_BLOCK = 256  # tokens; those that are published have 8 to 16
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """The facts of an EAGLE-3 head.
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The facts of a head.
 
     Attributes:
+        method: of speculative.method.
         layer_config: of its layers, as config.json of a model has it.
         draft_vocab_size: rows of its logits.
         layer_ids: places of the hidden states that it reads (model/hidden_states.py); None: those that the format says.
-        norm_before_residual: the first layer's residual stream begins behind the norm of hidden states.
-        norm_before_fc: the hidden states have one norm together; `fc_norm`: one each.
-        norm_output: further passes read hidden states behind the last norm, not ahead of it.
+        block: how it drafts several tokens in a pass; None: one each.
     """
 
+    method: str
     layer_config: Mapping[str, Any]
     draft_vocab_size: int
     layer_ids: tuple[int, ...] | None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    block: DraftBlock | None
 
     @property
     def num_read(self) -> int:
@@ -49,10 +50,26 @@ class Eagle3Config:
         places = (2, num_layers // 2, num_layers - 3) if self.layer_ids is None else self.layer_ids
         if not all(0 <= place <= num_layers for place in places) or len(set(places)) < len(places):
             raise UnsupportedModelError(
-                f"eagle_aux_hidden_state_layer_ids are {list(places)}, and the model has {num_layers} layers: expected "
+                f"{_LAYER_IDS[self.method]} are {list(places)}, and the model has {num_layers} layers: expected "
                 f"different numbers from 0 to {num_layers}. Use the head that was made for this model."
             )
         return places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """An EAGLE-3 head, or one of P-EAGLE, which has a `block`.
+
+    Attributes:
+        norm_before_residual: the first layer's residual stream begins behind the norm of hidden states.
+        norm_before_fc: the hidden states have one norm together; `fc_norm`: one each.
+        norm_output: further passes read hidden states behind the last norm, not ahead of it.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 def head_type(config: Mapping[str, Any]) -> str | None:
@@ -61,56 +78,101 @@ def head_type(config: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def read_eagle3(config: Mapping[str, Any], where: object) -> Eagle3Config:
-    """Reads config.json of an EAGLE-3 head.
+def read_head(config: Mapping[str, Any], where: object, method: str | None = None) -> HeadConfig:
+    """Reads config.json of a head.
 
     Args:
         where: the file, for messages.
+        method: the one that it is to serve; None: whichever it does.
 
     Raises:
         UnsupportedModelError: it is of another kind.
         CheckpointError: a value is none that the format has.
     """
     kind = head_type(config)
-    if kind != _EAGLE3:
+    methods = [name for name, kinds in KINDS_OF_METHODS.items() if kind in kinds and method in (None, name)]
+    if not methods:
+        known = [one for name, kinds in KINDS_OF_METHODS.items() for one in kinds if method in (None, name)]
         said = "is a model's" if kind is None else f"is of a head of kind {short_repr(kind)}"
         raise UnsupportedModelError(
-            f"{where} {said}: expected {TYPE_KEY}: {_EAGLE3}, as the Speculators library writes it. Give the folder of "
-            "an EAGLE-3 head."
+            f"{where} {said}: expected {TYPE_KEY}: {' or '.join(known)}, as the Speculators library writes it. Give "
+            "the folder of such a head."
         )
-    layer_config, layer_ids = config.get(LAYER_CONFIG_KEY), config.get("eagle_aux_hidden_state_layer_ids")
-    flags = {
-        name: config.get(name, False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    }
-    draft_vocab_size = config.get("draft_vocab_size", 32000)
-    faults = [
-        *([] if _has_type(layer_config) else [(LAYER_CONFIG_KEY, layer_config, "a section with a model_type")]),
-        *([] if _are_ids(layer_ids) else [("eagle_aux_hidden_state_layer_ids", layer_ids, "numbers of layers")]),
-        *([(name, value, "true or false") for name, value in flags.items() if not isinstance(value, bool)]),
-        *([] if _is_count(draft_vocab_size) else [("draft_vocab_size", draft_vocab_size, "a positive number")]),
-        *(
-            [("fc_norm", True, "false beside norm_before_fc")]
-            if all((flags["fc_norm"], flags["norm_before_fc"]))
-            else []
-        ),
-    ]
-    for name, value, expected in faults:
-        raise CheckpointError(f"{where}: {name} is {short_repr(value)}; expected {expected}. Is the file damaged?")
-    return Eagle3Config(
-        layer_config=layer_config or {},
-        draft_vocab_size=draft_vocab_size,
-        layer_ids=None if layer_ids is None else tuple(layer_ids),
-        **flags,
-    )
+    values = _Values(config, where)
+    return _read_dflash(values) if methods[0] == "dflash" else _read_eagle3(values, kind == "peagle")
 
 
-def _has_type(layer_config: object) -> bool:
-    return isinstance(layer_config, dict) and isinstance(layer_config.get("model_type"), str)
+def _read_eagle3(values: _Values, is_parallel: bool) -> Eagle3Config:
+    names = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+    flags: dict[str, Any] = {name: values.flag(name) for name in names}
+    if flags["fc_norm"] and flags["norm_before_fc"]:
+        raise values.fault("fc_norm", "false beside norm_before_fc")
+    head = Eagle3Config(method="eagle3", block=None, **values.common("eagle3"), **flags)
+    if not is_parallel:
+        return head
+    block = DraftBlock(values.mask(head), _MOST_OF_EAGLE, sees_ahead=False, from_newest=True)
+    return replace(head, block=block)
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
+def _read_dflash(values: _Values) -> HeadConfig:
+    block_size = values.count("block_size", 8, _MOST_BLOCK)
+    from_newest = values.flag("sample_from_anchor")
+    head = HeadConfig(method="dflash", block=None, **values.common("dflash"))
+    if head.layer_ids is None:
+        raise values.fault(_LAYER_IDS["dflash"], "numbers of layers")
+    most = block_size - (not from_newest)
+    if not most:
+        raise values.fault("block_size", "2 or more where sample_from_anchor is false")
+    if (size := values.given.get("target_hidden_size")) not in (None, head.layer_config.get("hidden_size")):
+        raise UnsupportedModelError(
+            f"{values.where}: target_hidden_size is {short_repr(size)}, and hidden_size of its layers "
+            f"{head.layer_config.get('hidden_size')}: expected one size. Use a head whose layers are as wide as the "
+            "model."
+        )
+    return replace(head, block=DraftBlock(values.mask(head), most, sees_ahead=True, from_newest=from_newest))
 
 
-def _are_ids(value: object) -> bool:
-    return value is None or (isinstance(value, list) and len(value) > 0 and all(type(one) is int for one in value))
+@dataclass(frozen=True)
+class _Values:
+    """Values of a config.json, which are checked as they are read; each method raises CheckpointError."""
+
+    given: Mapping[str, Any]
+    where: object
+
+    def fault(self, name: str, expected: str) -> CheckpointError:
+        found = short_repr(self.given.get(name))
+        return CheckpointError(f"{self.where}: {name} is {found}; expected {expected}. Is the file damaged?")
+
+    def common(self, method: str) -> dict[str, Any]:
+        """The values that every head has, as HeadConfig names them."""
+        layers, name = self.given.get(LAYER_CONFIG_KEY), _LAYER_IDS[method]
+        if not isinstance(layers, dict) or not isinstance(layers.get("model_type"), str):
+            raise self.fault(LAYER_CONFIG_KEY, "a section with a model_type")
+        ids = self.given.get(name)
+        if ids is not None and not (isinstance(ids, list) and ids and all(type(one) is int for one in ids)):
+            raise self.fault(name, "numbers of layers")
+        size = self.count("draft_vocab_size", 32000)
+        return {
+            "layer_config": layers,
+            "draft_vocab_size": size,
+            "layer_ids": None if ids is None else tuple(ids),
+        }
+
+    def flag(self, name: str) -> bool:
+        value = self.given.get(name, False)
+        if not isinstance(value, bool):
+            raise self.fault(name, "true or false")
+        return value
+
+    def count(self, name: str, default: int, most: int | None = None) -> int:
+        value = self.given.get(name, default)
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            raise self.fault(name, "a positive number" if most is None else f"a number from 1 to {most}")
+        return value
+
+    def mask(self, head: HeadConfig) -> int:
+        """The id of masks."""
+        value, count = self.given.get("mask_token_id"), head.layer_config.get("vocab_size")
+        if type(value) is not int or value < 0 or (isinstance(count, int) and value >= count):
+            raise self.fault("mask_token_id", f"a token from 0 to {count - 1}" if isinstance(count, int) else "a token")
+        return value

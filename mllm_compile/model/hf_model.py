@@ -22,6 +22,7 @@ from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.model.written_attention.indexed import full_length
 from mllm_compile.runtime.program.spec import HiddenProjection, ModelSizes
+from mllm_compile.runtime.speculation.block import DraftBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +60,7 @@ class HFModel:
         full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
+        block: of a head that drafts several tokens in one pass.
     """
 
     model: PreTrainedModel
@@ -70,6 +72,7 @@ class HFModel:
     full_length: int | None = None
     hidden_states: tuple[int, ...] = ()
     projection: HiddenProjection | None = None
+    block: DraftBlock | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -101,6 +104,13 @@ class HFModel:
             is_table_of_positions=self.position_offset > 0,
             is_sparse_beyond=self.full_length is not None,
         )
+
+    def embedding_and_head(self) -> tuple[str, str]:
+        """The names of the weights of tokens' embeddings and of the head, the same where they are tied."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, head = (f"{names[id(module)]}.weight" for module in modules)
+        return embedding, head
 
     def heads_of_layers(self) -> list[Heads]:
         """The heads of each layer, as the config says; none where it names no heads, as of a model without attention.

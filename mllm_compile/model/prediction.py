@@ -119,10 +119,8 @@ def read_prediction(
             "speculative.method is mtp, and the checkpoint has no tensors of a layer for multi-token prediction. Take "
             "one that has them, or use another method."
         )
-    modules = {EMBEDDING: main.model.get_input_embeddings(), HEAD: main.model.get_output_embeddings()}
-    names_of = {id(module): name for name, module in main.model.named_modules()}
-    shared = {key: table[f"{names_of[id(module)]}.weight"] for key, module in modules.items()}
-    return read_part(tensors, names, shared, built.model)
+    shared = dict(zip((EMBEDDING, HEAD), main.embedding_and_head(), strict=True))
+    return read_part(tensors, names, {key: table[name] for key, name in shared.items()}, built.model)
 
 
 def is_of_prediction(main: HFModel, name: str) -> bool:

@@ -86,6 +86,7 @@ class ArtifactSource:
             projection=None
             if artifact.program.projection is None
             else Projection.of(artifact.program.projection, weights),
+            block=artifact.program.block,
             has_experts=bool(artifact.program.expert_weights),
             num_experts={
                 # Of weights that are spread over ranks, which are all that such a program counts.

@@ -15,6 +15,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
 
 
@@ -94,6 +95,7 @@ class LoadedModel:
     media: MediaExecutors | None = None  # for images, where the model takes some
     reads_hidden_states: bool = False  # beside tokens, of the model that it drafts for
     projection: Projection | None = None  # makes of that model's hidden states those that it reads, if they are others
+    block: DraftBlock | None = None  # it drafts several tokens in one pass
     has_experts: bool = False  # some of its layers are mixtures of experts
     # Layer of experts whose choices are counted (runtime.expert_stats), in order → how many it has.
     num_experts: Mapping[str, int] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
 
 TOKEN_INPUTS = ("input_ids", "positions", "slots")
@@ -229,15 +230,22 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class HiddenProjection:
-    """The weights by which a drafter makes what it reads of a model's hidden states (projection.py), by their names."""
+    """The weights by which a drafter makes what it reads of a model's hidden states (projection.py), by their names.
+
+    Attributes:
+        weight: of the product; `norms`: of norms before it; `norm_behind`: of one behind it.
+        mask: hidden states that stand for those of a mask; None: masks have none.
+    """
 
     weight: str
     norms: tuple[str, ...] = ()
     eps: float = 0.0
+    norm_behind: str | None = None
+    mask: str | None = None
 
     @property
     def weights(self) -> tuple[str, ...]:
-        return (self.weight, *self.norms)
+        return (self.weight, *self.norms, *(name for name in (self.norm_behind, self.mask) if name is not None))
 
 
 @dataclass(frozen=True)
@@ -266,6 +274,7 @@ class Program:
     rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
     further_outputs: tuple[str, ...] = ()  # beside `output`: hidden states that a drafter reads; or of a tower
     projection: HiddenProjection | None = None  # of the input `hidden_states`, if it is made of several layers' ones
+    block: DraftBlock | None = None  # of a head that drafts several tokens in one pass
     media: MediaPrograms | None = None
 
     @property
@@ -347,6 +356,7 @@ class Program:
             "rope": None if self.rope is None else asdict(self.rope),
             "further_outputs": list(self.further_outputs),
             "projection": None if self.projection is None else asdict(self.projection),
+            "block": None if self.block is None else asdict(self.block),
             "media": None if self.media is None else self.media.to_json(),
         }
 
@@ -379,6 +389,7 @@ class Program:
                 rope=from_json(RopeLengths | None, data["rope"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
                 projection=from_json(HiddenProjection | None, data["projection"]),
+                block=from_json(DraftBlock | None, data["block"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

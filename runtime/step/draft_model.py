@@ -217,14 +217,23 @@ class ModelDrafter:
             seq_lens_cpu=torch.from_numpy(seq_lens.astype(np.int32)),
         )
 
-    def _extend(self, token_ids: np.ndarray, rows: np.ndarray, num_new: np.ndarray, starts: np.ndarray) -> ForwardBatch:
+    def _extend(
+        self,
+        token_ids: np.ndarray,
+        rows: np.ndarray,
+        num_new: np.ndarray,
+        starts: np.ndarray,
+        positions: np.ndarray | None = None,
+    ) -> ForwardBatch:
         """A batch of several tokens a request, request after request.
 
         Args:
-            token_ids: [T]; rows, num_new: [R]; starts: [R] the position of each request's first one.
+            token_ids: [T]; rows, num_new: [R]; starts: [R] the tokens of each request before them.
+            positions: [T]; None: those behind `starts`.
         """
-        ends = np.cumsum(num_new, dtype=np.int64)
-        positions = np.arange(token_ids.size) + (starts - (ends - num_new)).repeat(num_new)
+        if positions is None:
+            ends = np.cumsum(num_new, dtype=np.int64)
+            positions = np.arange(token_ids.size) + (starts - (ends - num_new)).repeat(num_new)
         fields = {
             "input_ids": token_ids,
             "positions": positions,

@@ -27,7 +27,7 @@ from mllm_compile.runtime.step.host_page_table import HostPageTable
 _LEAST_ROOM = 8  # hidden states that are kept of a row at least: a request may go without drafts for some steps
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Tokens that a request's row reads from a position on; each token is the one behind its position."""
 
     row: int
@@ -55,7 +55,7 @@ class HiddenDrafter(ModelDrafter):
         most = int(batch.num_new[: batch.num_decodes].max(initial=1))
         self._kept = room = self._room_for(hidden_states, max(_LEAST_ROOM, most))
         self._catch_up(batch)
-        prompts: list[_Part] = []
+        prompts: list[Part] = []
         read: list[int] = []  # of the step's hidden states
         kept: list[int] = []
         places: list[int] = []  # of `room`
@@ -67,7 +67,7 @@ class HiddenDrafter(ModelDrafter):
                 num_read = min(num_new, _num_tokens(request) - 1 - start)
                 self._computed[request] = start + num_read
             if num_read:
-                prompts.append(_Part(row, start, _tokens(request, start + 1, start + 1 + num_read)))
+                prompts.append(Part(row, start, _tokens(request, start + 1, start + 1 + num_read)))
                 read += range(first, first + num_read)
             if index >= batch.num_decodes or self._computed.get(request, start) >= start:
                 self._kept_from[request] = start + num_read
@@ -109,7 +109,7 @@ class HiddenDrafter(ModelDrafter):
             self._read(parts[num_read:end], self._kept_of(parts[num_read:end], firsts[num_read:end]))
             num_read = end
 
-    def _read(self, parts: Sequence[_Part], hidden_states: torch.Tensor) -> None:
+    def _read(self, parts: Sequence[Part], hidden_states: torch.Tensor) -> None:
         """Makes the keys of these positions."""
         rows, starts = (np.array(values, dtype=np.int64) for values in list(zip(*parts, strict=True))[:2])
         num_new = np.array([len(part.token_ids) for part in parts], dtype=np.int32)
@@ -136,12 +136,12 @@ class HiddenDrafter(ModelDrafter):
             rows.append(DraftRow(one, part.token_ids, part.start, one.most))
         return rows
 
-    def _lacking(self, request: DraftedRequest, num_computed: int, start: int) -> _Part | None:
+    def _lacking(self, request: DraftedRequest, num_computed: int, start: int) -> Part | None:
         """The tokens to read from `start` on, of a request of so many computed ones; None: hidden states are not kept,
         or the host does not know the tokens."""
         if self._kept_from.get(request, start + 1) > start or _num_tokens(request) <= num_computed:
             return None
-        return _Part(request.row, start, _tokens(request, start + 1, num_computed + 1))
+        return Part(request.row, start, _tokens(request, start + 1, num_computed + 1))
 
     def _taken(self, row: DraftRow, token_ids: Sequence[int]) -> Draft:
         draft = super()._taken(row, token_ids)
@@ -150,7 +150,7 @@ class HiddenDrafter(ModelDrafter):
 
     def _first_batch(self, rows: Sequence[DraftRow], row_ids: np.ndarray, ends: np.ndarray) -> ForwardBatch:
         batch = super()._first_batch(rows, row_ids, ends)
-        parts = [_Part(row.asked.request.row, row.start, row.token_ids) for row in rows]
+        parts = [Part(row.asked.request.row, row.start, row.token_ids) for row in rows]
         firsts = [self._kept_from[row.asked.request] for row in rows]
         batch.hidden_states = self._projected(self._kept_of(parts, firsts))
         return batch
@@ -173,7 +173,7 @@ class HiddenDrafter(ModelDrafter):
 
     # Hidden states ----------------------------------------------------------------------------------------------------
 
-    def _kept_of(self, parts: Sequence[_Part], firsts: Sequence[int]) -> torch.Tensor:
+    def _kept_of(self, parts: Sequence[Part], firsts: Sequence[int]) -> torch.Tensor:
         """[T, n * hidden] of the parts' positions; `firsts` are the positions that are kept first of each."""
         assert self._kept is not None, "a step of the model came before"
         most = self._kept.shape[1]
@@ -188,13 +188,8 @@ class HiddenDrafter(ModelDrafter):
         project = self._model.model.projection
         return hidden_states if project is None else project(hidden_states)
 
-    def _indices(self, places: Sequence[int]) -> torch.Tensor:
+    def _indices(self, places: Sequence[int] | np.ndarray) -> torch.Tensor:
         return upload(np.array(places, dtype=np.int64), self._model.device)
-
-
-def model_drafter(model: ModelRunner, pages: HostPageTable) -> ModelDrafter:
-    """The drafter by a draft model; arguments as ModelDrafter takes them."""
-    return HiddenDrafter(model, pages) if model.model.reads_hidden_states else ModelDrafter(model, pages)
 
 
 def _num_tokens(request: DraftedRequest) -> int:

@@ -21,9 +21,9 @@ from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.data_parallel_plan import DataParallelPlanner, DataParallelStep
-from mllm_compile.runtime.step.hidden_drafter import model_drafter
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
+from mllm_compile.runtime.step.model_drafters import model_drafter
 from mllm_compile.runtime.step.paths.base import Step, StepParts
 from mllm_compile.runtime.step.paths.choose import StepPaths
 from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner

@@ -324,7 +324,7 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
     [
         (
             {"method": "medusa"},
-            "is 'medusa'; expected 'auto', 'none', 'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp'",
+            "is 'medusa'; expected 'auto', 'none', 'ngram', 'suffix', 'draft_model', 'eagle3', 'dflash' or 'mtp'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens is 0; expected"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative.num_speculative_tokens is 33; expected"),
@@ -336,8 +336,11 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
         ),
         ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
         ({"method": "eagle3"}, "expected method: eagle3 with speculative.model, a hub id or a folder"),
-        ({"method": "suffix", "model": "m"}, "expected method: draft_model or eagle3, which alone reads model"),
-        ({"method": "mtp", "model": "m"}, "expected method: draft_model or eagle3, which alone reads model"),
+        (
+            {"method": "suffix", "model": "m"},
+            "expected method: draft_model or eagle3 or dflash, which alone reads model",
+        ),
+        ({"method": "mtp", "model": "m"}, "expected method: draft_model or eagle3 or dflash, which alone reads model"),
         ({"method": "auto", "prompt_lookup_max": 9}, "expected method: ngram, which alone reads prompt_lookup_max"),
         (
             {"num_speculative_tokens": 5},

@@ -22,6 +22,7 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
+from tests.dflash_heads import random_dflash_head
 from tests.eagle_heads import random_head
 from tests.model.survey import DENSE, OF_EXPERTS, OF_STATES
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
@@ -147,6 +148,7 @@ def test_drafts_across_the_length_at_which_frequencies_change_give_the_same_toke
 
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
+RANDOM_HEADS = {"eagle3": random_head, "dflash": random_dflash_head}
 PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 REPEATS = ["x = 1\n" * 12, "for name in names:\n" * 4 + "for", [11, 12, 13, 14] * 6]
 
@@ -172,8 +174,8 @@ def compared(*params: SamplingParams, prompts: Any = REPEATS, config: Any = None
         sections = {"runtime": runtime} if runtime else {}
         plain_config = make(eager_cache, folder, **sections)
         drafter = None if method == "ngram" else plain_config.model.path
-        if method == "eagle3":
-            drafter = str(random_head(folder / "head", Path(plain_config.model.path)))
+        if method in RANDOM_HEADS:
+            drafter = str(RANDOM_HEADS[method](folder / "head", Path(plain_config.model.path)))
         speculative = SPECULATIVE | ({} if drafter is None else {"method": method, "model": drafter})
         plain, _ = answers(plain_config, prompts, *asked)
         drafted, drafts = answers(make(eager_cache, folder, **sections, speculative=speculative), prompts, *asked)
@@ -286,14 +288,15 @@ def test_a_row_of_the_page_is_true_of_a_draft_model(label, eager_cache, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", RANDOM_HEADS)
 @pytest.mark.parametrize("label", CASES)
-def test_a_row_of_the_page_is_true_of_a_head(label, eager_cache, tmp_path):
+def test_a_row_of_the_page_is_true_of_a_head(label, method, eager_cache, tmp_path):
     if "parallel_size" in label:
         with pytest.raises(MllmError, match=r"one rank|runs on one"):
-            CASES[label](eager_cache, tmp_path, "eagle3")
+            CASES[label](eager_cache, tmp_path, method)
         return
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
-    assert (CASES[label](eager_cache, tmp_path, "eagle3") > 0) is row.endswith("| yes |")
+    assert (CASES[label](eager_cache, tmp_path, method) > 0) is row.endswith("| yes |")
 
 
 @pytest.mark.slow

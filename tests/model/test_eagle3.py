@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
-from mllm_compile.config.speculators import read_eagle3
+from mllm_compile.config.speculators import read_head
 from mllm_compile.errors import CheckpointError, MllmError, UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
-from mllm_compile.model.eagle3 import build_eagle3_on_meta
+from mllm_compile.model.heads import build_head_on_meta
 from mllm_compile.runtime.program.projection import Projection
-from tests.eagle_heads import head_config, random_tensors
+from tests.eagle_heads import eagle_numbers, head_config, random_tensors
 
 MODEL = {
     "hidden_size": 32,
@@ -36,54 +35,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] at positions 0 to T - 1."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    cos, sin = (torch.cat([of(angles)] * 2, -1)[:, None] for of in (torch.cos, torch.sin))
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-
-def by_hand(
-    config: dict, w: dict[str, torch.Tensor], ids: torch.Tensor, read: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """(projected hidden states, logits in the model's vocabulary, own hidden states); `read` is [T, n * hidden]."""
-    size, num_read = MODEL["hidden_size"], len(config["eagle_aux_hidden_state_layer_ids"])
-    if config.get("norm_before_fc"):
-        read = normed(read, w["input_norm.weight"])
-    if config.get("fc_norm"):
-        read = torch.cat([normed(read[:, i * size :][:, :size], w[f"fc_norm.{i}.weight"]) for i in range(num_read)], 1)
-    hidden = read @ w["fc.weight"].T
-    of_hidden = normed(hidden, w["layers.0.hidden_norm.weight"])
-    both = torch.cat([normed(w["embed_tokens.weight"][ids], w["layers.0.input_layernorm.weight"]), of_hidden], 1)
-    q, k, v = ((both @ w[f"layers.0.self_attn.{name}_proj.weight"].T).unflatten(1, (-1, 16)) for name in "qkv")
-    q, k, v = rotated(q), rotated(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / 4 + torch.full((len(ids),) * 2, -torch.inf).triu(1)
-    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-    x = (of_hidden if config["norm_before_residual"] else hidden) + attended @ w["layers.0.self_attn.o_proj.weight"].T
-    y = normed(x, w["layers.0.post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    x = x + (functional.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
-    last = normed(x, w["norm.weight"])
-    logits = last @ w["lm_head.weight"].T
-    if "d2t" in w:
-        whole = torch.full((len(ids), MODEL["vocab_size"]), torch.finfo(torch.float32).min)
-        for place, offset in enumerate(w["d2t"].tolist()):
-            whole[:, place + offset] = logits[:, place]
-        logits = whole
-    return hidden, logits, last if config.get("norm_output") else x
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_heads_numbers_are_those_of_its_format(variant, tmp_path):
     config = head_config(MODEL, **VARIANTS[variant])
     tensors = random_tensors(config, seed=4)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    built = build_eagle3_on_meta(tmp_path, torch.float32)
+    built = build_head_on_meta(tmp_path, torch.float32)
     model = built.model.to_empty(device="cpu")
     for name, value in built.constants.items():
         owner, _, leaf = name.rpartition(".")
@@ -92,7 +49,7 @@ def test_a_heads_numbers_are_those_of_its_format(variant, tmp_path):
     assert not missing and set(unexpected) <= {"t2d"}
     ids = torch.tensor([3, 1, 4, 1, 5, 9])
     read = torch.randn(len(ids), tensors["fc.weight"].shape[1], generator=torch.Generator().manual_seed(2))
-    hidden, logits, own = by_hand(config, tensors, ids, read)
+    hidden, logits, own = eagle_numbers(config, tensors, ids, read)
     projected = Projection.of(built.projection, dict(model.named_parameters()))(read)
     torch.testing.assert_close(projected, hidden, rtol=1e-4, atol=1e-5)
     given_on = []
@@ -105,7 +62,7 @@ def test_a_heads_numbers_are_those_of_its_format(variant, tmp_path):
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[MllmError], str]] = {
-    "another kind": ({"speculators_model_type": "dflash"}, UnsupportedModelError, "a head of kind 'dflash'"),
+    "another kind": ({"speculators_model_type": "medusa"}, UnsupportedModelError, "a head of kind 'medusa'"),
     "a model": ({"speculators_model_type": None}, UnsupportedModelError, "is a model's: expected"),
     "ids": ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, CheckpointError, "expected numbers of layers"),
     "a flag": ({"norm_before_residual": 1}, CheckpointError, "norm_before_residual is 1; expected true or false"),
@@ -123,7 +80,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[MllmError], str]] = {
 def test_a_config_of_no_such_head_is_refused(case):
     changes, error, text = WRONG[case]
     with pytest.raises(error, match=text):
-        read_eagle3(head_config(MODEL, **changes), Path("head/config.json"))
+        read_head(head_config(MODEL, **changes), Path("head/config.json"))
 
 
 @pytest.mark.parametrize("layers", [{"model_type": "gpt2"}, {"model_type": "nope"}, {"num_hidden_layers": 0}])
@@ -132,16 +89,16 @@ def test_layers_that_are_none_of_a_head_are_refused(layers, tmp_path):
     config["transformer_layer_config"] |= layers
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError):
-        build_eagle3_on_meta(tmp_path, torch.float32)
+        build_head_on_meta(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(("ids", "layers"), [([0, 1, 4], 3), ([-1, 1, 2], 3), ([1, 1, 2], 3), (None, 2)])
 def test_layers_that_the_model_has_not_are_refused(ids, layers):
-    head = read_eagle3(head_config(MODEL, eagle_aux_hidden_state_layer_ids=ids), Path("config.json"))
+    head = read_head(head_config(MODEL, eagle_aux_hidden_state_layer_ids=ids), Path("config.json"))
     with pytest.raises(UnsupportedModelError, match=f"the model has {layers} layers: expected different numbers"):
         head.places(layers)
 
 
 def test_a_head_that_names_no_layers_reads_those_of_the_format():
-    head = read_eagle3(head_config(MODEL, eagle_aux_hidden_state_layer_ids=None), Path("config.json"))
+    head = read_head(head_config(MODEL, eagle_aux_hidden_state_layer_ids=None), Path("config.json"))
     assert (head.num_read, head.places(36)) == (3, (2, 18, 33))
