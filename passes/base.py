@@ -20,6 +20,7 @@ WEIGHT_SCHEMES = "weight_schemes"  # WeightSchemes; without it no weight is quan
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
+LORA = "lora"  # LoraWish: which weights adapters may change; without it none
 HAS_AMX = "has_amx"  # bool: the CPU has AMX, by which libraries multiply bfloat16
 CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
 
@@ -35,6 +36,7 @@ WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
 PANELS = "panels"  # dict: name of a weight input that lies in panels → bytes that stay together
+LORA_LAYOUT = "lora_layout"  # LoraLayout: the weights that adapters change, and their buffers
 VARIANTS = "variants"  # dict: piece → {most tokens: name of the submodule that is its variant for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -73,6 +75,7 @@ class PassTarget:
         deterministic: runtime.deterministic.
         split_decode: our decode kernels serve.
         has_panels: our C++ for linears is fast on this CPU.
+        has_adapters: lora.max_adapters is not 0.
     """
 
     device_type: str
@@ -88,6 +91,7 @@ class PassTarget:
     deterministic: bool = False
     split_decode: bool = True
     has_panels: bool = False
+    has_adapters: bool = False
 
 
 class GraphPass:
@@ -147,6 +151,15 @@ def part_of_rank(tensor: Any, cuts: tuple[WeightCut, ...], rank: int) -> Any:
     for cut in cuts:
         tensor = cut.part(tensor, rank)
     return tensor
+
+
+@dataclass(frozen=True)
+class LoraWish:
+    """The names of weights that adapters may change; and how many adapters memory is for, each up to this rank."""
+
+    weights: frozenset[str]
+    num_slots: int
+    max_rank: int
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import fx
 
 from mllm_compile.passes.absorb_latents import AbsorbLatents
+from mllm_compile.passes.add_lora import AddLora
 from mllm_compile.passes.attend_segments import AttendSegments
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
@@ -69,6 +70,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     ExpandLatents,  # long prompts attend over keys and values that attention makes of them
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
+    AddLora,  # of a program for adapters: linears add what their tokens' adapters change
     PadLinears,  # of towers: rows that tensor cores read at their full rate
     FuseGelu,  # of towers: a product that ends with its activation
     UnrepeatKeys,  # of recurrences, whose kernels read a key head for several value heads

@@ -134,6 +134,8 @@ class ForwardBatch:
     pixel_values: torch.Tensor | None = None
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
+    adapter_slots: torch.Tensor | None = None  # [T] int32, -1 without an adapter; None: no request has one
+    num_active_loras: int = 0  # different adapters of its requests
     hidden_states: torch.Tensor | None = None  # [T, hidden], of a drafter that reads them beside tokens; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
     num_verify_tokens: int = 0  # first tokens, of a verify step: those of decodes, drafts among them
@@ -178,6 +180,7 @@ class TokenInputs:
             which depend on their position alone.
         all_slots: [N * T] of N ranks that exchange tokens, 0 for padding.
         hidden_states: [T, hidden], as ForwardBatch has them.
+        adapter_slots: [T] int32, likewise.
     """
 
     input_ids: torch.Tensor
@@ -188,6 +191,7 @@ class TokenInputs:
     rope_lens: torch.Tensor | None = None
     all_slots: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    adapter_slots: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -199,6 +203,8 @@ class TokenInputs:
             found["all_slots"] = self.all_slots
         if self.hidden_states is not None:
             found["hidden_states"] = self.hidden_states
+        if self.adapter_slots is not None:
+            found["adapter_slots"] = self.adapter_slots
         if self.mrope_positions is not None:
             found["positions"] = self.mrope_positions
         if self.media is not None:
@@ -209,7 +215,8 @@ class TokenInputs:
     def of(cls, batch: ForwardBatch) -> TokenInputs:
         given = batch.input_ids, batch.positions, batch.out_cache_loc
         media = batch.media, batch.mrope_positions
-        return cls(*given, *media, batch.rope_lens, hidden_states=batch.hidden_states)
+        hidden_states, adapter_slots = batch.hidden_states, batch.adapter_slots
+        return cls(*given, *media, batch.rope_lens, hidden_states=hidden_states, adapter_slots=adapter_slots)
 
     def padded(self, num_tokens: int) -> TokenInputs:
         """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""
@@ -220,7 +227,9 @@ class TokenInputs:
         rope_lens = None if self.rope_lens is None else functional.pad(self.rope_lens, (0, more))
         axes = None if self.mrope_positions is None else functional.pad(self.mrope_positions, (0, more))
         media = None if self.media is None else self.media.padded(more)
-        return TokenInputs(ids, positions, slots, media, axes, rope_lens)
+        adapters = self.adapter_slots
+        adapters = None if adapters is None else functional.pad(adapters, (0, more), value=-1)
+        return TokenInputs(ids, positions, slots, media, axes, rope_lens, adapter_slots=adapters)
 
 
 @dataclass(frozen=True)

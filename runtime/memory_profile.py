@@ -80,6 +80,8 @@ def count_pages(runner: ProfiledModel) -> int:
         # Pages of memory that were not written yet still count as free.
         budget = budget.without(runner.state_pool.num_rows * runner.state_bytes_per_request, "states")
         budget = budget.without(runner.feature_bytes, "features of images")
+        if runner.model.lora is not None:
+            budget = budget.without(runner.model.lora.pool.nbytes, "adapters")
     num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime)
     if runner.communicator is not None:
         num_pages = runner.communicator.least(num_pages)
@@ -127,6 +129,8 @@ def run_largest_batch(runner: ProfiledModel) -> None:
         extend_seq_lens_cpu=new_cpu,
         extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
     )
+    if runner.model.lora is not None:  # whose program takes more than the one without adapters
+        batch.adapter_slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     most_drafted = config.speculative.most_drafted_of(num_requests)
     if most_drafted and not config.runtime.deterministic:  # layers with a state keep what they compute of these
         batch.num_verify_tokens = min(num_tokens, num_requests + most_drafted)

@@ -443,6 +443,7 @@ class ModelRunner(RunnerSizes):
             if slices is not None:
                 return self._run_parts(batch, batch.logits_indices, slices, self._overlap)
         is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
+        is_captured &= batch.adapter_slots is None
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 

@@ -32,6 +32,7 @@ class StepFields(Generic[Array]):
     num_new: Array | None = field(default=None, metadata=_INT32)  # [R], in EXTEND
     prefix_lens: Array | None = field(default=None, metadata=_INT32)  # [R], in EXTEND
     rope_lens: Array | None = None  # [T], with prompts of a model whose frequencies follow it; 0 of decodes
+    adapter_slots: Array | None = field(default=None, metadata=_INT32)  # [T], where some request has an adapter
     logits_indices: Array | None = None  # sampled rows of T, in EXTEND; all rows otherwise
     sampled_rows: Array | None = None  # [S], where they are not req_pool_indices
     sampled_positions: Array | None = field(default=None, metadata=_INT32)  # [S], where they are not seq_lens

@@ -28,6 +28,7 @@ from mllm_compile.compiler.draft_model import (
     told_of_draft_model,
 )
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
+from mllm_compile.compiler.lora import with_lora
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import (
     build_model,
@@ -165,6 +166,7 @@ def _fill(
         early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
         lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
+        lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
         files = _write_weights(scratch, target, options, lowered, timeline)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)

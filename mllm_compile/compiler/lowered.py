@@ -65,6 +65,7 @@ class Lowered:
             the choice of tokens, and the decode loop.
         of_media: what its programs for images were lowered from: the text with features, and the tower.
         adapter: of the tower, where there are such programs.
+        of_lora: what its program for adapters was lowered from, where it has one.
     """
 
     built: BuiltModel
@@ -76,6 +77,7 @@ class Lowered:
     written_pieces: tuple[WrittenPiece, ...]
     of_media: tuple[Lowered, ...] = ()
     adapter: TowerAdapter | None = None
+    of_lora: Lowered | None = None
 
     def without_images(self) -> Lowered:
         """The model for text alone."""
@@ -83,8 +85,8 @@ class Lowered:
 
     @property
     def every(self) -> tuple[Lowered, ...]:
-        """The text's model and the towers, as Program.every."""
-        return (self, *self.of_media)
+        """The text's model, the towers and the model with adapters, as Program.every."""
+        return (self, *self.of_media, *(() if self.of_lora is None else (self.of_lora,)))
 
     @property
     def hf_model(self) -> HFModel:

@@ -376,6 +376,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         deterministic=config.runtime.deterministic,
         split_decode=config.compile.split_decode,
         has_panels=has_panels(config.runtime.device),
+        has_adapters=config.lora.max_adapters > 0,
     )
 
 
@@ -388,7 +389,7 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
     needed = set(lowered.program.every_weight())
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for one in reversed(lowered.every) for name, shape in weight_shapes(one.graph).items()}
-    shapes = {name: shape for name, shape in shapes.items() if name not in constants}
+    shapes = {name: shape for name, shape in shapes.items() if name in needed and name not in constants}
     packed = {name: parts for one in lowered.every for name, parts in one.packed.items()}
     quantised = {name: tensor for one in lowered.every for name, tensor in one.quantised.items()}
     tensors = lowered.built.tensors

@@ -51,6 +51,7 @@ _SHAPING_ROOMS = (
     "runtime/collectives",
     "runtime/cpu",
     "runtime/cuda",
+    "runtime/lora",
     "runtime/media",
     "runtime/ops",
     "runtime/program",

@@ -54,7 +54,9 @@ class ArtifactSource:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self._weights)
+        lora = self._artifact.program.lora
+        of_adapters = 0 if lora is None else lora.layout.num_bytes
+        return sum(spec.num_bytes for spec in self._weights) + of_adapters
 
     def load(self, device: torch.device) -> LoadedModel:
         """Brings program and weights to `device`.
@@ -71,6 +73,7 @@ class ArtifactSource:
             self._kernels.result()
             linked = linking.result()
             executor, layers = linked.bind(weights, self._rank)
+            lora = linked.bind_lora(weights, device, self._rank)
         sizes, num_ranks = artifact.sizes, self._config.runtime.expert_parallel_size
         return LoadedModel(
             executor=executor,
@@ -82,6 +85,7 @@ class ArtifactSource:
             verify=linked.verify,
             kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
+            lora=lora,
             reads_hidden_states="hidden_states" in artifact.program.inputs,
             projection=None
             if artifact.program.projection is None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
+    "add_lora": "add_lora",
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",
     "all_reduce_residual_norm": "ranks.ops",
@@ -137,6 +138,7 @@ def define(source: str | None = None) -> None:
 def define_called() -> None:
     """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
     for module in (
+        "add_lora",
         "experts.count",
         "experts.linear",
         "experts.quantised",

@@ -23,10 +23,11 @@ from mllm_compile.runtime.attention.paged.attend import PagedAttention
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, LinkedDecode
 from mllm_compile.runtime.cpu.library import CpuLibrary
 from mllm_compile.runtime.cpu.load import load_library
+from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors, VerifyPieces
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces, LoadedLora, MediaExecutors, VerifyPieces
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
@@ -63,6 +64,18 @@ class LinkedProgram:
             ProgramExecutor(one, self.pieces, weights) for one in (media.with_features, media.tower)
         )
         return MediaExecutors(with_features, tower, media.facts)
+
+    def bind_lora(self, weights: Mapping[str, torch.Tensor], device: torch.device, rank: int = 0) -> LoadedLora | None:
+        """The rank's program for adapters over `weights`, with memory for them; None without one.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        lora = self.program.lora
+        if lora is None:
+            return None
+        pool = LoraPool(lora.layout, device, rank)
+        return LoadedLora(ProgramExecutor(lora.program, self.pieces, {**weights, **pool.buffers}), pool)
 
     def bind(
         self, weights: Mapping[str, torch.Tensor], rank: int = 0

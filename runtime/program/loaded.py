@@ -11,6 +11,7 @@ import torch
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
@@ -48,6 +49,14 @@ class MediaExecutors:
     with_features: Executor
     tower: TowerExecutor
     facts: Tower
+
+
+@dataclass(frozen=True)
+class LoadedLora:
+    """The executor of batches in which some request has an adapter, and the adapters that it reads."""
+
+    executor: Executor
+    pool: LoraPool
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class LoadedModel:
     verify: VerifyPieces | None = None  # and those around a captured verify step
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
+    lora: LoadedLora | None = None  # for requests with adapters, where the config has them
     reads_hidden_states: bool = False  # beside tokens, of the model that it drafts for
     projection: Projection | None = None  # makes of that model's hidden states those that it reads, if they are others
     block: DraftBlock | None = None  # it drafts several tokens in one pass

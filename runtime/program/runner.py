@@ -69,7 +69,10 @@ class ProgramRunner:
             model.executor.set_output_buffers(_zeros)
         elif device.type == "cpu" and not config.runtime.enable_dbo and isinstance(model.executor, ProgramExecutor):
             # Halves of a step, which take turns, would write over each other.
-            model.executor.set_output_buffers(_Kept())
+            kept = _Kept()
+            for one in (model.executor, None if model.lora is None else model.lora.executor):
+                if isinstance(one, ProgramExecutor):
+                    one.set_output_buffers(kept)
 
     def run(
         self,
@@ -172,11 +175,18 @@ class ProgramRunner:
         """
         if batch.media is not None and self._model.media is not None:
             return self._model.media.with_features
+        if batch.adapter_slots is not None:
+            return self._executor_of_adapters()
         if not self._config.runtime.skip_compiled:
             return self._model.executor
         if self._model.eager is None:
             raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
         return self._model.eager
+
+    def _executor_of_adapters(self) -> Executor:
+        if self._model.lora is None:
+            raise ConfigError("a request has an adapter, and the model was compiled without the section lora")
+        return self._model.lora.executor
 
 
 class _Kept:

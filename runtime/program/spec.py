@@ -19,6 +19,7 @@ from mllm_compile.runtime.cpu.library import CpuLibrary
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.files.json_data import from_json
+from mllm_compile.runtime.lora.target import LoraLayout
 from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
@@ -276,19 +277,23 @@ class Program:
     projection: HiddenProjection | None = None  # of the input `hidden_states`, if it is made of several layers' ones
     block: DraftBlock | None = None  # of a head that drafts several tokens in one pass
     media: MediaPrograms | None = None
+    lora: LoraProgram | None = None
 
     @property
     def every(self) -> tuple[Program, ...]:
-        """This program and those for images, where there are some."""
-        return (self,) if self.media is None else (self, self.media.with_features, self.media.tower)
+        """This program and those for images and adapters, where there are some."""
+        of_media = () if self.media is None else (self.media.with_features, self.media.tower)
+        return (self, *of_media, *(() if self.lora is None else (self.lora.program,)))
 
     def every_piece_id(self) -> list[str]:
         """All that is compiled, of all programs."""
         return list(dict.fromkeys(piece for program in self.every for piece in program.piece_ids()))
 
     def every_weight(self) -> list[str]:
-        """The names of the weights of all programs."""
-        return list(dict.fromkeys(name for program in self.every for name in program.weights))
+        """The names of the weights of all programs, adapters' buffers left out."""
+        buffers = {} if self.lora is None else self.lora.layout.shapes()
+        names = (name for program in self.every for name in program.weights)
+        return list(dict.fromkeys(name for name in names if name not in buffers))
 
     def every_library(self) -> tuple[CpuLibrary, ...]:
         """The libraries of C++ that the runtime holds compiled, of all programs."""
@@ -358,6 +363,7 @@ class Program:
             "projection": None if self.projection is None else asdict(self.projection),
             "block": None if self.block is None else asdict(self.block),
             "media": None if self.media is None else self.media.to_json(),
+            **({} if self.lora is None else {"lora": self.lora.to_json()}),
         }
 
     @classmethod
@@ -391,6 +397,7 @@ class Program:
                 projection=from_json(HiddenProjection | None, data["projection"]),
                 block=from_json(DraftBlock | None, data["block"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
+                lora=LoraProgram.from_json(data["lora"]) if "lora" in data else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
@@ -424,6 +431,27 @@ class MediaPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         with_features, tower = (Program.from_json(data[name]) for name in ("with_features", "tower"))
         return cls(with_features, tower, tower_from_json(data["facts"]))
+
+
+@dataclass(frozen=True)
+class LoraProgram:
+    """The program that serves batches in which some request has an adapter, beside the one for those without.
+
+    Attributes:
+        program: takes each token's slot as the input `adapter_slots`, and adapters' buffers among its weights.
+        layout: of these buffers.
+    """
+
+    program: Program
+    layout: LoraLayout
+
+    def to_json(self) -> dict[str, Any]:
+        return {"program": self.program.to_json(), "layout": asdict(self.layout)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> LoraProgram:
+        """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
+        return cls(Program.from_json(data["program"]), from_json(LoraLayout, data["layout"]))
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

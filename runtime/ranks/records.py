@@ -26,6 +26,7 @@ _ARRAYS = (
     ("prefill_token_ids", np.int64),
     ("verify_token_ids", np.int64),
     ("rope_lens", np.int32),
+    ("adapter_slots", np.int32),
     ("sample_mask", np.bool_),
     ("scored_indices", np.int64),
     ("state_restores", np.int64),
@@ -78,7 +79,7 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, dp_
         pages_of_row: most pages of one request.
         dp_size: ranks that have images of their own in a step.
     """
-    per_token, per_row, per_page = 16 + 8 + 40 + 32, 21 + 2 * 16, 16
+    per_token, per_row, per_page = 16 + 8 + 40 + 32, 25 + 2 * 16, 16
     largest = 2 * 8 * MAX_FEATURES * dp_size  # that runs of a tower fill, and at most as many runs
     largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest

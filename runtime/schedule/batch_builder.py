@@ -28,6 +28,7 @@ class RunningDecodes:
     num_new: np.ndarray
     sample_mask: np.ndarray
     rope_lens: np.ndarray
+    adapter_slots: np.ndarray
     prompt_logprob_rows: np.ndarray
 
     @classmethod
@@ -39,9 +40,11 @@ class RunningDecodes:
             np.ones(count, dtype=np.int32),
             np.ones(count, dtype=bool),
             np.zeros(count, dtype=np.int32),
+            np.array([request.adapter_slot for request in requests], dtype=np.int32),
             np.zeros(count, dtype=bool),
         )
-        for shared in (made.rows, made.num_new, made.sample_mask, made.rope_lens, made.prompt_logprob_rows):
+        ints = made.rows, made.num_new, made.rope_lens, made.adapter_slots
+        for shared in (*ints, made.sample_mask, made.prompt_logprob_rows):
             shared.setflags(write=False)
         return made
 
@@ -103,7 +106,7 @@ def build_batch(
     if drafted.num_new is not None:
         num_new = drafted.num_new
     sample_mask, rope_lens, prompt_logprob_rows = decodes.sample_mask, decodes.rope_lens, decodes.prompt_logprob_rows
-    prefill_token_ids = NO_TOKENS
+    adapter_slots, prefill_token_ids = decodes.adapter_slots, NO_TOKENS
     if chunks:
         requests = requests + [chunk.request for chunk in chunks]
         rows = _append(rows, [chunk.request.row for chunk in chunks])
@@ -111,6 +114,7 @@ def build_batch(
         prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
         sample_mask = _append(sample_mask, [chunk.is_last for chunk in chunks])
         rope_lens = _append(rope_lens, [chunk.request.rope_len for chunk in chunks])
+        adapter_slots = _append(adapter_slots, [chunk.request.adapter_slot for chunk in chunks])
         prompt_logprob_rows = _append(prompt_logprob_rows, [chunk.request.needs_prompt_logprobs for chunk in chunks])
         prefill_token_ids = chunks[0].token_ids
         if len(chunks) > 1:
@@ -134,6 +138,7 @@ def build_batch(
         prefill_token_ids=prefill_token_ids,
         sample_mask=sample_mask,
         rope_lens=rope_lens,
+        adapter_slots=adapter_slots,
         prompt_logprob_rows=prompt_logprob_rows,
         admitted=admitted,
         state_restores=state_restores,

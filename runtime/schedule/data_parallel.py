@@ -209,7 +209,7 @@ class DataParallelScheduler:
 
 
 # Arrays of a ScheduledBatch with a value for each of its requests.
-_BY_ROW = ("rows", "num_new", "prefix_lens", "sample_mask", "rope_lens", "prompt_logprob_rows")
+_BY_ROW = ("rows", "num_new", "prefix_lens", "sample_mask", "rope_lens", "adapter_slots", "prompt_logprob_rows")
 
 
 def _ids_of_decodes(batch: ScheduledBatch) -> np.ndarray:
@@ -309,6 +309,7 @@ _DUMMY = ScheduledBatch(
     prefill_token_ids=_nothing(np.int64),
     sample_mask=np.zeros(1, dtype=bool),
     rope_lens=np.zeros(1, dtype=np.int32),
+    adapter_slots=np.full(1, -1, dtype=np.int32),
     prompt_logprob_rows=np.zeros(1, dtype=bool),
     admitted=[],
     state_restores=np.empty((0, 2), dtype=np.int64),

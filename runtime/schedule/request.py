@@ -61,6 +61,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption
     num_cached_tokens: int = 0  # prefix hit of the first admission
     num_preemptions: int = 0
+    adapter_slot: int = -1  # of its adapter on the device, while it has a row; -1: it has none
     rope_len: int = 0  # the length that RoPE's frequencies of its prompt are for, where they follow it; else 0
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # 'stop', 'length' or 'abort'

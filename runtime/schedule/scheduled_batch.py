@@ -23,9 +23,9 @@ NO_DRAFTS.setflags(write=False)
 class ScheduledBatch:
     """One step's work. Never change its arrays or lists: a steady batch shares them with the steps before and after.
 
-    While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask`, `rope_lens` and
-    `prompt_logprob_rows` of decode-only batches are the very same objects. So derived data (sampling flags, uploaded
-    row indices) may be kept as long as `batch.requests is previous.requests`.
+    While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask`, `rope_lens`,
+    `adapter_slots` and `prompt_logprob_rows` of decode-only batches are the very same objects. So derived data
+    (sampling flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
     Page writes come before anything reads the page table; they concern rows of this batch, and of requests that are
@@ -48,6 +48,7 @@ class ScheduledBatch:
     prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
     sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
     rope_lens: np.ndarray  # [R] int32: Request.rope_len of rows with prompt tokens, 0 of decodes
+    adapter_slots: np.ndarray  # [R] int32: Request.adapter_slot
     prompt_logprob_rows: np.ndarray  # [R] bool: logits of every new token of the row are wanted, not of the last alone
     # Requests that got their row in this step, new and resumed ones: (re)make the row's sampling state from
     # prompt_token_ids and output_token_ids before sampling.
@@ -73,6 +74,11 @@ class ScheduledBatch:
         """[R] int32: tokens in the KV after this step."""
         lens: np.ndarray = self.prefix_lens + self.num_new
         return lens
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if some request has an adapter."""
+        return bool((self.adapter_slots >= 0).any())
 
     @property
     def has_drafts(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from mllm_compile.passes.add_lora import AddLora
 from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
     VARIANTS,
@@ -541,9 +542,9 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
     assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
 
 
-# They change graphs that are told of ranks or of scales, or have layers with a state, in tests of their own.
+# They change graphs that are told of ranks, scales or adapters, or have layers with a state, in tests of their own.
 OF_STATES = (UnrepeatKeys, GateInRecurrences, NormInRecurrences)
-ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues)
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues, AddLora)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in FOR_GPUS if one not in ELSEWHERE], ids=lambda one: one.name)

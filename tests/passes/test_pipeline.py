@@ -171,7 +171,16 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
 
 
 HOPPER = PassTarget(
-    "cuda", True, True, True, "bfloat16", "bfloat16", num_ranks=2, counts_experts=True, attention_backend="flashinfer"
+    "cuda",
+    True,
+    True,
+    True,
+    "bfloat16",
+    "bfloat16",
+    num_ranks=2,
+    counts_experts=True,
+    attention_backend="flashinfer",
+    has_adapters=True,
 )
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
 # Those that are for Hopper: with CUDA C++ as the ops of kernel families and decode attention that rotates, or with fp8.
@@ -208,6 +217,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
             "float8_e4m3fn KV cache",
         ),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
+        ({"has_adapters": False}, {"add_lora"}, "no section lora"),
         ({"split_decode": False}, {"absorb_latents"}, "(split_decode), which do not serve"),
         ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),
     ],

@@ -30,6 +30,7 @@ def batch(step_id: int = 3, prefill: tuple[int, ...] = (7, 8, 9), pages: int = 2
         prefill_token_ids=np.array(prefill, dtype=np.int64),
         sample_mask=np.array([True, False]),
         rope_lens=np.array([0, 9], **int32),
+        adapter_slots=np.array([2, -1], **int32),
         prompt_logprob_rows=np.array([False, True]),
         admitted=[],
         state_restores=np.array([[9, 4]], dtype=np.int64),

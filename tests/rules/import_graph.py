@@ -65,6 +65,7 @@ FLOORS = (
     "runtime/schedule",
     "runtime/speculation",
     "runtime/sampling",
+    "runtime/lora",
     "runtime/weights",
     "runtime/quantised",
     "runtime/device",

@@ -26,9 +26,9 @@ WITHOUT = {
     "mllm_compile/server": ("torch", "transformers"),
     "mllm_compile/text/calls": ("torch", "transformers", "jinja2"),
 }
-# Parts of the runtime that passes import: the ops, the layers between pieces, shapes that attention kernels take, and
-# quantised schemes.
-OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes)|state/layer|quantised/scheme)")
+# Parts of the runtime that passes import: the ops, the layers between pieces, shapes that attention kernels take,
+# places of adapters, and quantised schemes.
+OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes)|state/layer|lora/target|quantised/scheme)")
 RUNTIME = [path for name, path in modules().items() if name.startswith("runtime/")]
 ALL = [*modules().values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
 

@@ -31,6 +31,7 @@ class StepPaths:
         decodes = None if graphs is None else graphs.decodes
         prompts = None if graphs is None else graphs.prompts
         drafter = parts.runner.drafter
+        self._has_adapters = parts.runner.model.lora is not None
         self._reads_hidden_states = drafter is not None and drafter.model.reads_hidden_states
         self._most_decodes = 0 if decodes is None else decodes.most_requests
         self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
@@ -40,6 +41,8 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
+        if self._has_adapters and batch.has_adapters:
+            return self.forward
         if batch.has_drafts and self._verifies is not None and self._verifies.serves(batch):
             return self._verifies
         if batch.has_drafts or self._reads_hidden_states:

@@ -27,6 +27,7 @@ class ForwardPath(StepPath):
         super().__init__(parts)
         self._media = parts.media
         self._uploads = StagingRing(parts.runner.device)
+        self._has_adapters = parts.runner.model.lora is not None
 
     def run(self, step: Step) -> StepResults:
         self._pools.restore_states(step.batch.state_restores)
@@ -48,6 +49,7 @@ class ForwardPath(StepPath):
         self._pools.add_new_pages(plan.fields, step.batch)
         batch = plan.rank_batch or step.batch
         self._follow_lengths(batch, plan)
+        num_adapters = self._follow_adapters(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self._media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
@@ -60,6 +62,7 @@ class ForwardPath(StepPath):
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
+        forward_batch.adapter_slots, forward_batch.num_active_loras = fields.adapter_slots, num_adapters
         forward_batch.dp_metadata = plan.across
         forward_batch.num_verify_tokens = batch.verify_token_ids.size
         forward_batch.greedy_across_ranks = step.choice is SamplingMode.GREEDY_ACROSS_RANKS
@@ -76,6 +79,14 @@ class ForwardPath(StepPath):
         if self._runner.model.rope is not None and batch.num_decodes < batch.num_requests:
             plan.fields.rope_lens = np.zeros_like(plan.fields.positions)
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
+
+    def _follow_adapters(self, batch: ScheduledBatch, plan: StepPlan) -> int:
+        """Adds the slots of tokens' adapters, where a request has one; returns how many adapters there are."""
+        if not self._has_adapters or not batch.has_adapters:
+            return 0
+        plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
+        plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)
+        return np.unique(batch.adapter_slots[batch.adapter_slots >= 0]).size
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
         """The arrays on the device; inputs of the model in the graphs' own places if they fit."""

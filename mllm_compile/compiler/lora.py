@@ -1,0 +1,117 @@
+"""The program for adapters of a config with `lora`: the model's, with what adapters change behind its linears.
+
+It is traced apart from the program for requests without adapters, which stays as it is; pieces that are alike are
+shared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mllm_compile.compiler.graph_text import GraphDumper
+from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.lowering import pass_target, rewrite_graph
+from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import ConfigError
+from mllm_compile.kernels.cuda import kernels_of
+from mllm_compile.model.refusals import refusing
+from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.program.spec import LoraProgram
+from mllm_compile.store.key import max_traced_tokens
+
+if TYPE_CHECKING:
+    from mllm_compile.model.hf_model import HFModel
+    from mllm_compile.runtime.lora.target import LoraLayout
+
+_NAMED = 8
+
+
+def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
+    """Adds the program for adapters; the same where the config has no `lora`.
+
+    Args:
+        dump_dir: gets a text file for the graph after its passes.
+
+    Raises:
+        ConfigError: the model has no weight that adapters may change as is asked.
+        CompileError: a pass failed.
+    """
+    if not config.lora.max_adapters:
+        return lowered
+    _check_steps(config)
+    from mllm_compile.model.trace import trace_model
+    from mllm_compile.passes.base import LORA, LORA_LAYOUT, LoraWish
+
+    if lowered.program.media is not None:
+        reporter.announce("its text is served without images: they are not served beside adapters")
+        lowered = lowered.without_images()
+    hf_model = lowered.hf_model
+    linears = _linears(hf_model)
+    wanted = frozenset(name for name in linears if _is_wanted(name, config.lora.targets))
+    with reporter.stage("trace for adapters"), gc_paused():
+        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
+    trace.graph_module.meta[LORA] = LoraWish(wanted, config.lora.max_adapters, config.lora.max_rank)
+    rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
+    with reporter.stage("passes for adapters"), gc_paused(), rewriting:
+        graph, reports, left_out = rewrite_graph(config, lowered.built, trace)
+    layout: LoraLayout = graph.meta[LORA_LAYOUT]
+    _check_found(config.lora.targets, linears, [target.weight for target in layout.targets])
+    program = build_program(graph)
+    if pass_target(config).compiles_cuda:
+        program = replace(program, kernels=kernels_of(graph, program))
+    (dump_dir / "adapters").mkdir(exist_ok=True)
+    GraphDumper(dump_dir / "adapters")("with_adapters", graph, f"after {len(reports)} passes")
+    of_lora = Lowered(lowered.built, graph, program, reports, left_out, size_symbols(graph), ())
+    return replace(lowered, program=replace(lowered.program, lora=LoraProgram(program, layout)), of_lora=of_lora)
+
+
+def _check_steps(config: ResolvedConfig) -> None:
+    """Refuses settings under which steps do not say which adapter a token has."""
+    for key, is_set in (
+        ("runtime.expert_parallel_size", config.runtime.expert_parallel_size > 1),
+        ("runtime.enable_dbo", config.runtime.enable_dbo),
+        ("runtime.skip_compiled", config.runtime.skip_compiled),
+    ):
+        if is_set:
+            raise ConfigError(f"{key} is set, and adapters are not served with it. Leave it out, or the section lora.")
+
+
+def _linears(hf_model: HFModel) -> list[str]:
+    """The weights of the model's linears but the head."""
+    model = hf_model.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    modules = model.named_modules()
+    return [f"{name}.weight" for name, one in modules if isinstance(one, torch.nn.Linear) and one is not head]
+
+
+def _is_wanted(weight: str, targets: Iterable[str]) -> bool:
+    return not targets or _module(weight) in targets
+
+
+def _module(weight: str) -> str:
+    """'model.layers.0.mlp.up_proj.weight' → 'up_proj'."""
+    return weight.split(".")[-2]
+
+
+def _check_found(asked: tuple[str, ...], linears: list[str], found: list[str]) -> None:
+    served, known = ({_module(name) for name in names} for names in (found, linears))
+    missing = [name for name in asked if name not in served]
+    if not missing and served:
+        return
+    what = f"lora.targets has {', '.join(map(repr, missing))}" if missing else "the section lora is set"
+    why = (
+        "which the model computes otherwise than as a linear"
+        if missing and set(missing) <= known
+        else "which no linear of this model is called"
+        if missing
+        else "and the model has no linear that adapters may change"
+    )
+    names = ", ".join(sorted(served)[:_NAMED]) or "none"
+    raise ConfigError(f"{what}, {why}: expected names among: {names}.")

@@ -1,0 +1,202 @@
+"""Adds what adapters change to the outputs of linears, in the program that serves requests with adapters."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import (
+    LORA,
+    LORA_LAYOUT,
+    PACKED_WEIGHTS,
+    QUANTISED_TENSORS,
+    WEIGHT_CUTS,
+    WEIGHT_FACTORS,
+    GraphPass,
+    LoraWish,
+    PackedPart,
+    PassResult,
+    PassTarget,
+    QuantisedTensor,
+    WeightCut,
+)
+from mllm_compile.passes.match.nodes import (
+    LINEAR,
+    call,
+    identifier,
+    input_node,
+    is_call,
+    is_symbolic,
+    is_weight,
+    linear_operands,
+)
+from mllm_compile.passes.match.quantised import match_quantised_linear
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, Ranges, a_name, b_name
+from mllm_compile.runtime.ops import op
+
+SLOTS_INPUT = "adapter_slots"
+
+
+class AddLora(GraphPass):
+    """Puts mllm.add_lora behind every linear with a weight that adapters may change.
+
+    Why: an adapter's factors are inputs beside the weight, so that loading another compiles nothing. Packed linears
+        read their input once for all parts.
+
+    Before::
+
+        qkv = linear(x, packed_weight)
+
+    After::
+
+        qkv = mllm.add_lora(linear(x, packed_weight), x, lora_A, lora_B, adapter_slots, [0, 24], [16, 8])
+
+    Requires: gm.meta[LORA], which the program for adapters alone has. Linears packed and cut over ranks: a sum over
+        ranks is behind the linear, so that each adds its part.
+    Preserves: the numbers of tokens without an adapter.
+    """
+
+    name: ClassVar[str] = "add_lora"
+    is_required: ClassVar[bool] = True
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.has_adapters else "the config has no section lora"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        wish: LoraWish | None = gm.meta.get(LORA)
+        if wish is None or LORA_LAYOUT in gm.meta:
+            return PassResult(gm, 0, before, before)
+        made = _Adapters(gm, wish)
+        matches = sum(made.add(node) for node in list(gm.graph.nodes))
+        gm.meta[LORA_LAYOUT] = made.layout()
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+class _Adapters:
+    """The inputs and calls of a graph that adapters change."""
+
+    def __init__(self, gm: fx.GraphModule, wish: LoraWish) -> None:
+        self._gm, self._wish = gm, wish
+        self._packed: dict[str, tuple[PackedPart, ...]] = gm.meta.get(PACKED_WEIGHTS, {})
+        self._quantised: dict[str, QuantisedTensor] = gm.meta.get(QUANTISED_TENSORS, {})
+        self._cuts: dict[str, tuple[WeightCut, ...]] = gm.meta.get(WEIGHT_CUTS, {})
+        self._factors = gm.meta.get(WEIGHT_FACTORS, {})  # of a checkpoint's scales, which an adapter does not know
+        self._inputs: dict[str, tuple[fx.Node, fx.Node]] = {}
+        self._targets: list[LoraTarget] = []
+        self._buffers: list[LoraBuffers] = []
+        self._dtypes: list[torch.dtype] = []
+        self._slots: fx.Node | None = None
+
+    def layout(self) -> LoraLayout:
+        """The weights that adapters change here, and their buffers."""
+        dtype = str(self._dtypes[0]).removeprefix("torch.") if self._dtypes else "float32"
+        wish = self._wish
+        return LoraLayout(wish.num_slots, wish.max_rank, dtype, tuple(self._targets), tuple(self._buffers))
+
+    def add(self, node: fx.Node) -> bool:
+        """Changes what is read of a linear; False where `node` is none that adapters change."""
+        found = _source_and_weight(node)
+        if found is None:
+            return False
+        source, weight = found
+        linear = weight.meta["weight_name"]
+        parts = self._parts(linear, int(node.meta["val"].shape[-1]))
+        if not parts or not self._is_of_tokens(node):
+            return False
+        a, b = self._inputs_of(linear, source, weight, parts)
+        readers = list(node.users)
+        starts, rows = [part.start for _, part in parts], [part.rows for _, part in parts]
+        with self._gm.graph.inserting_after(node):
+            added = call(self._gm.graph, op("add_lora"), node, source, a, b, self._slots_input(), starts, rows)
+        added.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+        for reader in readers:
+            reader.replace_input_with(node, added)
+        return True
+
+    def _is_of_tokens(self, node: fx.Node) -> bool:
+        """True for a linear of a step's T tokens: the head is of rows, and experts' are of a part of the tokens."""
+        (size,) = input_node(self._gm, "input_ids").meta["val"].shape
+        return [str(one) for one in node.meta["val"].shape[:-1] if is_symbolic(one)] == [str(size)]
+
+    def _parts(self, linear: str, outputs: int) -> list[tuple[str, PackedPart]]:
+        """The linear's parts that adapters may change, each with the name of its weight."""
+        whole = self._packed.get(linear, (PackedPart(linear, 0, outputs),))
+        named = ((self._weight_of(part.weight_name), part) for part in whole)
+        return [(name, part) for name, part in named if name in self._wish.weights and name not in self._factors]
+
+    def _weight_of(self, tensor: str) -> str:
+        quantised = self._quantised.get(tensor)
+        return tensor if quantised is None else quantised.weight_name
+
+    def _inputs_of(
+        self, linear: str, source: fx.Node, weight: fx.Node, parts: list[tuple[str, PackedPart]]
+    ) -> tuple[fx.Node, fx.Node]:
+        """The placeholders of A and B; made once for linears that share a weight."""
+        if linear not in self._inputs:
+            rank, inputs = self._wish.max_rank, int(source.meta["val"].shape[-1])
+            buffers = LoraBuffers(linear, rank * len(parts), inputs, sum(part.rows for _, part in parts))
+            self._buffers.append(buffers)
+            self._add_targets(linear, inputs, parts)
+            like = source.meta["val"]
+            self._dtypes.append(like.dtype)
+            shapes = {a_name(linear): (buffers.a_rows, inputs), b_name(linear): (buffers.b_rows, rank)}
+            a, b = (self._placeholder(name, like, shape, weight) for name, shape in shapes.items())
+            self._inputs[linear] = a, b
+        return self._inputs[linear]
+
+    def _add_targets(self, linear: str, inputs: int, parts: list[tuple[str, PackedPart]]) -> None:
+        start = 0
+        for index, (name, part) in enumerate(parts):
+            by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in self._cuts.get(name, ())}
+            outputs, whole_inputs = (_whole(by_dim.get(dim), size) for dim, size in enumerate((part.rows, inputs)))
+            self._targets.append(
+                LoraTarget(
+                    name,
+                    outputs,
+                    whole_inputs,
+                    linear,
+                    index,
+                    start,
+                    part.rows,
+                    by_dim.get(0, ()),
+                    by_dim.get(1, ()),
+                )
+            )
+            start += part.rows
+
+    def _placeholder(self, name: str, like: torch.Tensor, shape: tuple[int, int], before: fx.Node) -> fx.Node:
+        with self._gm.graph.inserting_before(before):
+            node = self._gm.graph.placeholder(identifier(name))
+        node.meta["weight_name"] = name
+        node.meta["val"] = like.new_empty((self._wish.num_slots, *shape))
+        return node
+
+    def _slots_input(self) -> fx.Node:
+        """The input that says which adapter each token has."""
+        if self._slots is None:
+            positions = input_node(self._gm, "input_ids")
+            with self._gm.graph.inserting_after(positions):
+                self._slots = self._gm.graph.placeholder(SLOTS_INPUT)
+            self._slots.meta["input_name"] = SLOTS_INPUT
+            self._slots.meta["val"] = torch.empty_like(positions.meta["val"], dtype=torch.int32)
+        return self._slots
+
+
+def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The input of a linear of a stored weight, and the weight or its values."""
+    if is_call(node, LINEAR):
+        source, weight, _ = linear_operands(node)
+    elif (quantised := match_quantised_linear(node)) is not None:
+        source, weight = quantised.source, quantised.values
+    else:
+        return None
+    return (source, weight) if is_weight(weight) else None
+
+
+def _whole(ranges: Ranges | None, size: int) -> int:
+    """The size of a dimension before it was cut."""
+    return size if not ranges else max(start + length for of_rank in ranges for start, length in of_rank)

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): the buffers that a program reads them from."""

@@ -1,0 +1,90 @@
+"""The factors of the adapters that are on the device: a slot each, at addresses that stay.
+
+Shape legend: K inputs, N outputs of a weight, r the rank of an adapter there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_name, b_name
+
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # weight → A [r, K] and B [N, r], the scale within B
+
+
+class LoraPool:
+    """The buffers of a rank's adapters.
+
+    Attributes:
+        targets: the weights that adapters may change, by their names.
+        buffers: by the program's names.
+    """
+
+    def __init__(self, layout: LoraLayout, device: torch.device, rank: int = 0) -> None:
+        self.num_slots, self.max_rank = layout.num_slots, layout.max_rank
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.targets: Mapping[str, LoraTarget] = {target.weight: target for target in layout.targets}
+        self.buffers = {
+            name: torch.zeros(shape, dtype=self.dtype, device=device) for name, shape in layout.shapes().items()
+        }
+        self._rank = rank
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def check(self, factors: Factors) -> None:
+        """Checks an adapter against the weights that it changes.
+
+        Raises:
+            ValueError: it changes another weight, a shape is not the weight's, or a rank is above max_rank.
+        """
+        for name, (a, b) in factors.items():
+            target = self.targets.get(name)
+            if target is None:
+                raise ValueError(f"{name!r} is no weight that adapters may change; these are: {self._named()}")
+            rank = a.shape[0]
+            if a.shape != (rank, target.inputs) or b.shape != (target.outputs, rank):
+                raise ValueError(
+                    f"{name!r}: expected A [r, {target.inputs}] and B [{target.outputs}, r], got {list(a.shape)} and "
+                    f"{list(b.shape)}"
+                )
+            if rank > self.max_rank:
+                raise ValueError(f"{name!r}: expected a rank of at most {self.max_rank} (lora.max_rank), got {rank}")
+
+    def write(self, slot: int, factors: Factors) -> None:
+        """Makes this adapter the one in `slot`, on the current stream; weights that it does not name are the base's.
+
+        Args:
+            factors: whole, also where ranks have parts of the weights; in any floating type, on any device.
+
+        Raises:
+            ValueError: as `check`; or there is no such slot.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"expected a slot of 0 to {self.num_slots - 1}, got {slot}")
+        self.check(factors)
+        for name, target in self.targets.items():
+            a = self.buffers[a_name(target.linear)][slot].narrow(0, target.part * self.max_rank, self.max_rank)
+            b = self.buffers[b_name(target.linear)][slot].narrow(0, target.start, target.rows)
+            given = factors.get(name)
+            rank = 0 if given is None else given[0].shape[0]
+            if given is not None:
+                a[:rank].copy_(self._part(given[0], 1, target.input_ranges), non_blocking=True)
+                b[:, :rank].copy_(self._part(given[1], 0, target.output_ranges), non_blocking=True)
+            # Both: what was there may be no number, and zero times that is none.
+            a[rank:].zero_()
+            b[:, rank:].zero_()
+
+    def _part(self, factor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+        """This rank's part of a factor."""
+        if not ranges:
+            return factor
+        return torch.cat([factor.narrow(dim, start, length) for start, length in ranges[self._rank]], dim)
+
+    def _named(self) -> str:
+        names = list(self.targets)
+        return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

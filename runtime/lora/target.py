@@ -1,0 +1,87 @@
+"""The places of adapters (LoRA) in a program: the weights that they change, and the buffers of their factors.
+
+An adapter adds B · A · x to a linear's W · x. Factors of `num_slots` adapters are in memory at once, each padded to
+`max_rank` with zeros. Linears that are packed into one have their A rows one part behind the other. Free of torch.
+
+Shape legend: N outputs, K inputs of a linear; r max_rank; P parts of it that adapters may change.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]  # of each rank, (start, length) in order; () where it is not cut
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A weight [outputs, inputs] that adapters may change, and where its factors are.
+
+    Attributes:
+        weight: its name, of the model.
+        linear: names the buffers a_name(linear) [slots, P * r, K] and b_name(linear) [slots, N', r].
+        part: its index among the linear's parts: its A is at row part * r.
+        start, rows: its rows of B', of a rank.
+        output_ranges, input_ranges: the outputs and inputs that each rank has.
+    """
+
+    weight: str
+    outputs: int
+    inputs: int
+    linear: str
+    part: int
+    start: int
+    rows: int
+    output_ranges: Ranges = ()
+    input_ranges: Ranges = ()
+
+
+@dataclass(frozen=True)
+class LoraBuffers:
+    """The buffers of one linear: A [slots, a_rows, inputs] and B [slots, b_rows, max_rank], of a rank."""
+
+    linear: str
+    a_rows: int
+    inputs: int
+    b_rows: int
+
+
+@dataclass(frozen=True)
+class LoraLayout:
+    """All that adapters may change, and its memory.
+
+    Attributes:
+        dtype: of the factors, torch's name.
+    """
+
+    num_slots: int
+    max_rank: int
+    dtype: str
+    targets: tuple[LoraTarget, ...]
+    buffers: tuple[LoraBuffers, ...]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each buffer, by its name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for one in self.buffers:
+            found[a_name(one.linear)] = self.num_slots, one.a_rows, one.inputs
+            found[b_name(one.linear)] = self.num_slots, one.b_rows, self.max_rank
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(math.prod(shape) for shape in self.shapes().values()) * _BYTES[self.dtype]
+
+
+def a_name(linear: str) -> str:
+    """The program's name of a linear's A."""
+    return f"lora_A.{linear}"
+
+
+def b_name(linear: str) -> str:
+    """The program's name of a linear's B."""
+    return f"lora_B.{linear}"

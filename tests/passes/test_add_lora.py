@@ -1,0 +1,88 @@
+"""add_lora: which linears add what adapters change, and where the factors are."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.add_lora import AddLora
+from mllm_compile.passes.base import LORA, LORA_LAYOUT, WEIGHT_CUTS, WEIGHT_FACTORS, LoraWish, WeightCut, WeightFactor
+from mllm_compile.passes.match.nodes import LINEAR, is_op
+from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, text
+
+QKV = "layers.0.attn.q+k+v.weight"
+
+
+def told(gm: fx.GraphModule, *weights: str) -> fx.GraphModule:
+    gm.meta[LORA] = LoraWish(frozenset(weights), num_slots=3, max_rank=4)
+    return gm
+
+
+def model(*weights: str) -> fx.GraphModule:
+    builder, logits = model_of_layers(1)
+    return told(apply(PackProjections(), builder.canonical(logits)), *weights)
+
+
+def added(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if is_op(node, "add_lora")]
+
+
+def layout(gm: fx.GraphModule) -> LoraLayout:
+    found: LoraLayout = gm.meta[LORA_LAYOUT]
+    return found
+
+
+def test_a_part_of_a_packed_linear_has_rows_of_its_own():
+    gm = apply(AddLora(), model("layers.0.attn.q.weight", "layers.0.attn.v.weight"))
+    (node,) = added(gm)
+    assert node.args[5:] == ([0, 24], [16, 8])
+    assert [tuple(arg.meta["val"].shape) for arg in node.args[2:4]] == [(3, 8, HIDDEN), (3, 24, 4)]
+    assert layout(gm).buffers == (LoraBuffers(QKV, 8, HIDDEN, 24),)
+    places = [(one.weight, one.linear, one.part, one.start, one.rows) for one in layout(gm).targets]
+    assert places == [("layers.0.attn.q.weight", QKV, 0, 0, 16), ("layers.0.attn.v.weight", QKV, 1, 16, 8)]
+    assert set(node.args[0].users) == {node}, "nothing reads the linear without it"
+    assert AddLora()(gm).matches == 0
+
+
+def test_without_adapters_the_graph_stays():
+    builder, logits = model_of_layers(1)
+    gm = builder.canonical(logits)
+    before = text(gm)
+    result = AddLora()(gm)
+    assert (result.matches, text(result.gm)) == (0, before)
+    assert LORA_LAYOUT not in gm.meta
+
+
+def test_the_head_and_weights_that_a_scale_is_in_are_left_alone():
+    gm = model("head.weight", "layers.0.attn.v.weight", "layers.0.attn.o.weight")
+    gm.meta[WEIGHT_FACTORS] = {"layers.0.attn.v.weight": WeightFactor("v_scale", is_divided=True)}
+    assert [one.weight for one in layout(apply(AddLora(), gm)).targets] == ["layers.0.attn.o.weight"]
+
+
+def test_linears_that_share_a_weight_share_its_factors():
+    builder = GraphBuilder()
+    x, weight = builder.embed(), builder.weight("tied.weight", HIDDEN, HIDDEN)
+    twice = builder.call(LINEAR, builder.call(LINEAR, x, weight, None), weight, None)
+    gm = apply(AddLora(), told(builder.canonical(builder.head(twice)), "tied.weight"))
+    first, second = added(gm)
+    assert first.args[2:5] == second.args[2:5]
+    assert len(layout(gm).targets) == 1
+
+
+def test_a_rank_has_its_part_of_the_factors():
+    gm = model("layers.0.attn.o.weight")
+    cut = WeightCut(1, (((0, HIDDEN),), ((HIDDEN, HIDDEN),)))
+    gm.meta[WEIGHT_CUTS] = {"layers.0.attn.o.weight": (cut,)}
+    (target,) = layout(apply(AddLora(), gm)).targets
+    assert (target.outputs, target.inputs) == (HIDDEN, 2 * HIDDEN)
+    assert (target.output_ranges, target.input_ranges) == ((), cut.ranges)
+
+
+def test_an_input_says_which_adapter_each_token_has():
+    gm = apply(AddLora(), model("layers.0.attn.o.weight"))
+    (node,) = (one for one in gm.graph.nodes if one.meta.get("input_name") == "adapter_slots")
+    tokens = next(one for one in gm.graph.nodes if one.meta.get("input_name") == "input_ids")
+    assert node.meta["val"].dtype == torch.int32
+    assert node.meta["val"].shape == tokens.meta["val"].shape

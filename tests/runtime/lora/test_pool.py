@@ -1,0 +1,80 @@
+"""The memory of adapters: what a write leaves in a slot, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mllm_compile.runtime.lora.pool import LoraPool
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name
+
+CPU = torch.device("cpu")
+QKV = "attn.q+v.weight"
+RANGES = (((0, 2),), ((2, 2),))
+
+
+def pool(rank: int = 0, is_cut: bool = False) -> LoraPool:
+    rows = 2 if is_cut else 4
+    cut = RANGES if is_cut else ()
+    targets = (
+        LoraTarget("attn.q.weight", 4, 6, QKV, 0, 0, rows, cut),
+        LoraTarget("attn.v.weight", 4, 6, QKV, 1, rows, rows, cut),
+    )
+    return LoraPool(LoraLayout(2, 3, "float32", targets, (LoraBuffers(QKV, 6, 6, 2 * rows),)), CPU, rank)
+
+
+def factors(rank: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(1.0, 6 * rank + 1).view(rank, 6), torch.arange(1.0, 4 * rank + 1).view(4, rank)
+
+
+def slot_of(pool: LoraPool, slot: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return pool.buffers[a_name(QKV)][slot], pool.buffers[b_name(QKV)][slot]
+
+
+def test_a_write_leaves_nothing_of_the_adapter_before():
+    written = pool()
+    for buffer in written.buffers.values():
+        buffer.fill_(torch.nan)
+    a, b = factors()
+    written.write(1, {"attn.v.weight": (a, b)})
+    a_slot, b_slot = slot_of(written)
+    assert torch.equal(a_slot, torch.cat([torch.zeros(3, 6), a, torch.zeros(1, 6)]))
+    assert torch.equal(b_slot, torch.cat([torch.zeros(4, 3), torch.cat([b, torch.zeros(4, 1)], 1)]))
+    assert slot_of(written, 0)[0].isnan().all(), "another slot is left alone"
+
+
+def test_a_rank_takes_its_part():
+    a, b = factors()
+    for rank in range(2):
+        part = pool(rank, is_cut=True)
+        part.write(1, {"attn.q.weight": (a, b), "attn.v.weight": (a, b)})
+        rows = b[2 * rank : 2 * rank + 2]
+        assert torch.equal(slot_of(part)[1][:, :2], torch.cat([rows, rows]))
+
+
+def test_bytes_are_those_of_the_buffers():
+    assert pool().nbytes == 2 * (6 * 6 + 8 * 3) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "message"),
+    [
+        ("attn.k.weight", (2, 6), (4, 2), "'attn.k.weight' is no weight that adapters may change; these are: 'attn.q"),
+        ("attn.q.weight", (2, 5), (4, 2), r"expected A \[r, 6\] and B \[4, r\], got \[2, 5\] and \[4, 2\]"),
+        ("attn.q.weight", (2, 6), (4, 3), "expected A"),
+        ("attn.q.weight", (2, 6), (2, 4), "expected A"),
+        ("attn.q.weight", (4, 6), (4, 4), r"a rank of at most 3 \(lora.max_rank\), got 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(name, a, b, message):
+    written = pool()
+    good = torch.ones(1, 6), torch.ones(4, 1)
+    with pytest.raises(ValueError, match=message):
+        written.write(0, {"attn.v.weight": good, name: (torch.ones(a), torch.ones(b))})
+    assert not any(buffer.any() for buffer in written.buffers.values())
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_slot_that_is_not_there_is_refused(slot):
+    with pytest.raises(ValueError, match=f"a slot of 0 to 1, got {slot}"):
+        pool().write(slot, {})

@@ -1,0 +1,45 @@
+"""mllm.add_lora on a CPU: each token has what its own adapter adds, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mllm_compile.runtime.ops.add_lora import add_lora_on_cpu, add_lora_reference
+
+STARTS, ROWS, INPUTS, OUTPUTS, RANK = [0, 24], [16, 8], 20, 32, 4
+
+
+def operands(tokens: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (1, tokens, OUTPUTS), (1, tokens, INPUTS), (3, 2 * RANK, INPUTS), (3, sum(ROWS), RANK)
+    y, x, a, b = (torch.randn(shape, generator=generator) for shape in shapes)
+    slots = torch.randint(-1, 3, (tokens,), generator=generator, dtype=torch.int32)
+    return y, x, a, b, slots
+
+
+def by_token(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    out = y.clone()
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        out[0, token, :16] += b[slot, :16] @ (a[slot, :RANK] @ x[0, token])
+        out[0, token, 24:] += b[slot, 16:] @ (a[slot, RANK:] @ x[0, token])
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("op", [add_lora_on_cpu, add_lora_reference, torch.ops.mllm.add_lora])
+def test_each_token_has_its_own_adapter(op, tokens):
+    given = operands(tokens)
+    assert torch.allclose(op(*given, STARTS, ROWS), by_token(*given), atol=1e-5)
+
+
+def test_a_token_without_an_adapter_keeps_its_numbers_whatever_the_others_hold():
+    y, x, a, b, slots = operands(7)
+    slots[:] = torch.tensor([0, -1, 1, -1, 0, 1, -1])
+    a[2], b[2] = torch.nan, torch.inf  # a slot that no token has
+    x[0, 0] = torch.nan
+    found = torch.ops.mllm.add_lora(y, x, a, b, slots, STARTS, ROWS)
+    assert torch.equal(found[0, slots < 0], y[0, slots < 0])
+    assert found[0, 2].isfinite().all()
