@@ -12,7 +12,13 @@ import torch
 from mllm_compile.check.verify_reference import begin_verify, end_verify
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.verify import verify_pieces
-from mllm_compile.runtime.ops.tokens.verify_fields import DRAFTED_FIELDS, MOST_DRAFTED, RESULT_FIELDS, VERIFY_FIELDS
+from mllm_compile.runtime.ops.tokens.verify_fields import (
+    DRAFT_FIELD,
+    DRAFTED_FIELDS,
+    MOST_DRAFTED,
+    RESULT_FIELDS,
+    VERIFY_FIELDS,
+)
 from mllm_compile.runtime.program.executor import PieceFunction
 from mllm_compile.runtime.program.loaded import VerifyPieces
 from mllm_compile.runtime.sampling.state import NUM_INTS
@@ -68,7 +74,8 @@ def small_step(
     fields[:, 1] = torch.where(random(2, _REQUESTS) == 0, -1, lengths[fields[:, 0]])
     fields[:, 2] = random(num_tokens, _REQUESTS)
     fields[:, 3] = torch.where(random(3, _REQUESTS) > 0, -1, random(num_tokens, _REQUESTS))
-    fields[:, 4:] = random(3, _REQUESTS, MOST_DRAFTED)
+    fields[:, 4] = random(3, _REQUESTS) - 1
+    fields[:, DRAFT_FIELD:] = random(3, _REQUESTS, MOST_DRAFTED)
     fields[-1] = 0
     last_tokens = history.gather(1, lengths[:, None].long())[:, 0].long()
     of_tokens = [torch.zeros(_REQUESTS, num_tokens, dtype=torch.int64) for _ in range(4)]

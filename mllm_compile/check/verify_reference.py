@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mllm_compile.runtime.ops.tokens.verify_fields import MOST_DRAFTED
+from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD, MOST_DRAFTED
 from mllm_compile.runtime.sampling.acceptance import accept, accept_synthetically
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import SEED
@@ -19,11 +19,11 @@ def begin_verify(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
     for place in places:
         place.zero_()
     for index in range(input_ids.shape[0]):
-        row, known, most, given = fields[index, :4].tolist()
+        row, known, most, given, delta = fields[index, :DRAFT_FIELD].tolist()
         length = known if known >= 0 else int(lengths[row])
         draft: list[int] = []
         if row and given >= 0:
-            draft = fields[index, 4 : 4 + min(given, most)].tolist()
+            draft = fields[index, DRAFT_FIELD : DRAFT_FIELD + min(given, most)].tolist()
         elif row and most:
             text = history[row, : length + 1]
             distance = distance_of_repeat(text.numpy(), shortest, longest)
@@ -37,7 +37,8 @@ def begin_verify(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
             continue
         tokens = torch.tensor([int(last_tokens[row]), *draft])
         of_text = length + torch.arange(len(tokens))
-        values = tokens, of_text, req_to_token[row, of_text].long(), torch.full_like(tokens, row), of_text.int() + 1
+        slots, rows = req_to_token[row, of_text].long(), torch.full_like(tokens, row)
+        values = tokens, of_text + delta, slots, rows, of_text.int() + 1
         for place, value in zip(places, values, strict=True):
             place[index, : len(tokens)] = value
         num_pages = (length + len(draft)) // page_size + 1

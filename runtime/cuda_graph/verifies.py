@@ -22,7 +22,6 @@ from mllm_compile.runtime.cuda_graph.dispatcher import asked_sizes, next_size
 from mllm_compile.runtime.cuda_graph.kind import GraphSetting, KindGraphs
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.verify_loop import VerifyLoop
-from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
 from mllm_compile.runtime.ops.tokens.verify_fields import MOST_DRAFTED
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -34,21 +33,24 @@ logger = logging.getLogger(__name__)
 class _VerifyGraph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [R * C, V], non-owning
+    tokens: torch.Tensor  # [R * C], non-owning
     hidden_states: torch.Tensor | None  # [≥ R * C, …], non-owning, of a program that gives some
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedVerify:
-    """A verify step, launched.
+    """A verify step, launched. All is on the device, and there until another graph is replayed.
 
     Attributes:
-        buffer: the host's memory of its results, which its caller records and waits for.
-        results: [R, RESULT_FIELDS] int64 there.
-        hidden_states: [≥ R * C, …] of a program that gives some, until another graph is replayed.
+        logits: [R * C, V]; tokens: [R * C] int64, the choice behind each token.
+        rows: [R * C] int64 and seq_lens: [R * C] int32 of its tokens; 0 of padding.
+        hidden_states: [≥ R * C, …] of a program that gives some.
     """
 
-    buffer: StagingBuffer
-    results: np.ndarray
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
     hidden_states: torch.Tensor | None
 
 
@@ -117,17 +119,18 @@ class VerifyGraphs(KindGraphs):
         batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
 
-        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             loop.begin(num_requests, width)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
-            loop.end(output.next_token_logits, num_requests)
-            return output.next_token_logits, output.hidden_states
+            chosen = loop.end(output.next_token_logits, num_requests)
+            return output.next_token_logits, chosen, output.hidden_states
 
         if not self._graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
-        graph, (logits, hidden_states) = self._setting.capturer.capture(run)
+        graph, (logits, chosen, hidden_states) = self._setting.capturer.capture(run)
         of_graph = None if hidden_states is None else WeakTensor(hidden_states).tensor()
-        self._graphs[num_requests, width] = _VerifyGraph(graph, WeakTensor(logits).tensor(), of_graph)
+        results = WeakTensor(logits).tensor(), WeakTensor(chosen).tensor()
+        self._graphs[num_requests, width] = _VerifyGraph(graph, *results, of_graph)
 
     def launch(self, fields: np.ndarray, width: int) -> CapturedVerify:
         """Runs a step in one launch.
@@ -146,17 +149,15 @@ class VerifyGraphs(KindGraphs):
                 f"no VERIFY of {len(fields)} requests with {width} tokens each was captured: {self.request_sizes}"
             )
         self.loop.write_fields(fields, size)
-        self._padded.inputs.clear_rope_lens()
+        inputs, count = self._padded.inputs, len(fields) * width
+        inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
         times = self._runner.forward_times
         entry = self._graphs[size, width]
         with nullcontext() if times is None else times.measure(size * width):
             entry.graph.replay()
-        return CapturedVerify(*self.loop.results(len(fields)), entry.hidden_states)
-
-    def logits_of(self, num_requests: int, width: int) -> torch.Tensor:
-        """The logits [R * C, V] of the last replay of that size, until another graph is replayed."""
-        return self._graphs[num_requests, width].logits
+        rows, seq_lens = inputs.req_pool_indices[:count], inputs.seq_lens[:count]
+        return CapturedVerify(entry.logits[:count], entry.tokens[:count], rows, seq_lens, entry.hidden_states)
 
 
 def _shapes(config: RunnerConfig) -> list[tuple[int, int]]:

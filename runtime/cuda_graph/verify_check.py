@@ -15,7 +15,7 @@ import torch
 from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
-from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
+from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD, VERIFY_FIELDS
 
 _LENGTH = 126  # tokens before the step: two fewer than tiles and pages have, or a multiple of these
 _MOST_ERROR = 0.3  # of a row of logits; bfloat16's is some hundredths, of steps of two sizes
@@ -79,11 +79,8 @@ class _Steps:
         fields = np.zeros((num_requests, VERIFY_FIELDS), dtype=np.int32)
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
-        fields[:, 4 : 4 + drafts.size] = drafts
-        step = self._verifies.launch(fields, width)
-        step.buffer.record()
-        step.buffer.wait()
-        logits = self._verifies.logits_of(num_requests, width).view(num_requests, *expected.shape)
+        fields[:, DRAFT_FIELD : DRAFT_FIELD + drafts.size] = drafts
+        logits = self._verifies.launch(fields, width).logits.view(num_requests, *expected.shape)
         errors = torch.stack([(one.float() - expected).norm(dim=1) for one in logits]) / expected.norm(dim=1)
         worst = float(errors.max())
         if not errors.isfinite().all():

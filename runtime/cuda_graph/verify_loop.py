@@ -25,6 +25,7 @@ from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.ops.tokens.verify_fields import DRAFTED_FIELDS, RESULT_FIELDS, VERIFY_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, VerifyPieces
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import RowState
 
 
@@ -96,20 +97,24 @@ class VerifyLoop:
             ]
         )
 
-    def end(self, logits: torch.Tensor, num_requests: int) -> None:
-        """Runs the last kernels, of logits [R * C, V]."""
+    def end(self, logits: torch.Tensor, num_requests: int) -> torch.Tensor:
+        """Runs the last kernels, of logits [R * C, V]. Returns the tokens [R * C] int64."""
         size, state = logits.shape[0], self._row_state
         rows, seq_lens = self._inputs.req_pool_indices[:size], self._inputs.seq_lens[:size]
-        floats, ints = state.sampling.tables
-        arguments = [logits, floats, ints, rows, seq_lens, self._replay_slot, state.last_tokens, self._chosen]
+        arguments = [logits, *state.sampling.tables, rows, seq_lens, self._replay_slot, state.last_tokens, self._chosen]
         tokens = self._choice.end(arguments)[0]
+        self._accept(tokens.view(num_requests, -1))
+        return tokens
+
+    def _accept(self, tokens: torch.Tensor) -> None:
+        num_requests, state = tokens.shape[0], self._row_state
         self._pieces.end(
             [
-                tokens.view(num_requests, -1),
+                tokens,
                 self._fields[:num_requests],
                 self._drafted[:num_requests],
                 self._synthetic,
-                ints,
+                state.sampling.tables[1],
                 state.last_tokens,
                 self._lengths,
                 self._history,
@@ -144,6 +149,27 @@ class VerifyLoop:
         else:
             self._fields[:size].copy_(torch.from_numpy(host))
         buffer.record()
+
+    def draft_ids(self, num_requests: int, num_drafted: int) -> torch.Tensor:
+        """The drafts of the last replay, [R, num_drafted] int64; NO_TOKEN behind them."""
+        of_requests = self._drafted[:num_requests]
+        columns = torch.arange(num_drafted, device=of_requests.device)
+        return torch.where(columns < of_requests[:, 1:2], of_requests[:, 2 : 2 + num_drafted].long(), NO_TOKEN)
+
+    def accept(self, tokens: torch.Tensor, draft_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accepts anew what the last replay drafted, by tokens [R, C] int64 in place of its own choice.
+
+        Args:
+            draft_ids: [R, C - 1] int64, shorter drafts with the same beginnings; None: all of them.
+
+        Returns:
+            [R, C] int64 and [R] int64: AcceptedTokens.token_ids and counts, until another replay.
+        """
+        num_requests, width = tokens.shape
+        if draft_ids is not None:
+            self._drafted[:num_requests, 1] = (draft_ids != NO_TOKEN).sum(dim=1)
+        self._accept(tokens)
+        return self._results[:num_requests, 2 : 2 + width], self._results[:num_requests, 0]
 
     def results(self, num_requests: int) -> tuple[StagingBuffer, np.ndarray]:
         """The results [n, RESULT_FIELDS] int64 of the last replay, on their way to the host; there once the buffer's

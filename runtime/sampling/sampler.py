@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.runtime.sampling.acceptance import AcceptedTokens
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -148,16 +147,26 @@ class Sampler:
         return token_ids
 
     def record_runs(
-        self, state: SamplingState, rows: torch.Tensor, flags: SamplingFlags, accepted: AcceptedTokens
+        self,
+        state: SamplingState,
+        rows: torch.Tensor,
+        flags: SamplingFlags,
+        token_ids: torch.Tensor,
+        counts: torch.Tensor,
     ) -> None:
-        """Count the tokens of a verify step for penalties and bad_words. rows: [Q] int64, each once or 0."""
+        """Count the tokens of a verify step for penalties and bad_words.
+
+        Args:
+            rows: [Q] int64, each once or 0.
+            token_ids, counts: as AcceptedTokens has them.
+        """
         if flags.needs_penalties:
-            columns = torch.arange(accepted.token_ids.shape[1], device=rows.device)
+            columns = torch.arange(token_ids.shape[1], device=rows.device)
             count_rows = state.gather(rows).count_row[:, None]
-            count_rows = torch.where(columns < accepted.counts[:, None], count_rows, 0)
-            state.counts.record(count_rows.flatten(), accepted.token_ids.clamp(min=0).flatten())
+            count_rows = torch.where(columns < counts[:, None], count_rows, 0)
+            state.counts.record(count_rows.flatten(), token_ids.clamp(min=0).flatten())
         if flags.needs_bad_words:
-            state.phrases.record_runs(rows, accepted.token_ids.clamp(min=0), accepted.counts)
+            state.phrases.record_runs(rows, token_ids.clamp(min=0), counts)
 
 
 def sample_tokens(

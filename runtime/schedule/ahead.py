@@ -4,7 +4,7 @@ The host knows bounds alone: `Rows.computed` is the most that a request may have
 taken for the most. A request whose length might end it in a step in flight sits out until that is known. So a bound
 never reaches `last_computed`, but where it is exact.
 
-Such steps are of decodes alone, which choose plainly. Whatever else is to be done waits until no step is in flight, and
+Such steps are of decodes alone, without grammars. Whatever else is to be done waits until no step is in flight, and
 all is known (scheduler.py). Free of torch.
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, Drafted, RunningDecodes
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request
@@ -81,7 +80,7 @@ class Ahead:
         if self._seen[0] is not decodes:
             requests = decodes.requests
             most = max(self._captured.values())
-            is_served = 0 < len(requests) <= most and all(map(may_be_captured, requests))
+            is_served = 0 < len(requests) <= most and all(map(may_be_ahead, requests))
             longest = [0 if request.had_broken_draft else self._longest for request in requests]
             self._seen = decodes, is_served, np.array(longest, dtype=np.int32)
         return self._seen[1], self._seen[2]
@@ -101,14 +100,6 @@ class Ahead:
         return True
 
 
-def may_be_captured(request: Request) -> bool:
-    """True if a captured verify step gives all that a request wants of it."""
-    wants_more = request.params.logprobs is not None or request.grammar is not None or request.media is not None
-    return not wants_more and _chooses_plainly(request.params)
-
-
-def _chooses_plainly(params: SamplingParams) -> bool:
-    """True if each token is the most probable one, or a draw by a temperature alone."""
-    is_filtered = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    is_changed = params.has_penalties or params.min_tokens > 0 or bool(params.bad_words)
-    return not (is_filtered or is_changed) and params.logit_bias is None and params.allowed_token_ids is None
+def may_be_ahead(request: Request) -> bool:
+    """True if a request's step can be planned by bounds: the host needs none of its tokens."""
+    return request.grammar is None

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mllm_compile.runtime.config_sections import most_drafted_by_cost
-from mllm_compile.runtime.schedule.ahead import may_be_captured
+from mllm_compile.runtime.schedule.ahead import may_be_ahead
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
@@ -53,7 +53,7 @@ class Drafts:
             return
         drafted = [request for request in requests if self._may_have_any(request)]
         captured = [depth for depth, most in self._speculation.captured.items() if most >= len(requests)]
-        if self.are_on_device and all(map(may_be_captured, requests)):
+        if self.are_on_device and all(map(may_be_ahead, requests)):
             self.depths.choose_alike(drafted, len(requests), captured)
         else:
             self.depths.choose(drafted, len(requests), max(captured, default=self._speculation.num_tokens))

@@ -7,6 +7,8 @@ Shape legend: S sampled rows, N prompt positions, V vocab.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -27,6 +29,10 @@ from mllm_compile.runtime.step.grammar_rows import GrammarRows, SampledStep
 from mllm_compile.runtime.step.plan import RunPlan, StepPlan
 from mllm_compile.runtime.step.results import AllScores, StepHandle, StepResults
 from mllm_compile.runtime.step_fields import StepFields
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.verifies import CapturedVerify
+    from mllm_compile.runtime.cuda_graph.verify_loop import VerifyLoop
 
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
@@ -126,7 +132,7 @@ class StepSampling:
         if tokens is not None and plan.runs is not None and fields is not None:
             kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens, mask)
             newest, tokens = accepted.newest, accepted.packed()
-            self._sampler.record_runs(self.state, kept_rows, self.state.flags, accepted)
+            self._sampler.record_runs(self.state, kept_rows, self.state.flags, accepted.token_ids, accepted.counts)
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
         # Also for a step without results: the host must not run ahead of the device without bound.
@@ -142,6 +148,28 @@ class StepSampling:
         if accepted is not None:
             self._runner.keep_states(accepted.counts)
         return results
+
+    def sample_captured(
+        self, batch: ScheduledBatch, plan: StepPlan, step: CapturedVerify, loop: VerifyLoop, mask: TokenMask | None
+    ) -> tuple[TokenLogprobs | None, AllScores | None]:
+        """Chooses the tokens of a captured verify step in place of its graph, and accepts by them; their scores."""
+        flags, count = self.state.flags, batch.num_requests
+        places = torch.arange(step.rows.shape[0], device=step.rows.device).view(count, -1)
+        drafted = None
+        if flags.needs_penalties or flags.needs_bad_words:
+            drafted = drafted_before(places, loop.draft_ids(count, places.shape[1] - 1), places.numel())
+        sampled = self._sampler(step.logits, self.state, step.rows, flags, step.seq_lens, mask, drafted)
+        tokens = sampled.token_ids.view(places.shape)
+        accepted = loop.accept(tokens, None if mask is None else mask.draft_ids)
+        self._sampler.record_runs(self.state, step.rows[places[:, 0]], flags, *accepted)
+        return sampled.logprobs, self.score_all(batch, plan, step.logits)
+
+    def score(
+        self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[TokenLogprobs | None, AllScores | None]:
+        """Scores of tokens [S] that a graph has chosen of logits [S, V], as far as requests want them."""
+        most = self.state.flags.max_logprobs
+        return None if most is None else token_logprobs(logits, tokens, most), self.score_all(batch, plan, logits)
 
     def follow(self, plan: StepPlan, output: LogitsProcessorOutput, fields: StepFields[torch.Tensor]) -> None:
         """Launches what ranks do together behind the model, on a rank that follows."""

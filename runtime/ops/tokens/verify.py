@@ -17,7 +17,13 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.tokens.draw import uniform
-from mllm_compile.runtime.ops.tokens.verify_fields import DRAFTED_FIELDS, MOST_DRAFTED, RESULT_FIELDS, VERIFY_FIELDS
+from mllm_compile.runtime.ops.tokens.verify_fields import (
+    DRAFT_FIELD,
+    DRAFTED_FIELDS,
+    MOST_DRAFTED,
+    RESULT_FIELDS,
+    VERIFY_FIELDS,
+)
 from mllm_compile.runtime.sampling.acceptance import SYNTHETIC
 from mllm_compile.runtime.sampling.state import SEED
 
@@ -67,6 +73,7 @@ def _begin_kernel(
     num_columns: tl.tensor,
     num_pages: tl.tensor,
     FIELDS: tl.constexpr,
+    DRAFT_FIELD: tl.constexpr,
     DRAFTED: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -81,7 +88,7 @@ def _begin_kernel(
     request = tl.program_id(0).to(tl.int64)
     entry = fields_ptr + request * FIELDS
     row = tl.load(entry).to(tl.int64)
-    known, most, given = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    known, most, given, delta = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     length = tl.where(known >= 0, known, tl.load(lengths_ptr + row))
     is_request = row > 0
 
@@ -101,7 +108,7 @@ def _begin_kernel(
     is_drafted = (columns > 0) & (columns <= num_drafted)
     sources = length + 1 - distance + places % tl.maximum(distance, 1)
     looked_up = tl.load(own_history + sources, mask=is_drafted & (distance > 0), other=0).to(tl.int64)
-    of_host = tl.load(entry + 4 + places, mask=is_drafted & (given >= 0), other=0).to(tl.int64)
+    of_host = tl.load(entry + DRAFT_FIELD + places, mask=is_drafted & (given >= 0), other=0).to(tl.int64)
     drafts = tl.where(given >= 0, of_host, tl.where(distance > 0, looked_up, newest))
     left = drafted_ptr + request * DRAFTED
     tl.store(left, length)
@@ -112,14 +119,14 @@ def _begin_kernel(
     is_token = (columns <= num_drafted) & is_request
     index = request * num_tokens + columns
     has_place = columns < num_tokens
-    positions = length + columns
+    indices = length + columns
     own_slots = req_to_token_ptr + row * num_columns
-    slots = tl.load(own_slots + positions, mask=is_token, other=0)
+    slots = tl.load(own_slots + indices, mask=is_token, other=0)
     tl.store(input_ids_ptr + index, tl.where(is_token, tl.where(columns == 0, newest, drafts), 0), mask=has_place)
-    tl.store(positions_ptr + index, tl.where(is_token, positions, 0).to(tl.int64), mask=has_place)
+    tl.store(positions_ptr + index, tl.where(is_token, indices + delta, 0).to(tl.int64), mask=has_place)
     tl.store(out_cache_loc_ptr + index, slots.to(tl.int64), mask=has_place)
     tl.store(rows_ptr + index, tl.where(is_token, row, 0), mask=has_place)
-    tl.store(seq_lens_ptr + index, tl.where(is_token, positions + 1, 0), mask=has_place)
+    tl.store(seq_lens_ptr + index, tl.where(is_token, indices + 1, 0), mask=has_place)
     last = (length + num_drafted) // PAGE
     num_listed = tl.where(is_request, last + 1, 0)
     for start in range(0, num_listed, PAGES_AT_ONCE):
@@ -193,6 +200,7 @@ def begin_verify(
         req_to_token.shape[1],
         page_table.shape[2],
         FIELDS=VERIFY_FIELDS,
+        DRAFT_FIELD=DRAFT_FIELD,
         DRAFTED=DRAFTED_FIELDS,
         MOST_TOKENS=MOST_DRAFTED + 1,
         PAGE=page_size,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.ranks.records import SamplingMode
-from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import StepPlan
@@ -58,11 +57,7 @@ class DecodePath(StepPath):
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
             return sampling.sample(batch, plan, output, (decode.rows, decode.seq_lens), mask=mask)
-        scores = all_scores = None
-        if flags.max_logprobs is not None:
-            scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
-        if flags.needs_all_logprobs:
-            all_scores = sampling.score_all(batch, plan, decode.logits)
+        scores, all_scores = sampling.score(batch, plan, decode.logits, decode.tokens)
         if step.choice is SamplingMode.SAMPLED:
             self._runner.broadcast_tokens()  # followers are told of this ahead of the masks
         tokens = decode.slot.tokens[: plan.fields.req_pool_indices.size]

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.device.upload import upload
-from mllm_compile.runtime.ops.tokens.verify_fields import VERIFY_FIELDS
+from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD, VERIFY_FIELDS
+from mllm_compile.runtime.sampling.logprobs import TokenLogprobs
 from mllm_compile.runtime.sampling.params import NO_TOKEN
-from mllm_compile.runtime.schedule.ahead import may_be_captured
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import RunPlan, StepPlan
-from mllm_compile.runtime.step.results import StepResults
+from mllm_compile.runtime.step.results import AllScores, StepResults
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.cuda_graph.verifies import CapturedVerify, VerifyGraphs
+    from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 
 _OF_DEVICE = -1
 _NONE = np.empty(0, dtype=np.int64)
@@ -39,12 +40,8 @@ class VerifyPath(StepPath):
         self._texts: dict[int, tuple[Request, int]] = {}  # by row: whose text the device has, and how much of it
 
     def serves(self, batch: ScheduledBatch) -> bool:
-        """True if a graph runs the batch: decodes alone that choose plainly, with drafts that fit."""
-        if batch.device_lens is not None:
-            return True  # planned for it
-        if batch.num_decodes < batch.num_requests or self._width(batch) is None:
-            return False
-        return all(map(may_be_captured, batch.requests))
+        """True if a graph runs the batch: decodes alone, with drafts that fit."""
+        return batch.num_decodes == batch.num_requests and self._width(batch) is not None
 
     def _width(self, batch: ScheduledBatch) -> int | None:
         """C of the graph that runs a batch of decodes; None: none does."""
@@ -57,12 +54,15 @@ class VerifyPath(StepPath):
         requests = np.arange(count)
         fields = StepFields(
             input_ids=_NONE,
-            positions=_NONE,
+            positions=np.zeros(batch.num_tokens, dtype=np.int64),  # the device makes them
             out_cache_loc=_NONE,
             req_pool_indices=batch.rows,
             seq_lens=batch.seq_lens,
+            sampled_rows=np.repeat(batch.rows, width),
         )
         draft_ids = np.full((count, width - 1), NO_TOKEN, dtype=np.int64)
+        if batch.device_lens is None:
+            _write_drafts(draft_ids, batch)
         return StepPlan(
             fields=fields,
             is_decode=False,
@@ -75,7 +75,7 @@ class VerifyPath(StepPath):
         )
 
     def run(self, step: Step) -> StepResults:
-        batch, sampling, runs = step.batch, self._sampling, step.plan.runs
+        batch, plan, sampling, runs = step.batch, step.plan, self._sampling, step.plan.runs
         assert runs is not None, "the plan of a verify step"
         width = runs.places.shape[1]
         self._pools.bring_new_pages(batch)
@@ -83,9 +83,11 @@ class VerifyPath(StepPath):
         sampling.state.flush()
         fields = np.zeros((batch.num_requests, VERIFY_FIELDS), dtype=np.int32)
         fields[:, 0], fields[:, 2] = batch.rows, batch.num_new - 1
+        if plan.media is not None:
+            fields[:, 4] = plan.media.deltas
         if batch.device_lens is None:
             fields[:, 1], fields[:, 3] = batch.prefix_lens, batch.num_new - 1
-            _write_drafts(fields[:, 4:], batch)
+            fields[:, DRAFT_FIELD : DRAFT_FIELD + width - 1] = runs.draft_ids
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
             self._bring_texts(batch, batch.device_lens)
@@ -94,7 +96,12 @@ class VerifyPath(StepPath):
             is_token = np.arange(width) < batch.num_new[:, None]
             rows = upload(np.flatnonzero(is_token), self._runner.device)
             step.hidden_states = launched.hidden_states.index_select(0, rows)
-        return VerifyResults(launched, width)
+        mask, loop = sampling.mask(batch, plan), self._graphs.loop
+        if sampling.state.flags.chooses_plainly and mask is None:
+            scores = sampling.score(batch, plan, launched.logits, launched.tokens)
+        else:  # then the graph's choice is not used
+            scores = sampling.sample_captured(batch, plan, launched, loop, mask)
+        return VerifyResults(*loop.results(batch.num_requests), width, *scores)
 
     def follow(self, step: Step) -> None:
         raise RuntimeError("internal error: verify steps are captured on one rank alone")
@@ -120,9 +127,21 @@ class VerifyPath(StepPath):
 class VerifyResults(StepResults):
     """The results of a captured verify step."""
 
-    def __init__(self, step: CapturedVerify, num_tokens: int) -> None:
-        super().__init__(step.buffer, None, None)
-        self._results, self._num_tokens = step.results, num_tokens
+    def __init__(
+        self,
+        buffer: StagingBuffer,
+        results: np.ndarray,
+        num_tokens: int,
+        scores: TokenLogprobs | None,
+        all_scores: AllScores | None,
+    ) -> None:
+        """
+        Args:
+            buffer, results: as VerifyLoop.results gives them.
+            num_tokens: C.
+        """
+        super().__init__(buffer, None, scores, all_scores=all_scores)
+        self._results, self._num_tokens = results, num_tokens
 
     def tokens(self) -> np.ndarray:
         """The tokens as AcceptedTokens.packed has them, once the copy is over."""

@@ -12,13 +12,17 @@ import torch
 
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD
 from mllm_compile.runtime.program.loaded import VerifyPieces
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
+from mllm_compile.runtime.step.media_steps import MediaSteps
 from tests.runtime.cuda_graph.played_cases import Model, played_runner
 from tests.runtime.runner_cases import VOCAB, Loop
 from tests.runtime.step import test_hidden_drafter as hidden
+from tests.runtime.step.decode_loop_cases import OTHERS
+from tests.runtime.step.test_grammar_rows import FakeGrammar, FakeMasks, add
 from tests.runtime.step.test_verify_steps import KINDS, PROMPTS, ReplayingDrafter, seen
 
 MOST = 3
@@ -45,9 +49,9 @@ class TimedLoop(Loop):
         super()._finish(batch, handle)
 
 
-def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, **options) -> Loop:
+def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, model=Repeats, **options) -> Loop:
     """Serves requests; each further `joining` steps one more joins."""
-    runner = played_runner(Repeats(), section, **options)
+    runner = played_runner(model(), section, **options)
     speculation = None
     if section is not None:
         verifies = runner.graph_runner.verifies
@@ -82,6 +86,9 @@ def compare(requests, section=None, **options) -> Loop:
     plain = serve(requests, **options)
     drafted = serve(requests, section or section_of(), **options)
     assert seen(drafted) == seen(plain)
+    for one, other in zip(drafted.requests, plain.requests, strict=True):
+        ours, theirs = ([scores.logprob for scores in request.output_logprobs] for request in (one, other))
+        assert ours == pytest.approx(theirs, abs=1e-4)
     return drafted
 
 
@@ -183,14 +190,89 @@ def test_requests_that_join_and_leave_give_the_same_tokens(played, page_size):
     assert ahead_steps(drafted) > 10
 
 
-def test_parameters_that_no_graph_serves_are_served_beside(played):
-    others = [{}, {"top_k": 3, "temperature": 0.8}, {"logprobs": 1}, {"presence_penalty": 1.0}, FEW, {}]
-    requests = [
-        {"prompt": prompt, "max_tokens": 20} | other for prompt, other in zip(PROMPTS * 2, others, strict=False)
-    ]
-    drafted = compare(requests, joining=9)
-    assert ahead_steps(drafted) > 0
-    assert any(batch.has_drafts and batch.device_lens is None for batch in drafted.batches)
+@pytest.fixture
+def launches(monkeypatch) -> list[int]:
+    """The requests of each step of drafts that is one launch."""
+    found, launch = [], VerifyGraphs.launch
+    monkeypatch.setattr(VerifyGraphs, "launch", lambda *of: found.append(len(of[1])) or launch(*of))
+    return found
+
+
+def decodes_with_drafts(loop: Loop) -> int:
+    """Steps of decodes alone that bring drafts."""
+    return sum(batch.has_drafts and batch.num_decodes == batch.num_requests for batch in loop.batches)
+
+
+@pytest.mark.parametrize("most", [MOST, "by_cost"])
+@pytest.mark.parametrize("params", [*OTHERS, {"min_tokens": 20, "stop_token_ids": [5]}])
+def test_all_parameters_are_served_in_one_launch_while_one_runs(played, launches, params, most):
+    given = FEW | params if "allowed_token_ids" not in params else params
+    requests = [{"prompt": prompt, "max_tokens": 30, "seed": 5} | given for prompt in PROMPTS]
+    drafted = compare(requests, section_of(most), max_running_requests=4)
+    assert ahead_steps(drafted) > 3
+    assert len(launches) == decodes_with_drafts(drafted)
+    assert sum(request.num_accepted_tokens for request in drafted.requests) > 3
+
+
+def test_requests_with_all_kinds_of_parameters_share_steps(played, launches):
+    others = [{}, *OTHERS, {"temperature": 0.8, "min_p": 0.1}]
+    requests = [{"prompt": PROMPTS[i % 4], "max_tokens": 24} | other for i, other in enumerate(others)]
+    drafted = compare(requests, joining=5)
+    assert ahead_steps(drafted) > 3
+    assert len(launches) == decodes_with_drafts(drafted)
+
+
+def after(output: list[int]) -> frozenset[int]:
+    """Tokens that depend on the last one and on how many there are."""
+    last = output[-1] if output else 17
+    return frozenset({1 + (last * 7 + len(output)) % 60, 1 + (last + 30) % 60})
+
+
+@pytest.mark.parametrize(("kind", "fails"), [*((kind, False) for kind in KINDS), ("right", True)])
+def test_drafts_of_requests_with_grammars_are_one_launch(played, launches, kind, fails):
+    """A grammar may fail behind a drafted token."""
+
+    def rule(output):
+        if len(output) == 4 and failing:
+            return failing.pop()
+        return after(output)
+
+    def served(section=None, drafter=None):
+        runner = played_runner(Repeats(), section)
+        speculation = drafter and Speculation(drafter=TextDrafter(drafter), num_tokens=MOST, vocab_size=VOCAB)
+        loop, masks = Loop(runner, False, speculation), FakeMasks()
+        loop.requests = [
+            add(loop, prompt, FakeGrammar(masks, rule) if i % 2 else None, max_tokens=16, temperature=0.4 * (i // 2))
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        with torch.inference_mode():
+            loop.run()
+        return loop
+
+    failing: list[None] = []
+    plain = served()
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain.requests}
+    failing = [None] * fails
+    drafted = served(section_of(method="suffix"), ReplayingDrafter(answers, kind))
+    assert seen(drafted) == seen(plain)
+    assert sum(request.had_broken_draft for request in drafted.requests) == fails
+    assert 0 < len(launches) == decodes_with_drafts(drafted)
+
+
+def test_tokens_behind_images_are_drafted_at_their_positions(played, launches, monkeypatch):
+    requests = [{"prompt": prompt, "max_tokens": 20, **FEW} for prompt in PROMPTS]
+    text = compare(requests, model=Model)
+    launches.clear()
+
+    def admit(media, admitted):
+        for request in admitted:
+            media._media, media._has_images[request.row], media._deltas[request.row] = media, True, 7
+
+    monkeypatch.setattr(MediaSteps, "admit", admit)
+    drafted = compare(requests, model=Model)
+    assert ahead_steps(drafted) > 3
+    assert len(launches) == decodes_with_drafts(drafted)
+    assert seen(drafted) != seen(text)
 
 
 def test_preempted_requests_give_the_same_tokens(played):
@@ -272,7 +354,7 @@ def test_a_draft_without_numbers_costs_no_token(played, is_own):
 
     def drafts_sevens(arguments):
         fields = arguments[0]
-        fields[:, 4:] = 7
+        fields[:, DRAFT_FIELD:] = 7
         fields[:, 3] = fields[:, 2]
         return begin(arguments)
 
