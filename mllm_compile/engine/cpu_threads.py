@@ -1,7 +1,12 @@
-"""Chooses the threads of a CPU's steps when an engine starts: by OMP_NUM_THREADS, by the model's size, or by trial."""
+"""Chooses the threads of a CPU's steps when an engine starts: by OMP_NUM_THREADS, by the model's size, or by trial.
+
+A trial's finding is beside the runtime, as other measurements of a device are. It holds for a day: what else runs on
+the machine decides too.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,9 +17,12 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.device.thread_trial import MOST_WEIGHT_BYTES, StepThreads, fastest
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.store.measurements import device_key, read_measured, write_measured
 from mllm_compile.store.opened import CompiledRuntime
 
 _PROMPT_TOKENS = 16  # of a trial: enough to compute rather than read
+_HOLDS_S = 24 * 60 * 60
+_THREADS = "threads"  # of the device's measurements
 
 
 def prepare_threads(
@@ -34,11 +42,30 @@ def prepare_threads(
     if threads.is_given or threads.count == 1 or weight_bytes > MOST_WEIGHT_BYTES or not _is_tried(runner):
         timeline.note(f"CPU threads: {threads.count} ({threads.why})")
         return lambda: use_threads(threads.count)
-    with timeline.stage("try threads"):
-        found = try_threads(runner, threads.count)
+    found = _found_before(compiled, threads.count)
+    if found is None:
+        with timeline.stage("try threads"):
+            found = try_threads(runner, threads.count)
+        _keep(compiled, threads.count, found)
     timeline.note(f"CPU threads: {found.decode} for decodes, {found.prompt} for prompts (by trial, of {threads.count})")
     runner.step_threads = found if found.decode != found.prompt else None
     return lambda: use_threads(found.decode)
+
+
+def _found_before(compiled: CompiledRuntime, most: int) -> StepThreads | None:
+    """Reads the finding of an earlier start on such a CPU; None: it has none, or an old one."""
+    kept = read_measured(compiled.artifact.measured_folder, device_key("cpu")).get(_THREADS)
+    match kept:
+        case {"most": kept_most, "at": float(at), "decode": int(decode), "prompt": int(prompt)}:
+            holds = kept_most == most and 0 <= time.time() - at < _HOLDS_S
+            return StepThreads(decode, prompt) if holds and {decode, prompt} <= set(range(1, most + 1)) else None
+    return None
+
+
+def _keep(compiled: CompiledRuntime, most: int, found: StepThreads) -> None:
+    folder, key = compiled.artifact.measured_folder, device_key("cpu")
+    kept = {"most": most, "at": time.time(), "decode": found.decode, "prompt": found.prompt}
+    write_measured(folder, key, {**read_measured(folder, key), _THREADS: kept})
 
 
 def _is_tried(runner: ModelRunner) -> bool:

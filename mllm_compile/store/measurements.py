@@ -1,7 +1,7 @@
 """Measurements of a device, beside the runtime that they were made with: one sealed file a device.
 
 Keyed by the device's name and memory: an H100 and an H200 run the same code, but hold different numbers of KV pages. A
-damaged file counts as none: its values are measured again.
+CPU's name has its cores. A damaged file counts as none: its values are measured again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def device_key(device: str) -> DeviceKey:
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         return DeviceKey(properties.name, properties.total_memory)
-    return DeviceKey("cpu", 0)
+    from mllm_compile.runtime.device.cpu_threads import cpu_model, usable_cores
+
+    return DeviceKey(f"{cpu_model()}, {usable_cores()} cores", 0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -93,6 +94,12 @@ def usable_cores(cgroups: Path = _CGROUPS, own_cgroup: Path = Path("/proc/self/c
     """Cores that this process may run on at once: its affinity, and its container's share, rounded down."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min([cores, *(int(share) for share in _quotas(cgroups, own_cgroup))]))
+
+
+def cpu_model() -> str:
+    """The processor's name, as the kernel has it."""
+    names = (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _quotas(cgroups: Path, own_cgroup: Path) -> list[float]:

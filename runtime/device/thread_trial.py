@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from mllm_compile.runtime.device.cpu_threads import use_threads
 
-# Of each kind of step. A step that takes longer is not interrupted, so larger models are not tried.
-BUDGET_S = 0.15
-MOST_WEIGHT_BYTES = 1 << 30  # read in some 0.1 s
+# Of each kind of step: for a first run with each number, and for all runs where those take less. A step is not
+# interrupted, so larger models are not tried.
+FIRST_RUNS_S, BUDGET_S = 2.0, 0.15
+MOST_WEIGHT_BYTES = 4 << 30  # read in some 0.4 s
 _GAIN = 0.95  # of the time with fewer threads, which leave cores to others
 
 
@@ -33,8 +34,9 @@ class StepThreads:
 def fastest(run: Callable[[], object], most: int, clock: Callable[[], float] = time.perf_counter) -> int:
     """The number of threads with which `run` is fastest, of `most`, a half of it, and so on down to 1.
 
-    A number counts only if its run is 5 % faster than with fewer threads. Takes BUDGET_S, or one run if that is more;
-    numbers that were not tried by then are left out. The calling thread's own number is as before afterwards.
+    A number counts only if its run is 5 % faster than with fewer threads. Takes BUDGET_S, or as long as each number's
+    first run takes, up to FIRST_RUNS_S; numbers that were not tried by then are left out. The calling thread's own
+    number is as before afterwards.
     """
     counts = [most]
     while counts[-1] > 1:
@@ -44,7 +46,8 @@ def fastest(run: Callable[[], object], most: int, clock: Callable[[], float] = t
     while True:
         for count in counts:
             expected_s = max(best_s.values(), default=0.0)
-            if clock() - begin + expected_s > BUDGET_S:
+            limit_s = BUDGET_S if count in best_s else FIRST_RUNS_S
+            if clock() - begin + expected_s > limit_s:
                 return _choice(best_s)
             use_threads(count)
             start = clock()

@@ -124,29 +124,14 @@ def op(name: str) -> Any:
 
 
 def define(source: str | None = None) -> None:
-    """Defines the ops that `source`, a piece's, calls; without one all ops.
+    """Defines the ops that `source` calls, a piece's or a package's list of calls by name; without one all ops.
 
     Raises:
         ImportError: a module needs Triton, which is not there.
     """
-    called = OPS if source is None else re.findall(r"torch\.ops\.mllm\.(\w+)", source)
+    called = OPS if source is None else re.findall(r"\b(?:torch\.ops\.mllm\.|mllm::)(\w+)", source)
     for name in dict.fromkeys(called):
         op(name)
-
-
-@cache
-def define_called() -> None:
-    """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
-    for module in (
-        "add_lora",
-        "experts.count",
-        "experts.linear",
-        "experts.quantised",
-        "panels.ops",
-        "quantised_linear.ops",
-        *(f"{folder}.ops" for folder in FAMILIES),
-    ):
-        importlib.import_module(f"{__name__}.{module}")
 
 
 @cache

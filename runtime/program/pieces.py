@@ -40,7 +40,7 @@ class PackagedPiece:
 
     def __init__(self, name: str, package: bytes) -> None:
         check_members(name, package)
-        ops.define_called()
+        ops.define(calls_by_name(package))
         # run_single_threaded: the threaded runner queries an event, which fails while a CUDA graph is captured.
         run_single_threaded, num_runners, device_index = True, 1, -1
         with _as_path(name, package) as (path, self._files):
@@ -103,6 +103,13 @@ def check_members(name: str, package: bytes) -> None:
             raise ArtifactError(f"piece {name} holds {member.filename!r}, which no package of ours does: not loaded")
     if sum(member.file_size for member in members) > _MAX_UNPACKED_BYTES:
         raise ArtifactError(f"piece {name} unpacks to more than {_MAX_UNPACKED_BYTES >> 20} MiB: not loaded")
+
+
+def calls_by_name(package: bytes) -> str:
+    """The lists of ops that a package calls by name, as AOTInductor writes them ("mllm::quantised_linear")."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        lists = (member for member in archive.infolist() if member.filename.endswith(".json"))
+        return "\n".join(archive.read(member).decode() for member in lists)
 
 
 # Before torch 2.13 the loader takes no folder: it unpacks a package itself into one in /tmp, which stays where the

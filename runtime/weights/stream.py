@@ -121,13 +121,16 @@ class TensorRead:
                 self._landings[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self.place.device)
         return self._landings[index]
 
-    def landed(self, num_bytes: int) -> None:
-        """Counts bytes that have been put on their way; converts after the last."""
+    def landed(self, num_bytes: int) -> bool:
+        """Counts bytes that have been put on their way; True after the last."""
         self._missing_bytes -= num_bytes
-        if self._missing_bytes == 0:
-            if not self.is_direct:
-                self._convert()
-            self._landings.clear()
+        return self._missing_bytes == 0
+
+    def finish(self) -> None:
+        """Converts what has landed, where it has to be."""
+        if not self.is_direct:
+            self._convert()
+        self._landings.clear()
 
     def _convert(self) -> None:
         entries = [source.entry for source in self.sources]
@@ -326,8 +329,9 @@ def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Cal
                     raise CheckpointError(f"{chunk.path} cannot be read: {error.strerror or error}") from error
                 if chunk.landings:
                     with chunks.lock:
-                        for place, num_bytes in chunk.landings:
-                            place.read.landed(num_bytes)
+                        whole = [place.read for place, num_bytes in chunk.landings if place.read.landed(num_bytes)]
+                    for read in whole:  # on a CPU a conversion takes as long as reading
+                        read.finish()
                 advance(chunk.num_bytes)
         except BaseException:
             chunks.is_stopped = True

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from mllm_compile.runtime.device.cpu_threads import cpu_model
+
 COMMIT_VARIABLE = "MLLM_COMPILE_COMMIT"
 _PACKAGES = ("triton", "flashinfer-python", "transformers")
 
@@ -53,15 +55,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{_cpu_model()}, {threads} thread{'s' * (threads != 1)}"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{cpu_model()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _output(*command: str) -> str:

@@ -108,7 +108,7 @@ def decoded_rows(rows: torch.Tensor, kind: BlockType) -> torch.Tensor:
 
 def _halves(blocks: torch.Tensor, begin: int, count: int = 1) -> torch.Tensor:
     """[M, count] float32: float16 numbers of each block."""
-    return blocks[:, begin : begin + 2 * count].contiguous().view(torch.float16).float()
+    return blocks.view(torch.float16)[:, begin // 2 : begin // 2 + count].float()
 
 
 def _low_then_high(packed: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ FORMATS: dict[str, Format] = {
         *GGUF_CHANGES,
     )
 }
-_MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight
+_MOST_VALUES = 1 << 18  # computed at once: bounds what that takes beside the weight
 _ROWS_ALIGNED = 128
 
 View = Callable[[torch.Tensor], torch.Tensor]

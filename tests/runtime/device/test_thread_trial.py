@@ -63,9 +63,15 @@ def test_a_disturbed_run_decides_nothing(monkeypatch):
 
 
 def test_a_slow_step_is_run_once_and_gets_what_was_tried(monkeypatch):
-    machine = Machine({4: 0.1, 2: 0.1, 1: 0.1}, monkeypatch)
+    machine = Machine({4: 1.2, 2: 1.2, 1: 1.2}, monkeypatch)
     assert machine.fastest(4) == 4
     assert machine.runs == [4]
+
+
+def test_a_step_that_is_longer_than_the_budget_is_run_once_with_each_number(monkeypatch):
+    machine = Machine({2: 0.4, 1: 0.3}, monkeypatch)
+    assert machine.fastest(2) == 1
+    assert machine.runs == [2, 1]
 
 
 def test_a_runners_steps_are_tried_and_nothing_of_them_is_left():
@@ -88,11 +94,33 @@ def test_steps_get_the_threads_of_their_kind(monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_no_clock_chooses_threads_in_the_deterministic_mode(deterministic, monkeypatch):
+def test_no_clock_chooses_threads_in_the_deterministic_mode(deterministic, monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(cpu_threads, "threads_for", lambda weight_bytes: CpuThreads(2, "two cores"))
     tried = []
     monkeypatch.setattr(cpu_threads, "try_threads", lambda *args: tried.append(args) or StepThreads(1, 1))
-    compiled = SimpleNamespace(artifact=SimpleNamespace(weights=()))
+    compiled = SimpleNamespace(artifact=SimpleNamespace(weights=(), measured_folder=tmp_path / "measured"))
     prepare_threads(compiled, make_runner(deterministic=deterministic), Timeline(), most=None)
     assert bool(tried) is not deterministic
+
+
+def test_a_later_start_takes_what_was_found_until_a_day_is_over(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores, now, tried = 2, 1_000_000.0, []
+    monkeypatch.setattr(cpu_threads, "threads_for", lambda weight_bytes: CpuThreads(cores, "cores"))
+    monkeypatch.setattr(cpu_threads.time, "time", lambda: now)
+    monkeypatch.setattr(cpu_threads, "try_threads", lambda runner, most: tried.append(most) or StepThreads(1, most))
+    compiled = SimpleNamespace(artifact=SimpleNamespace(weights=(), measured_folder=tmp_path / "measured"))
+
+    def threads_of_a_start() -> StepThreads | None:
+        runner = make_runner()
+        prepare_threads(compiled, runner, Timeline(), most=None)
+        return runner.step_threads
+
+    assert threads_of_a_start() == threads_of_a_start() == StepThreads(1, 2)
+    assert tried == [2]
+    now += 25 * 60 * 60
+    threads_of_a_start()
+    assert tried == [2, 2]
+    cores = 4
+    assert threads_of_a_start() == StepThreads(1, 4)

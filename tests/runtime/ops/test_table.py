@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from mllm_compile.runtime import ops
 from mllm_compile.runtime.ops import op
 from tests.fresh_process import fresh_process
 
@@ -34,17 +32,6 @@ def test_an_op_is_defined_when_it_is_asked_for(modules_after):
 def test_a_source_defines_what_it_calls_and_nothing_else(modules_after):
     modules = modules_after("ops.define('torch.ops.mllm.attention_with_output(q, k, v, out, name)')")
     assert modules == {"attention", "attention.layer_op"}
-
-
-def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name(modules_after):
-    """Kernels of Triton's are in packages; attention and layers with a state are between, the trace's ops are gone."""
-    folder = Path(ops.__file__).parent
-    sources = {name: (folder / f"{module.replace('.', '/')}.py").read_text() for name, module in ops.OPS.items()}
-    called = {name for name, source in sources.items() if "import triton" not in source}
-    between = ("attention.layer_op", "trace", "states.run", "states.trace", "segments.reference", "segments.ops")
-    called -= {name for name, module in ops.OPS.items() if module in between}
-    assert {"expert_linear", "gated_linear", "stream_linear"} <= called
-    modules_after(f"ops.define_called(); assert all(hasattr(torch.ops.mllm, name) for name in {sorted(called)})")
 
 
 def test_an_op_that_somebody_else_has_defined_is_taken_as_it_is(modules_after):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -43,6 +46,21 @@ def test_a_source_runs_as_written():
     double, total = load_piece("piece.py", SOURCE.encode())([torch.ones(3)])
     assert double.tolist() == [2, 2, 2]
     assert total.item() == 3
+
+
+def test_a_package_has_the_ops_defined_that_it_calls_by_name_and_no_others():
+    calls = {"nodes": [{"name": "buf1", "node": {"target": "mllm::expert_linear", "inputs": []}}]}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("piece/data/aotinductor/model/c.wrapper.json", json.dumps(calls))
+    code = (
+        "import contextlib, sys, torch; from mllm_compile.runtime.errors import ArtifactError\n"
+        "from mllm_compile.runtime.program.pieces import load_piece\n"
+        "with contextlib.suppress(ArtifactError): load_piece('piece.pt2', sys.stdin.buffer.read())  # it has no code\n"
+        "print(hasattr(torch.ops.mllm, 'expert_linear'), hasattr(torch.ops.mllm, 'gated_linear'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=buffer.getvalue(), capture_output=True, check=True)
+    assert done.stdout.split() == [b"True", b"False"]
 
 
 def test_what_inductor_packs_is_accepted():
