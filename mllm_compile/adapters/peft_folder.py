@@ -48,7 +48,7 @@ class AdapterTensors:
     """An adapter in memory.
 
     Attributes:
-        digest: 16 hex digits over both files.
+        digest: 32 hex digits over both files.
         rank: its highest.
         num_bytes: of all matrices.
         matrices: weight → A [rank, inputs] and B [outputs, rank], on the CPU, in BaseModel.dtype.
@@ -86,7 +86,7 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
     data = _read_whole(path, header)
     with ThreadPoolExecutor(1, thread_name_prefix="hash adapter") as beside:
         digest = beside.submit(
-            lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:16]
+            lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:32]
         )
         matrices = _matrices(data, factors, places, names, base, path)
         return AdapterTensors(

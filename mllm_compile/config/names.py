@@ -34,12 +34,12 @@ def repository_and_tag(hub_id: str) -> tuple[str, str | None]:
     return repository, tag or None
 
 
-def check_adapter_name(name: str) -> None:
+def check_adapter_name(name: object) -> None:
     """
     Raises:
         ValueError: no adapter may have this name.
     """
-    if not re.fullmatch(r"[\w./:@+-][\w ./:@+-]{0,199}", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[\w./:@+-][\w ./:@+-]{0,199}", name):
         raise ValueError(f"an adapter's name of up to 200 letters, digits and . / : @ + - _; got {short_repr(name)}")
 
 

@@ -50,6 +50,7 @@ def _answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:
         num_cached_tokens=submission.sequences[0].request.num_cached_tokens,
         metrics=_metrics(submission),
         error=None if submission.failure is None else str(submission.failure),
+        adapter=submission.adapter,
     )
 
 
@@ -102,6 +103,7 @@ class StreamBuilder:
             num_cached_tokens=submission.sequences[0].request.num_cached_tokens,
             metrics=_metrics(submission) if finished else None,
             error=None if submission.failure is None else str(submission.failure),
+            adapter=submission.adapter,
         )
 
     def _add(self, output: CompletionOutput, delta: Delta) -> None:

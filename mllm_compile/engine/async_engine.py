@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +19,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
+    from mllm_compile.adapters.registry import Adapter
     from mllm_compile.config.sources import EngineSource
 
 
@@ -45,6 +47,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         stream: bool = True,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers one prompt piece by piece, each output holding what is new; arguments and errors as Engine.stream.
 
@@ -54,7 +57,9 @@ class AsyncEngine:
             stream: False: one output, the whole answer, which costs less.
         """
         build = self.engine.builder.build_one
-        return self._run(lambda: build(prompt, sampling_params, request_id=request_id, priority=priority), stream)
+        return self._run(
+            lambda: build(prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter), stream
+        )
 
     def chat(
         self,
@@ -64,18 +69,34 @@ class AsyncEngine:
         *,
         priority: int = 0,
         stream: bool = True,
+        adapter: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like generate, for one conversation; template_options are the chat template's."""
         build = self.engine.builder.build_chat
         return self._run(
-            lambda: build(messages, sampling_params, template_options, request_id=request_id, priority=priority),
+            lambda: build(
+                messages,
+                sampling_params,
+                template_options,
+                request_id=request_id,
+                priority=priority,
+                adapter=adapter,
+            ),
             stream,
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Like Engine.abort."""
         self.engine.abort(request_id)
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> Adapter:
+        """Like Engine.load_adapter."""
+        return await asyncio.to_thread(self.engine.load_adapter, name, path, replace=replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Like Engine.unload_adapter."""
+        self.engine.unload_adapter(name)
 
     async def stats(self) -> EngineStats:
         """The requests running and waiting, and the speed; see EngineStats."""

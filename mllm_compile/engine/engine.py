@@ -6,6 +6,7 @@ may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks f
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Iterable
@@ -17,11 +18,12 @@ from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
-from mllm_compile.engine.requests import RequestBuilder, as_request_ids, warn_of_refused
+from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
 from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.files.user_path import user_path
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter, reporter_for
@@ -30,7 +32,9 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
+    from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.sources import EngineSource
+    from mllm_compile.engine.adapter_queue import AdapterParts
 
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
@@ -39,7 +43,7 @@ _BAR_INTERVAL_S = 0.1
 
 # vLLM's arguments of a call, and what to use here.
 _OF_A_CALL = {
-    "lora_request": "LoRA is not built.",
+    "lora_request": "Load it by load_adapter(name, path), and give adapter=name.",
     "prompt_token_ids": "Give token ids as prompts, or {'prompt_token_ids': …}.",
 }
 
@@ -126,6 +130,7 @@ class Engine:
         self.default_params = parts.default_params
         self.media = parts.media
         self.tower = parts.tower
+        self._adapters = None if parts.adapters is None else self._registry(parts.adapters)
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -134,6 +139,7 @@ class Engine:
             grammars=parts.grammars,
             media=parts.media,
             tower=parts.tower,
+            adapters=self._adapters,
         )
         self.core = EngineCore(
             parts.scheduler,
@@ -146,14 +152,27 @@ class Engine:
             experts_chosen=parts.experts_chosen,
             snapshot_bytes=parts.snapshot_bytes,
             log_interval_s=log_interval_s,
+            adapters=parts.adapters,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
         try:
             self.core.start()
-        except BaseException:  # Ctrl-C, or no thread can be started
+            if self._adapters is not None and parts.config is not None:
+                for name, folder in parts.config.lora.adapters.items():
+                    self.load_adapter(name, folder)
+        except BaseException:  # Ctrl-C, an adapter that is refused, or no thread can be started
             self._close()
             raise
+
+    def _registry(self, parts: AdapterParts) -> AdapterRegistry:
+        from mllm_compile.adapters.registry import AdapterRegistry
+
+        return AdapterRegistry(
+            parts.base,
+            lambda adapter, matrices: self.core.place_adapter(adapter, matrices),
+            lambda adapter: self.core.retire_adapter(adapter),
+        )
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -165,6 +184,7 @@ class Engine:
         *,
         progress: bool | None = None,
         priority: int = 0,
+        adapter: AdapterNames = None,
     ) -> list[RequestOutput]:
         """Answers prompts, all of them at once as far as there is room.
 
@@ -177,6 +197,7 @@ class Engine:
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
+            adapter: the name of a loaded adapter, or a list with one for each prompt, None for the model alone.
 
         Returns:
             One output a prompt, in their order.
@@ -187,7 +208,7 @@ class Engine:
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
         self.core.expect()
-        submissions = self.builder.build(prompts, sampling_params, priority)
+        submissions = self.builder.build(prompts, sampling_params, priority, adapter)
         return self._answer(submissions, is_single_prompt(prompts), progress)
 
     def chat(
@@ -197,6 +218,7 @@ class Engine:
         *,
         progress: bool | None = None,
         priority: int = 0,
+        adapter: AdapterNames = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Like generate, for one conversation or a list of them; raises the same.
@@ -204,12 +226,14 @@ class Engine:
         Args:
             messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts
                 in OpenAI's form.
-            sampling_params, progress, priority: as in generate.
+            sampling_params, progress, priority, adapter: as in generate.
             template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`. With
                 `continue_final_message=True` the answer continues the last message. An option that it does not read is
                 refused.
         """
-        submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
+        submissions, is_single = self.builder.build_chats(
+            messages, sampling_params, template_options, priority, adapter
+        )
         return self._answer(submissions, is_single, progress)
 
     def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:
@@ -241,6 +265,7 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> TokenStream:
         """Answers one prompt piece by piece; generation starts with this call.
 
@@ -251,13 +276,16 @@ class Engine:
             sampling_params: None takes the model's own defaults.
             request_id: a name for `abort`; None makes one.
             priority: lower is served first.
+            adapter: the name of a loaded adapter.
 
         Raises:
             RequestError: the prompt is refused.
             EngineDeadError: the engine is closed or dead.
         """
         self.core.expect()
-        return self._stream(self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority))
+        return self._stream(
+            self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter)
+        )
 
     def stream_chat(
         self,
@@ -266,12 +294,18 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
         **template_options: Any,
     ) -> TokenStream:
         """Like stream, for one conversation; template_options as in chat."""
         return self._stream(
             self.builder.build_chat(
-                messages, sampling_params, template_options, request_id=request_id, priority=priority
+                messages,
+                sampling_params,
+                template_options,
+                request_id=request_id,
+                priority=priority,
+                adapter=adapter,
             )
         )
 
@@ -286,6 +320,44 @@ class Engine:
         )
         self.core.submit([submission])
         return stream
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> Adapter:
+        """Loads an adapter (LoRA), a folder as PEFT writes it; requests name it by `adapter`.
+
+        Others are answered meanwhile. Requests that run keep the version that they began with.
+
+        Args:
+            replace: if the name is taken, it gets a new version; else that is refused.
+
+        Returns:
+            Its name, version, folder, digest and rank.
+
+        Raises:
+            RequestError: the name is malformed, taken, or being loaded.
+            UnsupportedModelError: the adapter asks for something that is not served.
+            CheckpointError: it is damaged, or another model's.
+            EngineDeadError: the engine is closed or dead.
+        """
+        return self._served_adapters().load(name, user_path(os.fspath(path)).absolute(), replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes an adapter's name back; requests that have named it are answered to their end.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        self._served_adapters().unload(name)
+
+    def list_adapters(self) -> list[Adapter]:
+        """The adapters that requests can name."""
+        return [] if self._adapters is None else self._adapters.all()
+
+    def _served_adapters(self) -> AdapterRegistry:
+        if self._adapters is None:
+            raise RequestError("no adapters are served. Set lora.max_adapters in the config to how many there may be.")
+        return self._adapters
 
     # --- control ------------------------------------------------------------------------------------------------------
 

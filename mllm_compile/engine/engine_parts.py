@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepSubmitter
@@ -15,6 +16,9 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from mllm_compile.engine.adapter_queue import AdapterParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class EngineParts:
         experts_chosen: gives each layer's counts by expert, likewise.
         snapshot_bytes: what the state of a cached prefix takes, likewise.
         tower: what prompts with images are checked with; a text: why none are served.
+        adapters: the device's side of adapters; None: none are served.
     """
 
     scheduler: Scheduler | DataParallelScheduler
@@ -61,3 +66,4 @@ class EngineParts:
     experts_chosen: ExpertsSource = dict
     snapshot_bytes: int = 0
     tower: Tower | str = "the model takes text alone"
+    adapters: AdapterParts | None = None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mllm_compile.engine import end_errors
 from mllm_compile.engine.outputs import FinishReason
@@ -34,6 +34,11 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.output import StepOutput
+
+if TYPE_CHECKING:
+    from mllm_compile.adapters.peft_folder import Matrices
+    from mllm_compile.adapters.registry import Adapter
+    from mllm_compile.engine.adapter_queue import AdapterParts, AdapterQueue
 
 logger = logging.getLogger("mllm_compile.engine")
 
@@ -108,6 +113,7 @@ class EngineCore:
         experts_chosen: gives each layer's counts by expert, likewise.
         snapshot_bytes: what the state of a cached prefix takes, likewise.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
+        adapters: the device's side of adapters; None: no request has one.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class EngineCore:
         experts_chosen: ExpertsSource = dict,
         snapshot_bytes: int = 0,
         log_interval_s: float = 10.0,
+        adapters: AdapterParts | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._check_device = check_device
@@ -157,12 +164,18 @@ class EngineCore:
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
 
+        self._adapters = None if adapters is None else self._adapter_queue(adapters)
         self._step_sink: StepSink | None = None
         self._stopped_unseen = end_errors.stopped_unseen()
 
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
         _cores.add(self)
+
+    def _adapter_queue(self, parts: AdapterParts) -> AdapterQueue:
+        from mllm_compile.engine.adapter_queue import AdapterQueue
+
+        return AdapterQueue(parts, self._post_if_alive, self._schedule, self._fail)
 
     def start(self) -> None:
         """Starts the thread; once, before anything else but `close`."""
@@ -242,6 +255,29 @@ class EngineCore:
         """
         self._call(self._scheduler.flush_prefix_cache)
 
+    def place_adapter(self, adapter: Adapter, matrices: Matrices) -> None:
+        """Brings an adapter to the device if there is room, between two steps.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead.
+            Exception: what the device says.
+        """
+        queue = self._adapters
+        assert queue is not None, "an engine without adapters has none to place"
+
+        def place() -> None:
+            if self._end_error is not None:
+                raise self._end_error.with_traceback(None)
+            queue.place(adapter, matrices)
+
+        self._call(place)
+
+    def retire_adapter(self, adapter: Adapter) -> None:
+        """Gives an adapter's place back when its last request has ended; no new one may name it."""
+        queue = self._adapters
+        if queue is not None:
+            self._post_if_alive(lambda: queue.retire(adapter))
+
     def close(self) -> None:
         """Aborts all requests, waits for the step in flight, ends the thread and gives memory back; once or often."""
         if self._is_forked:
@@ -319,6 +355,8 @@ class EngineCore:
         finally:
             # The error that callers get holds this frame, and the engine what prepared the thread.
             self._prepare_thread = _nothing
+            if self._adapters is not None:
+                self._adapters.close()
             del runner
             self._surely_end(error)
         if self._closes_itself:
@@ -365,7 +403,8 @@ class EngineCore:
 
     def _figures(self) -> EngineStats:
         self._count_step()
-        return self._recorder.snapshot(self._scheduler.stats())
+        adapters = None if self._adapters is None else self._adapters.stats()
+        return self._recorder.snapshot(self._scheduler.stats(), adapters)
 
     def _carry_out_commands(self) -> None:
         while self._commands:
@@ -436,6 +475,13 @@ class EngineCore:
                 self._add(submission.unqueued.popleft())
 
     def _add(self, sequence: Sequence) -> None:
+        adapter = sequence.submission.adapter
+        if adapter is None or self._adapters is None:
+            self._schedule(sequence)
+        else:
+            self._adapters.take(adapter, sequence)
+
+    def _schedule(self, sequence: Sequence) -> None:
         request = sequence.request
         try:
             self._scheduler.add(request)
@@ -478,6 +524,8 @@ class EngineCore:
         self._watched.pop(request, None)
         self._leaders.pop(request, None)
         self._recorder.completion_ended(sequence.finish_reason or "error")
+        if submission.adapter is not None and self._adapters is not None:
+            self._adapters.leave(sequence)
         self._queue(submission, 1)
         if submission.is_finished:
             self._unanswered.discard(submission)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mllm_compile.adapters.registry import Adapter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -122,6 +125,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens that the prefix cache held.
         metrics: seconds of each phase; in a stream with the last output.
         error: why the request was refused or failed, when `finish_reason` is "error".
+        adapter: the adapter that answered, with its name and version; None: the model alone.
     """
 
     request_id: str
@@ -133,6 +137,7 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None
+    adapter: Adapter | None = None
 
     @property
     def first(self) -> CompletionOutput:

@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mllm_compile.engine.prompts import (
     MediaSource,
@@ -36,7 +36,11 @@ from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
 
+if TYPE_CHECKING:
+    from mllm_compile.adapters.registry import Adapter, AdapterRegistry
+
 Phrases = tuple[tuple[int, ...], ...]
+AdapterNames = str | Seq[str | None] | None  # of all prompts of a call, or of each
 
 logger = logging.getLogger("mllm_compile.engine")
 
@@ -65,6 +69,7 @@ class RequestBuilder:
         grammars: compiles structured_outputs; None: they are refused.
         media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
+        adapters: the adapters that requests may name; None: they are refused.
     """
 
     def __init__(
@@ -77,8 +82,10 @@ class RequestBuilder:
         grammars: GrammarSource | None = None,
         media: MediaSource | None = None,
         tower: Tower | str = "the model takes text alone",
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._adapters = adapters
         self.grammars = grammars
         self._prompts = PromptReader(tokenizer, vocab_size, media, tower)
         self._vocab_size = vocab_size
@@ -89,16 +96,20 @@ class RequestBuilder:
         self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
 
     def build(
-        self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Seq[SamplingParams] | None,
+        priority: int = 0,
+        adapter: AdapterNames = None,
     ) -> list[Submission]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
         Raises:
-            RequestError: `prompts` or `params` as a whole are not what is expected.
+            RequestError: `prompts`, `params` or `adapter` as a whole are not what is expected.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        return self._submissions(self._prompts.read(items), each, priority)
+        return self._submissions(self._prompts.read(items), each, priority, adapter)
 
     def build_chats(
         self,
@@ -106,6 +117,7 @@ class RequestBuilder:
         params: SamplingParams | Seq[SamplingParams] | None,
         template_options: Mapping[str, Any],
         priority: int = 0,
+        adapter: AdapterNames = None,
     ) -> tuple[list[Submission], bool]:
         """Like build, for conversations through the chat template; also whether it is one, not a list.
 
@@ -115,10 +127,16 @@ class RequestBuilder:
         conversations, is_single = as_conversations(messages)
         each = self._params_of_each(params, len(conversations))
         render = self._prompts.renderer(template_options)
-        return self._submissions([render(one) for one in conversations], each, priority), is_single
+        return self._submissions([render(one) for one in conversations], each, priority, adapter), is_single
 
     def build_one(
-        self, prompt: Prompt, params: SamplingParams | None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> Submission:
         """The Submission of a single prompt.
 
@@ -129,7 +147,7 @@ class RequestBuilder:
             raise RequestError(
                 f"prompt: expected one text, list of token ids or dict of such, got {typed_repr(prompt)}"
             )
-        return self._one(self._prompts.read([prompt])[0], params, request_id, priority)
+        return self._one(self._prompts.read([prompt])[0], params, request_id, priority, adapter)
 
     def check(self, prompts: Seq[Prompt], params: SamplingParams) -> list[list[int] | MllmError]:
         """Token ids of each prompt, or the reason why `build` would refuse it; structured_outputs are not compiled.
@@ -152,21 +170,27 @@ class RequestBuilder:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> Submission:
         """The Submission of a single conversation.
 
         Raises:
             RequestError: it is refused.
         """
-        return self._one(self._prompts.renderer(template_options)(messages), params, request_id, priority)
+        return self._one(self._prompts.renderer(template_options)(messages), params, request_id, priority, adapter)
 
     def _one(
-        self, prepared: Prepared, params: SamplingParams | None, request_id: str | None, priority: int
+        self,
+        prepared: Prepared,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        adapter: str | None,
     ) -> Submission:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise RequestError(f"request_id: expected a text that is not empty, got {short_repr(request_id)}")
         each = self._params_of_each(params, 1)
-        submission = self._submissions([prepared], each, priority, request_id)[0]
+        submission = self._submissions([prepared], each, priority, adapter, request_id)[0]
         if submission.failure is not None:
             raise submission.failure.with_traceback(None)
         return submission
@@ -186,13 +210,27 @@ class RequestBuilder:
         return list(params)
 
     def _submissions(
-        self, prepared: list[Prepared], params: list[SamplingParams], priority: int, request_id: str | None = None
+        self,
+        prepared: list[Prepared],
+        params: list[SamplingParams],
+        priority: int,
+        adapter: AdapterNames,
+        request_id: str | None = None,
     ) -> list[Submission]:
         priority = as_priority(priority)
-        return [self._submission(p, one, priority, request_id) for p, one in zip(prepared, params, strict=True)]
+        names = _adapter_of_each(adapter, len(prepared))
+        return [
+            self._submission(p, one, priority, name, request_id)
+            for p, one, name in zip(prepared, params, names, strict=True)
+        ]
 
     def _submission(
-        self, prepared: Prepared, params: SamplingParams, priority: int, request_id: str | None
+        self,
+        prepared: Prepared,
+        params: SamplingParams,
+        priority: int,
+        adapter_name: str | None,
+        request_id: str | None,
     ) -> Submission:
         def make(decoder: Decoder | None) -> Submission:
             return Submission(
@@ -208,10 +246,16 @@ class RequestBuilder:
                 grammar=grammar,
                 media=prepared.media,
                 prompt_ids=prepared.ids,
+                adapter=adapter,
             )
 
         phrases, error = self._refusal(prepared, params)
-        grammar = None
+        adapter = grammar = None
+        if adapter_name is not None and error is None:
+            try:
+                adapter = self._adapter(adapter_name, prepared)
+            except MllmError as fault:
+                error = fault
         if error is None and params.structured_outputs is not None:
             try:
                 grammar = self._grammar(params.structured_outputs)
@@ -247,6 +291,15 @@ class RequestBuilder:
                 f"{short_repr(params.allowed_token_ids)}. Allow others, or set min_tokens to 0."
             )
         return None
+
+    def _adapter(self, name: str, prepared: Prepared) -> Adapter:
+        if self._adapters is None:
+            raise RequestError(
+                "adapter: none are served. Set lora.max_adapters in the config to how many there may be."
+            )
+        if prepared.media is not None:
+            raise RequestError("adapter: a prompt with images is answered by the model alone. Leave one of them out.")
+        return self._adapters.find(name)
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:
         if self.grammars is None:
@@ -291,6 +344,21 @@ def bad_phrases(tokenizer: PromptTokenizer, words: Seq[str], vocab_size: int) ->
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             phrases[spaced] = None
     return tuple(phrase for phrase in phrases if max(phrase) < vocab_size)
+
+
+def _adapter_of_each(adapter: AdapterNames, count: int) -> list[str | None]:
+    """The name of each prompt's adapter.
+
+    Raises:
+        RequestError: neither a name, nor one for each prompt.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if not isinstance(adapter, Seq) or not all(one is None or isinstance(one, str) for one in adapter):
+        raise RequestError(f"adapter: expected a name or a list of names, got {typed_repr(adapter)}")
+    if len(adapter) != count:
+        raise RequestError(f"adapter: expected one, or one for each of the {count} prompts, got {len(adapter)}")
+    return list(adapter)
 
 
 def as_priority(value: Any) -> int:

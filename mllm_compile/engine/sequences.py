@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mllm_compile.engine import end_errors
+from mllm_compile.engine.cache_salt import request_salt
 from mllm_compile.engine.outputs import FinishReason
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.schedule.request import Request
@@ -21,6 +22,7 @@ from mllm_compile.text.stop_strings import StopMatcher
 if TYPE_CHECKING:
     import numpy as np
 
+    from mllm_compile.adapters.registry import Adapter
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
@@ -79,6 +81,7 @@ class Submission:
         grammar: params.structured_outputs, compiled.
         media: the prompt's images.
         prompt_ids: prompt_token_ids as requests have them; None: they are refused.
+        adapter: the version of an adapter that answers; None: the model alone.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class Submission:
         grammar: Grammar | None = None,
         media: RequestMedia | None = None,
         prompt_ids: np.ndarray | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request_id
+        self.adapter = adapter
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
@@ -115,7 +120,7 @@ class Submission:
                     eos_token_ids=eos_token_ids,
                     priority=priority,
                     bad_phrases=bad_phrases,
-                    cache_salt=() if cache_salt is None else (cache_salt,),
+                    cache_salt=request_salt(cache_salt, adapter),
                     grammar=grammar,
                     media=media,
                     prompt_ids=prompt_ids,

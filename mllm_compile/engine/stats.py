@@ -31,6 +31,23 @@ _RATE_TICK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The adapters of requests.
+
+    Attributes:
+        most: how many the device holds at once.
+        waiting_requests: requests that wait for theirs.
+        running: names of adapters with requests that run or wait for a place.
+        waiting: names of adapters that requests wait for.
+    """
+
+    most: int
+    waiting_requests: int
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HistogramSnapshot:
     """Counts of observations in seconds.
 
@@ -166,6 +183,7 @@ class EngineStats:
         drafted_tokens: their tokens.
         accepted_tokens: those of them that became part of an answer.
         accepted_by_position: the same by place in the draft.
+        adapters: the adapters in use; None unless lora.max_adapters.
     """
 
     running: int
@@ -196,6 +214,7 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    adapters: AdapterStats | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -325,11 +344,11 @@ class StatsRecorder:
         """Counts a request that ended because its logits were no numbers."""
         self._num_broken += 1
 
-    def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
+    def snapshot(self, scheduler: SchedulerStats, adapters: AdapterStats | None = None) -> EngineStats:
         now = time.monotonic()
         return EngineStats(
             running=scheduler.running,
-            waiting=scheduler.waiting,
+            waiting=scheduler.waiting + (0 if adapters is None else adapters.waiting_requests),
             kv_pages_used=scheduler.pages_used,
             kv_pages_cached=scheduler.pages_cached,
             kv_pages_total=scheduler.pages_total,
@@ -356,4 +375,5 @@ class StatsRecorder:
             step_bound_ms=scheduler.step_bound_ms,
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
             experts=tuple(ExpertLoad(layer, tuple(counts)) for layer, counts in self._experts_chosen().items()),
+            adapters=adapters,
         )

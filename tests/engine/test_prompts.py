@@ -191,7 +191,7 @@ def test_bad_words_need_a_tokenizer(runner):
     ("name", "said"),
     [
         ("use_tqdm", "Did you mean progress\\?"),
-        ("lora_request", "LoRA is not built"),
+        ("lora_request", r"Load it by load_adapter\(name, path\), and give adapter=name"),
         ("prompt_token_ids", "Give token ids as prompts"),
         ("temperature", "Known: prompts, sampling_params, progress, priority"),
     ],
@@ -205,7 +205,7 @@ def test_nor_do_the_calls_that_give_streams_have_it(runner):
     known = r"Known: prompt, sampling_params, request_id, priority"
     with fake_engine(runner) as engine:
         for call in (engine.stream, AsyncEngine(engine).generate):
-            with pytest.raises(RequestError, match=r"a call has no argument lora_request\. LoRA is not built"):
+            with pytest.raises(RequestError, match=r"a call has no argument lora_request\. Load it by load_adapter"):
                 call("abc", lora_request=None)
             with pytest.raises(RequestError, match=rf"a call has no argument use_tqdm\. {known}"):
                 call("abc", use_tqdm=False)
