@@ -125,7 +125,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         cudagraph=graphs,
         runtime=runtime,
         speculative=_speculative(config.speculative, choices),
-        lora=_lora(config.lora),
+        lora=_lora(config.lora, runtime),
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
@@ -152,8 +152,13 @@ def _speculative(asked: SpeculativeConfig, choices: AutoChoices) -> SpeculativeS
     )
 
 
-def _lora(asked: LoraConfig) -> LoraSection:
+def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
     """The section; its targets stay open where they are `auto`: they show when the model is compiled."""
+    if asked.max_adapters and runtime.num_ranks > 1:
+        raise ConfigError(
+            f"lora.max_adapters is {asked.max_adapters}, and the model is on {runtime.num_ranks} ranks: adapters are "
+            "served on one. Use one rank, or merge an adapter into its model."
+        )
     adapters = {name: os.path.abspath(user_path(path)) for name, path in asked.adapters.items()}
     targets = () if asked.targets == "auto" else tuple(sorted(asked.targets))
     return LoraSection(max_adapters=asked.max_adapters, max_rank=asked.max_rank, targets=targets, adapters=adapters)

@@ -294,7 +294,7 @@ _METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draf
 
 
 class LoraConfig(Section):
-    """Adapters (LoRA), which requests name as their model."""
+    """Adapters (LoRA), which requests name (docs/adapters.md)."""
 
     max_adapters: Annotated[int, Field(ge=0, le=MAX_ADAPTERS)] = 0
     """Most adapters on the device at once; 0: none are served. Each takes memory, used or not."""

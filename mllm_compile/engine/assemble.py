@@ -18,6 +18,7 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
+from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
@@ -128,7 +129,7 @@ def _load(
                 else DataParallelScheduler(limits, num_ranks, speculation)
             )
             _remember(compiled, runner, plan, timeline)
-            files, tower = text_files(compiled), tower_of(runner)
+            files, tower, adapters = text_files(compiled), tower_of(runner), adapter_parts(compiled, runner)
             if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
                 timeline.announce(f"images will be refused: {tower}")
             eos_token_ids = ends_of_answers(defaults, tokenizer, runner.vocab_size, timeline)
@@ -156,6 +157,7 @@ def _load(
                 experts_chosen=runner.experts_chosen,
                 snapshot_bytes=runner.state_bytes_per_request,
                 tower=tower,
+                adapters=adapters,
             )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)

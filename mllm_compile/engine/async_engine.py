@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +18,6 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
-    from mllm_compile.adapters.registry import Adapter
     from mllm_compile.config.sources import EngineSource
 
 
@@ -89,14 +87,6 @@ class AsyncEngine:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Like Engine.abort."""
         self.engine.abort(request_id)
-
-    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> Adapter:
-        """Like Engine.load_adapter."""
-        return await asyncio.to_thread(self.engine.load_adapter, name, path, replace=replace)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Like Engine.unload_adapter."""
-        self.engine.unload_adapter(name)
 
     async def stats(self) -> EngineStats:
         """The requests running and waiting, and the speed; see EngineStats."""

@@ -170,7 +170,7 @@ class Engine:
 
         return AdapterRegistry(
             parts.base,
-            lambda adapter, matrices: self.core.place_adapter(adapter, matrices),
+            lambda adapter, matrices: self.core.place_adapter(adapter, parts.writer.prepared(matrices)),
             lambda adapter: self.core.retire_adapter(adapter),
         )
 
@@ -197,7 +197,7 @@ class Engine:
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
-            adapter: the name of a loaded adapter, or a list with one for each prompt, None for the model alone.
+            adapter: the name of an adapter, or a list with one or None for each prompt.
 
         Returns:
             One output a prompt, in their order.
@@ -324,26 +324,19 @@ class Engine:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> Adapter:
-        """Loads an adapter (LoRA), a folder as PEFT writes it; requests name it by `adapter`.
-
-        Others are answered meanwhile. Requests that run keep the version that they began with.
+        """Loads an adapter, a folder as PEFT writes it, while requests run (docs/adapters.md).
 
         Args:
-            replace: if the name is taken, it gets a new version; else that is refused.
-
-        Returns:
-            Its name, version, folder, digest and rank.
+            replace: a name that is taken gets a new version.
 
         Raises:
             RequestError: the name is malformed, taken, or being loaded.
-            UnsupportedModelError: the adapter asks for something that is not served.
-            CheckpointError: it is damaged, or another model's.
-            EngineDeadError: the engine is closed or dead.
+            MllmError: the adapter is damaged, another model's, or asks for something that is not served.
         """
         return self._served_adapters().load(name, user_path(os.fspath(path)).absolute(), replace=replace)
 
     def unload_adapter(self, name: str) -> None:
-        """Takes an adapter's name back; requests that have named it are answered to their end.
+        """Takes an adapter's name back; its requests are answered to their end.
 
         Raises:
             RequestError: there is no such adapter.

@@ -1,0 +1,84 @@
+"""Makes an engine's parts for adapters: the model that they change, and the pool on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mllm_compile.adapters.base_model import BaseModel
+from mllm_compile.adapters.peft_folder import Matrices
+from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.lora.pool import LoraPool
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.weights.spec import WeightSpec
+from mllm_compile.store.opened import CompiledRuntime
+
+_PARAMETER = ".weight"
+
+
+class PoolWriter:
+    """Writes adapters into the pool of a runner's device."""
+
+    def __init__(self, pool: LoraPool, is_pinned: bool) -> None:
+        self._pool = pool
+        self._is_pinned = is_pinned
+
+    @property
+    def num_slots(self) -> int:
+        """How many adapters the pool holds."""
+        return self._pool.num_slots
+
+    def prepared(self, matrices: Matrices) -> Matrices:
+        """The matrices in one block of pinned memory, for a GPU."""
+        if not self._is_pinned:
+            return matrices
+        flat = torch.empty(
+            sum(one.numel() for pair in matrices.values() for one in pair), dtype=self._pool.dtype, pin_memory=True
+        )
+        pinned, start = {}, 0
+        for weight, pair in matrices.items():
+            places = []
+            for one in pair:
+                places.append(flat[start : start + one.numel()].view(one.shape))
+                places[-1].copy_(one)
+                start += one.numel()
+            pinned[weight] = (places[0], places[1])
+        return pinned
+
+    def write(self, slot: int, matrices: Matrices) -> None:
+        """Replaces what is in a slot, on the stream of the steps."""
+        self._pool.write(slot, matrices)
+
+
+def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterParts | None:
+    """The parts; None: the config has no places for adapters.
+
+    Raises:
+        ConfigError: it has some, and what is loaded does not.
+    """
+    config = compiled.config
+    if not config.lora.max_adapters:
+        return None
+    if runner.model.lora is None:
+        raise ConfigError(
+            "lora.max_adapters is set, and runtime.skip_compiled too: the eager model takes no adapters. Leave out one"
+        )
+    pool = runner.model.lora.pool
+    base = BaseModel(
+        source=config.model.source,
+        targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},
+        modules=frozenset(_modules(compiled.artifact.weights)),
+        elsewhere={},
+        max_rank=pool.max_rank,
+        dtype=pool.dtype,
+    )
+    return AdapterParts(base, PoolWriter(pool, is_pinned=runner.device.type == "cuda"))
+
+
+def _modules(weights: Iterable[WeightSpec]) -> Iterable[str]:
+    """Names of the modules whose weights these are, as the checkpoint has them."""
+    for spec in weights:
+        for part in spec.parts:
+            yield part.tensor.removesuffix(_PARAMETER)
