@@ -154,6 +154,15 @@ class CapturesVerify(ABC):
             seq_lens: [num_rows] int32: keys that each row sees, up to its own; 0 of padding. Read at each replay.
         """
 
+    @abstractmethod
+    def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Put on the stream what such a capture begins with, behind its inputs.
+
+        Args:
+            rows: [R, C] int64, each token's row of the table of slots, at each replay; 0 of padding.
+            seq_lens: [R, C] int32, as above.
+        """
+
 
 class CapturesMixed(ABC):
     """Steps with prompts in a CUDA graph, with decodes among them or not."""

@@ -428,6 +428,9 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         groups = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
         self._set_decodes(num_rows, [group.plan_behind_writes(seq_lens) for group in groups])
 
+    def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Does nothing: kernels read the page table and lengths."""
+
     def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
         self._planned.set(DecodeMetadata(wrappers), None, num_decodes=bs)
 

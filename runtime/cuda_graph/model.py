@@ -11,7 +11,7 @@ from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import ForwardTimes
-from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -28,6 +28,7 @@ class CapturableModel(Protocol):
     attn_backend: AttentionBackend
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
+    state_pool: GDNPool
     row_state: RowState
     forward_times: ForwardTimes | None
     expert_counts: dict[str, torch.Tensor] | None
@@ -69,5 +70,7 @@ class CapturableModel(Protocol):
     def choice(self) -> TokenChoice | None: ...
 
     def broadcast_tokens(self) -> None: ...
+
+    def keep_states(self, counts: torch.Tensor) -> None: ...
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...

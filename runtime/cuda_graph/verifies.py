@@ -1,4 +1,5 @@
-"""VERIFY: one graph for a step of decodes with drafts, whole (verify_loop.py).
+"""VERIFY: one graph for a step of decodes with drafts, whole (verify_loop.py). Where layers have a state, a second one
+takes the states on by what was accepted.
 
 A request has as many tokens as any other; what its draft does not fill is padding. Attention sees each token as a
 decode of its own. The keys of all are written before it reads any.
@@ -35,6 +36,7 @@ class _VerifyGraph:
     logits: torch.Tensor  # [R * C, V], non-owning
     tokens: torch.Tensor  # [R * C], non-owning
     hidden_states: torch.Tensor | None  # [≥ R * C, …], non-owning, of a program that gives some
+    keep_states: torch.cuda.CUDAGraph | None  # takes states on by what was accepted, where layers have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class CapturedVerify:
         logits: [R * C, V]; tokens: [R * C] int64, the choice behind each token.
         rows: [R * C] int64 and seq_lens: [R * C] int32 of its tokens; 0 of padding.
         hidden_states: [≥ R * C, …] of a program that gives some.
+        keep_states: to be replayed once it is known which tokens are accepted; None: no layer has a state.
     """
 
     logits: torch.Tensor
@@ -52,6 +55,7 @@ class CapturedVerify:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     hidden_states: torch.Tensor | None
+    keep_states: torch.cuda.CUDAGraph | None
 
 
 class VerifyGraphs(KindGraphs):
@@ -118,19 +122,29 @@ class VerifyGraphs(KindGraphs):
         size, padded, loop = descriptor.num_tokens, self._padded, self.loop
         batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
+        batch.num_verify_tokens = size
+        shape = num_requests, width
 
         def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             loop.begin(num_requests, width)
+            self._attention.begin_captured_verify(batch.req_pool_indices.view(shape), batch.seq_lens.view(shape))
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
             chosen = loop.end(output.next_token_logits, num_requests)
             return output.next_token_logits, chosen, output.hidden_states
 
+        def keep() -> None:
+            self._runner.keep_states(loop.counts(num_requests))
+
         if not self._graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
+            keep()
         graph, (logits, chosen, hidden_states) = self._setting.capturer.capture(run)
         of_graph = None if hidden_states is None else WeakTensor(hidden_states).tensor()
         results = WeakTensor(logits).tensor(), WeakTensor(chosen).tensor()
-        self._graphs[num_requests, width] = _VerifyGraph(graph, *results, of_graph)
+        keep_states = None
+        if self._runner.model.state_layers:
+            keep_states, _ = self._setting.capturer.capture(keep)
+        self._graphs[num_requests, width] = _VerifyGraph(graph, *results, of_graph, keep_states)
 
     def launch(self, fields: np.ndarray, width: int) -> CapturedVerify:
         """Runs a step in one launch.
@@ -157,7 +171,8 @@ class VerifyGraphs(KindGraphs):
         with nullcontext() if times is None else times.measure(size * width):
             entry.graph.replay()
         rows, seq_lens = inputs.req_pool_indices[:count], inputs.seq_lens[:count]
-        return CapturedVerify(entry.logits[:count], entry.tokens[:count], rows, seq_lens, entry.hidden_states)
+        chosen = entry.logits[:count], entry.tokens[:count]
+        return CapturedVerify(*chosen, rows, seq_lens, entry.hidden_states, entry.keep_states)
 
 
 def _shapes(config: RunnerConfig) -> list[tuple[int, int]]:
@@ -187,6 +202,6 @@ def _obstacle(runner: CapturableModel) -> str | None:
     if model.verify is None:
         return "the program has no kernels that draft and accept"
     if runner.attn_backend.verifies is None:
-        return "the program has no kernels that attend in every layer, or layers with a state"
+        return "the program has no kernels that attend in every layer, or compute its states"
     longest = section.most_drafted
     return None if longest <= MOST_DRAFTED else f"kernels take drafts of {MOST_DRAFTED} tokens, not {longest}"

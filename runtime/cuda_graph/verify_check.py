@@ -35,7 +35,7 @@ def verify_fault(runner: CapturableModel, verifies: VerifyGraphs, decodes: Decod
 
 
 class _Steps:
-    """Requests in rows from 1 on, all with the same tokens and keys."""
+    """Requests in rows from 1 on, all with the same tokens, keys and states."""
 
     def __init__(self, runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> None:
         self._runner, self._verifies, self._decodes = runner, verifies, decodes
@@ -98,6 +98,8 @@ class _Steps:
         self._runner.row_state.last_tokens.zero_()
         for counts in (self._runner.expert_counts or {}).values():
             counts.zero_()
+        for layer in self._runner.model.state_layers:
+            self._runner.state_pool.get_state(layer.state_id).zero_()
 
     def _place_requests(self, count: int, new: float) -> None:
         """Gives requests their pages, with random keys of earlier tokens, and `new` for the step's tokens."""
@@ -107,6 +109,9 @@ class _Steps:
         table = self._runner.req_to_token_pool.req_to_token
         table[1 : 1 + count, : slots.numel()] = firsts[:, None] + slots
         generator = torch.Generator(device).manual_seed(0)
+        for state in self._runner.model.state_layers:
+            states = self._runner.state_pool.get_state(state.state_id)
+            states[1 : 1 + count] = torch.randn(states.shape[1:], generator=generator, device=device).to(states.dtype)
         end = self._length + self._num_tokens
         for layer in self._runner.model.layers:
             for pages in self._runner.token_to_kv_pool.get_pages(layer.layer_id):

@@ -169,7 +169,11 @@ class VerifyLoop:
         if draft_ids is not None:
             self._drafted[:num_requests, 1] = (draft_ids != NO_TOKEN).sum(dim=1)
         self._accept(tokens)
-        return self._results[:num_requests, 2 : 2 + width], self._results[:num_requests, 0]
+        return self._results[:num_requests, 2 : 2 + width], self.counts(num_requests)
+
+    def counts(self, num_requests: int) -> torch.Tensor:
+        """[R] int64: the tokens of each request that hold, of its first in the last replay on."""
+        return self._results[:num_requests, 0]
 
     def results(self, num_requests: int) -> tuple[StagingBuffer, np.ndarray]:
         """The results [n, RESULT_FIELDS] int64 of the last replay, on their way to the host; there once the buffer's

@@ -68,7 +68,7 @@ def make_backend(
     if model.layers:
         return HybridAttnBackend(make_attention(), states, held, mixed)
     slots = req_to_token_pool.req_to_token
-    pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
+    pages = PageTable(slots, max(slots.shape[0], config.max_attended), config.runtime.page_size).pages
     return HybridAttnBackend(None, states, held, mixed, pages)
 
 

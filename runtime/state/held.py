@@ -34,11 +34,12 @@ class HeldStates:
         self._states, self._scratch_row = states, scratch_row
         self._inputs: list[StateInputs] = []
         self._requests: PromptRows | None = None  # whose states are held
+        self._is_captured = False  # then these are all of the step's
         self._constants: dict[str, Operands] = {}  # by layer, as they always are
 
     def begin(self, batch: ForwardBatch) -> MixedStates | None:
         """Plans a batch, ahead of the model; what kernels read of a verify step. None: what they read of any other."""
-        self._inputs, self._requests = [], None
+        self._inputs, self._requests, self._is_captured = [], None, False
         new, earlier = batch.extend_seq_lens, batch.extend_prefix_lens
         if not batch.num_verify_tokens or new is None or earlier is None:
             return None
@@ -57,6 +58,20 @@ class HeldStates:
         self._requests = PromptRows(*held)
         return MixedStates((rows[:first], has_state[:first]) if first else None, PromptRows(*parts))
 
+    def begin_captured(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> MixedStates:
+        """Plans a step of R requests with C tokens each, padding among them, in its capture.
+
+        Args:
+            rows: [R, C] int64 and seq_lens: [R, C] int32 of its tokens, as each replay finds them.
+        """
+        sources, has_state = rows[:, 0].contiguous(), seq_lens[:, 0] > 1
+        starts = torch.arange(0, rows.numel(), rows.shape[1], dtype=torch.int32, device=rows.device)
+        targets = torch.full_like(sources, self._scratch_row)
+        self._inputs, self._is_captured = [], True
+        self._requests = PromptRows(sources, has_state, sources, starts, starts)
+        # Padding is computed as well: its outputs must be finite.
+        return MixedStates(None, PromptRows(targets, has_state, sources, starts, starts + rows.shape[1]))
+
     def hold(self, inputs: StateInputs) -> None:
         """Keeps a layer's operands, whose memory later layers use again; also constants, which a piece may compute."""
         count, constants = inputs.metadata.num_held_tokens, self._constants.get(inputs.layer.name)
@@ -70,7 +85,7 @@ class HeldStates:
         self._inputs.append(replace(inputs, operands=operands))
 
     def keep(self, counts: torch.Tensor) -> None:
-        """Takes the states on.
+        """Takes the states on. Of a captured step it is captured too, right behind.
 
         Args:
             counts: [Q] int64, of the step's tokens of each request those that hold; decodes come first.
@@ -90,12 +105,13 @@ class HeldStates:
     def _accepted(self, metadata: StateMetadata, counts: torch.Tensor) -> StateMetadata:
         """The tokens that hold, as a step of their own."""
         held = [segment for segment in metadata.segments if segment.start < metadata.num_held_tokens]
-        counts = counts[metadata.num_decodes : metadata.num_decodes + len(held)]
+        if not self._is_captured:
+            counts = counts[metadata.num_decodes : metadata.num_decodes + len(held)]
         mixed = None
         if self._requests is not None:
             mixed = MixedStates(None, self._requests._replace(ends=self._requests.starts + counts.int()))
         # A GPU's kernels read the tensors alone.
-        segments = _shortened(held, counts.tolist()) if counts.device.type == "cpu" else ()
+        segments = _shortened(held, counts.tolist()) if held and counts.device.type == "cpu" else ()
         return replace(metadata, num_decodes=0, num_held_tokens=0, segments=segments, mixed=mixed)
 
 

@@ -13,6 +13,7 @@ from mllm_compile.runtime.attention.capture import (
     CapturesDecodes,
     CapturesMixed,
     CapturesPrompts,
+    CapturesVerify,
     Cascades,
     FusesRope,
     needed,
@@ -25,7 +26,7 @@ from mllm_compile.runtime.state.held import HeldStates
 from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps, PromptStates
 
 
-class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, CapturesPrompts):
+class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, CapturesPrompts, CapturesVerify):
     """Attention layers go to an attention backend, layers with a state to theirs.
 
     Args:
@@ -145,8 +146,18 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         return self._pages if self._attention is None else needed(self._attention.decodes).page_table
 
     @property
-    def verifies(self) -> None:
-        """None: what layers with a state read is held between pieces (held.py), which a launch of all has not."""
+    def verifies(self) -> CapturesVerify | None:
+        has_all = self._attention is None or self._attention.verifies is not None
+        return self if self._mixed is not None and has_all else None
+
+    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+        if self._attention is not None:
+            needed(self._attention.verifies).init_forward_metadata_capture_verify(num_rows, seq_lens)
+
+    def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self._mixed_step = self._held.begin_captured(rows, seq_lens)
+        if self._attention is not None:
+            needed(self._attention.verifies).begin_captured_verify(rows, seq_lens)
 
     @property
     def mixed(self) -> CapturesMixed | None:

@@ -96,7 +96,9 @@ class TinyModel:
         return tokens[len(prompt) :]
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
-        x = self.embedding[ids] + self.positions[positions]
+        return self._attended(self.embedding[ids] + self.positions[positions], attend)
+
+    def _attended(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
         for layer, qkv, out in zip(self.layers, self.qkv, self.out, strict=True):
             packed = (x @ qkv.T).unflatten(-1, (-1, HEAD_DIM))
             q, k, v = packed.split((HEADS, KV_HEADS, KV_HEADS), dim=1)

@@ -272,6 +272,9 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes, CapturesVerify):
     def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
         self._plan = _Plan(num_rows, seq_lens)
 
+    def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Does nothing: kernels read the page table and lengths."""
+
 
 def _has_kernels(layer: AttentionLayer, pieces: LatentPieces | None) -> bool:
     return pieces is not None and (layer.up_projection is None or pieces.expanded is not None)

@@ -78,6 +78,7 @@ class VerifyPath(StepPath):
         batch, plan, sampling, runs = step.batch, step.plan, self._sampling, step.plan.runs
         assert runs is not None, "the plan of a verify step"
         width = runs.places.shape[1]
+        self._pools.restore_states(batch.state_restores)
         self._pools.bring_new_pages(batch)
         sampling.follow_rows(batch)
         sampling.state.flush()
@@ -101,6 +102,8 @@ class VerifyPath(StepPath):
             scores = sampling.score(batch, plan, launched.logits, launched.tokens)
         else:  # then the graph's choice is not used
             scores = sampling.sample_captured(batch, plan, launched, loop, mask)
+        if launched.keep_states is not None:
+            launched.keep_states.replay()
         return VerifyResults(*loop.results(batch.num_requests), width, *scores)
 
     def follow(self, step: Step) -> None:

@@ -16,6 +16,7 @@ from mllm_compile.runtime.cuda_graph import decode_loop, decodes, graph_runner, 
 from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, VerifyPieces
+from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from tests.runtime.runner_cases import TinyModel, make_runner
 from tests.runtime.step.decode_loop_cases import begin_decode, end_decode
 
@@ -84,6 +85,9 @@ class Attention(TorchAttnBackend):
     def init_forward_metadata_capture_verify(self, *batch):
         pass
 
+    def begin_captured_verify(self, *batch):
+        pass
+
     def init_forward_metadata_replay_cuda_graph(self, *batch):
         self.prepared += 1
 
@@ -94,6 +98,18 @@ class Attention(TorchAttnBackend):
         self.init_forward_metadata(batch)
         parts = {name: getattr(inputs, name)[:count] for name in ("q", "k", "v", "out")}
         super().forward(replace(inputs, batch=batch, **parts))
+
+
+class Hybrid(HybridAttnBackend):
+    """Leaves attention to the one above."""
+
+    def forward(self, inputs):
+        self._of_attention.forward(inputs)
+
+    def forward_state(self, inputs):
+        if not inputs.metadata.num_held_tokens:
+            self._mixed_step = None  # a decode's capture read none
+        super().forward_state(inputs)
 
 
 def play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +154,11 @@ def capture_on_cpu(
         decode_loop=DecodeLoopPieces(lambda of: begin_decode(of, page_size), end_decode),
         verify=VerifyPieces(lambda of: verify_reference.begin_verify(of, page_size), verify_reference.end_verify),
     )
-    runner.attn_backend.__class__ = Attention
+    runner.init_attention_backend()  # of the new config
+    backend = runner.attn_backend
+    if isinstance(backend, HybridAttnBackend):
+        backend.__class__, backend = Hybrid, backend._attention
+    if backend is not None:
+        backend.__class__ = Attention
     runner.graph_runner = graph_runner.GraphRunner(runner, dispatcher_of(runner))
     runner.graph_runner.capture()

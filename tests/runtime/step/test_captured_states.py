@@ -1,0 +1,129 @@
+"""Captured verify steps of layers with a state, played on a CPU: the tokens and the states of plain decodes.
+
+Kernels are the reference, which reads the same tensors as a GPU's kernels do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.attention.layer_kernels import LayerKernels, StateKernels
+from mllm_compile.runtime.ops.states.run import state_with_output
+from mllm_compile.runtime.state.reference import math_of
+from tests.runtime.cuda_graph.played_cases import Model
+from tests.runtime.runner_cases import HIDDEN
+from tests.runtime.state.state_cases import layer_of, operands_of, tokens_of
+from tests.runtime.step import test_captured_verify as captured
+from tests.runtime.step.test_captured_verify import AUTO, FEW, MOST, ahead_steps, compare, decodes_with_drafts
+from tests.runtime.step.test_verify_steps import PROMPTS, seen
+
+KINDS = ("conv", "delta", "ssd", "scan")
+launches = captured.launches
+
+
+def kernels_of(name):
+    """A layer's kernels in torch."""
+    layer = layer_of(name)
+    kind, count = layer.kind, len(layer.operands)
+
+    def decodes(tensors):
+        operands, (states, rows, has_state, out) = dict(zip(layer.operands, tensors, strict=False)), tensors[count:]
+        span = slice(len(rows))
+        goes_on = (has_state & (rows > 0)).view(-1, *[1] * (states.dim() - 1))
+        out[span], states[rows] = math_of(kind).step(kind, tokens_of(name, operands, span), states[rows] * goes_on)
+
+    def prompts(tensors):
+        operands, (states, *of_requests, out) = dict(zip(layer.operands, tensors, strict=False)), tensors[count:]
+        for row, has_state, source, start, end in zip(*(values.tolist() for values in of_requests), strict=True):
+            span = slice(start, end)
+            if start < end:
+                state = states[source : source + 1] * has_state
+                out[span], after = math_of(kind).scan(kind, tokens_of(name, operands, span), state)
+                states[row] = after[0]
+
+    return LayerKernels(state=StateKernels(decodes=decodes, prompts=prompts))
+
+
+class Stateful(Model):
+    """Layers of each kind, and attention behind them or none."""
+
+    has_attention = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions.zero_()
+        self.qkv = [weight * 0.2 for weight in self.qkv]
+        generator = torch.Generator().manual_seed(3)
+        self.state_layers = [replace(layer_of(name), name=name, state_id=i) for i, name in enumerate(KINDS)]
+        self.given = [operands_of(name, 64) for name in KINDS]
+        self.inputs = [torch.randn(64, HIDDEN, generator=generator) * 0.1 for _ in KINDS]
+        self.outputs = [torch.randn(layer_of(name).out_shape[-1], HIDDEN, generator=generator) for name in KINDS]
+
+    def load(self, device):
+        loaded = super().load(device)
+        kernels = {name: kernels_of(name) for name in KINDS}
+        layers = self.layers if self.has_attention else ()
+        return replace(loaded, layers=layers, state_layers=tuple(self.state_layers), layer_kernels=kernels)
+
+    def _hidden(self, ids, positions, attend):
+        x = self.embedding[ids]
+        for name, layer, given, to_state, of_state in zip(
+            KINDS, self.state_layers, self.given, self.inputs, self.outputs, strict=True
+        ):
+            constants, scale = layer.kind.constants, torch.tanh(x @ to_state.T).mean(1) + 1
+            operands = []
+            for key, value in given.items():
+                each = value[:1].expand(len(ids), *value.shape[1:])
+                operands.append(value if key in constants else each * scale.view(-1, *[1] * (value.dim() - 1)))
+            out = torch.full((len(ids), *layer.out_shape), torch.nan)
+            state_with_output(operands, out, name)
+            x = x + 0.3 * torch.tanh(out.flatten(1)[:, : of_state.shape[0]] @ of_state)
+        return self._attended(x, attend) if self.has_attention else x
+
+
+class WithoutAttention(Stateful):
+    has_attention = False
+
+
+@pytest.mark.parametrize("most", [MOST, "by_cost"])
+@pytest.mark.parametrize("model", [Stateful, WithoutAttention])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 3}, {"presence_penalty": 1.0, **FEW}])
+def test_drafts_of_the_device_give_the_same_tokens_and_states(played, launches, model, params, most):
+    requests = [{"prompt": prompt * 2, "max_tokens": 20} | params for prompt in PROMPTS]
+    drafted = compare(requests, captured.section_of(most), model=model, max_running_requests=4)
+    assert ahead_steps(drafted) > 3
+    assert len(launches) == decodes_with_drafts(drafted)
+    if not params:
+        assert sum(request.num_accepted_tokens for request in drafted.requests) > 5
+
+
+def test_requests_with_states_join_leave_and_are_preempted(played, launches):
+    others = [{}, {"logprobs": 1}, {"temperature": 0.8}, FEW, {"top_k": 3, "temperature": 1.0}]
+    requests = [{"prompt": PROMPTS[i % 4], "max_tokens": 12 + i} | others[i % 5] for i in range(12)]
+    drafted = compare(requests, model=Stateful, joining=3, num_pages=16)
+    assert drafted.scheduler.stats().preemptions > 0
+    assert ahead_steps(drafted) > 3
+
+
+def test_drafts_that_are_wrong_leave_the_states_as_they_were(played):
+    from mllm_compile.runtime.speculation.texts import TextDrafter
+    from tests.runtime.step.test_verify_steps import ReplayingDrafter
+
+    requests = [{"prompt": prompt, "max_tokens": 16} for prompt in PROMPTS]
+    plain = captured.serve(requests, model=Stateful)
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain.requests}
+    for kind in ("wrong", "random", "right"):
+        drafter = TextDrafter(ReplayingDrafter(answers, kind))
+        drafted = captured.serve(requests, captured.section_of(method="suffix"), drafter, model=Stateful)
+        assert seen(drafted) == seen(plain), kind
+
+
+def test_steps_of_states_are_like_decodes_at_the_start(played, caplog):
+    runner = captured.played_runner(Stateful(), captured.section_of(**AUTO))
+    with caplog.at_level("WARNING"):
+        runner.graph_runner.check_verifies()
+    assert runner.graph_runner.verifies is not None, caplog.text
+    assert not any(runner.state_pool.get_state(layer.state_id)[1:].any() for layer in runner.model.state_layers)
