@@ -110,20 +110,33 @@ __device__ __forceinline__ u32 squared_relu(u32 v) {
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(relu) : "r"(v), "r"(0));
   return times(relu, relu);
 }
-// silu(v) = v / (1 + exp(-v)) of two values. They share a reciprocal. In many tokens' linears a tile's exponentials and
-// reciprocals take 6 % of its products' time, as a multiprocessor makes only 16 of them in a cycle. Below -40 (silu is
-// -2e-16 there) exponentials do not grow on, so that no product of two is infinite.
-__device__ __forceinline__ u32 silu_of_two(float first, float second) {
+// exp(-v). Below -40 (silu is -2e-16 there) it does not grow on, so that no product of two is infinite.
+__device__ __forceinline__ float power_of(float v) {
   constexpr float LEAST = -40.f, LOG2_E = 1.4426950408889634f;
-  float powers[2], inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(powers[0]) : "f"(fmaxf(first, LEAST) * -LOG2_E));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(powers[1]) : "f"(fmaxf(second, LEAST) * -LOG2_E));
-  const float a = 1.f + powers[0], b = 1.f + powers[1];
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a * b));
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaxf(v, LEAST) * -LOG2_E));
+  return power;
+}
+__device__ __forceinline__ float reciprocal(float v) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+  return inverse;
+}
+// silu(v) = v / (1 + exp(-v)) of two values of one token. They share a reciprocal, and so each other's rounding. In
+// many tokens' linears a tile's exponentials and reciprocals take 6 % of its products' time, as a multiprocessor makes
+// only 16 of them in a cycle.
+__device__ __forceinline__ u32 silu_of_two(float first, float second) {
+  const float a = 1.f + power_of(first), b = 1.f + power_of(second), inverse = reciprocal(a * b);
   return pack(first * (b * inverse), second * (a * inverse));
 }
 __device__ __forceinline__ u32 silu_times(u32 gates, u32 ups) {
   return times(silu_of_two(first_of(gates), second_of(gates)), ups);
+}
+// The same of two tokens: no bit of one may depend on the other.
+__device__ __forceinline__ u32 silu_times_of_tokens(u32 gates, u32 ups) {
+  const float first = first_of(gates), second = second_of(gates);
+  const float a = reciprocal(1.f + power_of(first)), b = reciprocal(1.f + power_of(second));
+  return times(pack(first * a, second * b), ups);
 }
 __device__ __forceinline__ float sum_of_squares(u32 both) {
   return first_of(both) * first_of(both) + second_of(both) * second_of(both);

@@ -43,7 +43,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mamba2": {},
     "falcon_mamba": {},
     "minimax": WIDE,
-    "kimi_linear": {},
+    # Each token takes all experts: a rounding chooses other ones, and that is no matter of states.
+    "kimi_linear": {"num_experts": 4, "num_experts_per_token": 4},
 }
 OF_THE_SAME_KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": WIDE,

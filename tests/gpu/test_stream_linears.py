@@ -163,6 +163,20 @@ def test_a_gated_one_without_a_norm(tmp_path, rows, columns):
         assert off_by(ours, true) <= MARGIN * off_by(silu(torch_gate) * torch_up, true)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_tokens", [2, 16, 40, 128, 256])
+def test_no_bit_of_a_token_depends_on_its_neighbours(tmp_path, num_tokens, gated):
+    rows, columns = 6144, 1024
+    load([LinearKind(rows, columns, gated=gated)], tmp_path, (num_tokens,))
+    x, weight = random_inputs([("T", columns), (rows, columns)], num_tokens)
+
+    def first_of(tokens: torch.Tensor, place: int) -> torch.Tensor:
+        return torch.ops.mllm.stream_linear(tokens.roll(place, 0), weight, None, 0.0, gated)[place]
+
+    alone = first_of(x[:1].expand_as(x), 0)
+    assert all(torch.equal(first_of(x, place), alone) for place in range(num_tokens))
+
+
 @pytest.mark.parametrize("count", [8, 140])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 256), (6144, 1536)])
 def test_an_input_may_be_anywhere(tmp_path, rows, columns, count):

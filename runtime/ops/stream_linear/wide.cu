@@ -194,7 +194,7 @@ __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, con
     u32 high = pack(sum[2] * first * scales[1] + bias[1], sum[3] * second * scales[1] + bias[1]);
     if (SQUARED_RELU) low = squared_relu(low), high = squared_relu(high);
     if (GATED)
-      parts[b % 4] = silu_times(low, high);
+      parts[b % 4] = silu_times_of_tokens(low, high);  // sum[0] and sum[1] are of two
     else
       parts[2 * b % 4] = low, parts[(2 * b + 1) % 4] = high;
   }
