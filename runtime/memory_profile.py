@@ -72,7 +72,11 @@ def count_pages(runner: ProfiledModel) -> int:
     config = runner.config
     if runner.device.type == "cuda":
         runners = [runner] if runner.drafter is None else [runner, runner.drafter]
-        budget = cuda_kv_budget(config.runtime, runner.device, partial(_run_largest_batches, runners))
+        bytes_each: list[int] = []
+        budget = cuda_kv_budget(config.runtime, runner.device, partial(_run_largest_batches, runners, bytes_each))
+        if runner.drafter is not None:
+            num_bytes = config.num_kept_hidden_states * bytes_each[0]
+            budget = budget.without(num_bytes, "hidden states that drafts are made of")
         if graph_bytes := sum(_estimate_graph_bytes(one) for one in runners if one.captures_graphs):
             budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")
     else:
@@ -102,15 +106,16 @@ def _estimate_graph_bytes(runner: ProfiledModel) -> int:
     return num_bytes
 
 
-def _run_largest_batches(runners: Sequence[ProfiledModel]) -> None:
-    """Runs the largest batch of each: steps of a model and its draft model follow each other."""
-    for runner in runners:
-        run_largest_batch(runner)
+def _run_largest_batches(runners: Sequence[ProfiledModel], bytes_each: list[int]) -> None:
+    """Runs the largest batch of each: steps of a model and its draft model follow each other. Adds what
+    run_largest_batch returns."""
+    bytes_each += map(run_largest_batch, runners)
 
 
 @torch.inference_mode()
-def run_largest_batch(runner: ProfiledModel) -> None:
-    """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
+def run_largest_batch(runner: ProfiledModel) -> int:
+    """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone. Returns
+    the bytes of a token's hidden states, where the program gives some; else 0."""
     config, device = runner.config, runner.device
     num_requests = config.max_rows
     num_tokens = min(config.runtime.max_num_batched_tokens, num_requests * config.runtime.max_model_len)
@@ -140,10 +145,12 @@ def run_largest_batch(runner: ProfiledModel) -> None:
         encoder.fill(batch, runner.feature_pool, int(new_cpu[0]))
     if config.max_sampled > num_requests:
         batch.logits_indices = torch.arange(min(config.max_sampled, num_tokens), device=device)
-    logits = runner.forward(batch).next_token_logits  # of all ranks that have requests of their own
+    output = runner.forward(batch)
+    logits, hidden_states = output.next_token_logits, output.hidden_states  # of all ranks with requests of their own
     if runner.divides_steps:
         runner.run_eager(batch)  # steps that are not divided may be as large
     ones = torch.ones(logits.shape[0], device=device)
     how = (ones, ones * 0.9, (ones * 50).long())
     sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
     del runner.token_to_kv_pool, runner.attn_backend
+    return 0 if hidden_states is None else hidden_states[0].nbytes

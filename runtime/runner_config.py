@@ -8,6 +8,8 @@ import torch
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, LoraSection, RuntimeSection, SpeculativeSection
 
+# Of a row, at least: a request may go without drafts for some steps.
+LEAST_KEPT_HIDDEN_STATES = 8
 MOST_VERIFIED = 256  # tokens: more of them take longer than plain decodes of as many requests
 
 
@@ -51,6 +53,14 @@ class RunnerConfig:
         if not depths or not is_captured or runtime.deterministic:
             return 0
         return min(MOST_VERIFIED, runtime.max_running_requests * (1 + depths[-1]), runtime.max_num_batched_tokens)
+
+    @property
+    def num_kept_hidden_states(self) -> int:
+        """Most tokens whose hidden states are kept for a drafter that reads them; as it makes room for longer drafts it
+        has the room before as well."""
+        longest = 1 + self.speculative.most_drafted
+        of_row = LEAST_KEPT_HIDDEN_STATES + (longest if longest > LEAST_KEPT_HIDDEN_STATES else 0)
+        return of_row * (self.runtime.max_running_requests + 1)
 
     @property
     def max_sampled(self) -> int:

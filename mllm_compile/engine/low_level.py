@@ -100,20 +100,25 @@ def open_model(config: EngineSource, *, reporter: Reporter | None = None) -> Ope
         reporter: as Engine takes it.
 
     Raises:
-        ConfigError: the config is one of several ranks.
+        ConfigError: the config is one of several ranks, or asks for drafts.
         MllmError: of the kind that says what is wrong with the config or the model.
     """
     source, timeline = config_or_runtime(config), timeline_of(reporter or reporter_for())
     if isinstance(source, Path):
         compiled = open_runtime(source, timeline)
-        _check_one_rank(compiled.config.runtime)
+        _check(compiled.config.runtime, compiled.config.speculative.method)
     else:
-        _check_one_rank(source.runtime)
+        _check(source.runtime, source.speculative.method)
         compiled = load_or_compile(source, timeline)
     return OpenModel(compiled, timeline)
 
 
-def _check_one_rank(runtime: RuntimeConfig | RuntimeSection) -> None:
+def _check(runtime: RuntimeConfig | RuntimeSection, method: str) -> None:
+    if method != "none":
+        raise ConfigError(
+            f"speculative.method is {method}; expected none, as the caller makes the steps of a model that is driven "
+            "by hand. Leave it out, or use Engine."
+        )
     num_ranks = runtime.tensor_parallel_size * runtime.expert_parallel_size
     if num_ranks > 1:
         raise ConfigError(

@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mllm_compile.runtime.config_sections import MaxStepMs
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.step_cost import StepCost, StepLoad, pairs_of
@@ -104,6 +106,11 @@ class Pace:
             self._decode_steps = -1  # the next one may have been held up by this one's launch
             self.cost.learn(load_of(batch), ms)
             return
+        if batch.has_drafts:  # of another size than the steps around it
+            if self._decode_steps >= 0:
+                self.cost.learn(load_of(batch), ms)
+            self._decode_steps = 0
+            return
         self._decode_steps += 1
         self._decodes_ms = self._decodes_ms + ms if self._decode_steps > 1 else ms
         if self._decode_steps == _DECODE_STEPS or (self._decode_steps > 0 and not self.cost.knows_decodes):
@@ -178,11 +185,14 @@ class Pace:
 
 
 def load_of(batch: ScheduledBatch) -> StepLoad:
-    """The load of a batch."""
+    """The load of a batch; each drafted token is a decode's row, too."""
     count, num_new, prefix_lens = batch.num_decodes, batch.num_new, batch.prefix_lens
-    keys = int(prefix_lens[:count].sum()) + count
+    rows, keys = count, int(prefix_lens[:count].sum()) + count
+    if batch.has_drafts:
+        drafted = num_new[:count].astype(np.int64)
+        rows, keys = int(drafted.sum()), int((drafted * prefix_lens[:count] + drafted * (drafted + 1) // 2).sum())
     if not batch.num_prompt_tokens:
-        return StepLoad(count, keys)
+        return StepLoad(rows, keys)
     new = num_new[count:].astype(float)
     pairs = float((new * (prefix_lens[count:] + new / 2)).sum())
-    return StepLoad(count, keys, batch.num_prompt_tokens, pairs)
+    return StepLoad(rows, keys, batch.num_prompt_tokens, pairs)

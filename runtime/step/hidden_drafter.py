@@ -19,12 +19,11 @@ import torch
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.runner_config import LEAST_KEPT_HIDDEN_STATES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest
 from mllm_compile.runtime.step.draft_model import DraftRow, ModelDrafter
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-
-_LEAST_ROOM = 8  # hidden states that are kept of a row at least: a request may go without drafts for some steps
 
 
 class Part(NamedTuple):
@@ -53,7 +52,7 @@ class HiddenDrafter(ModelDrafter):
     def follow(self, batch: ScheduledBatch, hidden_states: torch.Tensor | None) -> None:
         assert hidden_states is not None, "the model was compiled to give them"
         most = int(batch.num_new[: batch.num_decodes].max(initial=1))
-        self._kept = room = self._room_for(hidden_states, max(_LEAST_ROOM, most))
+        self._kept = room = self._room_for(hidden_states, max(LEAST_KEPT_HIDDEN_STATES, most))
         self._catch_up(batch)
         prompts: list[Part] = []
         read: list[int] = []  # of the step's hidden states

@@ -88,8 +88,15 @@ def test_the_example_prints_an_answer(eager_cache: Path, tmp_path: Path, capsys:
     assert capsys.readouterr().out.strip() == answer.strip()
 
 
-def test_a_model_of_several_ranks_is_refused_before_it_is_compiled(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, runtime={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"of 2 ranks; expected one.* Set runtime\.tensor_parallel_size: 1"):
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"runtime": {"tensor_parallel_size": 2}}, r"of 2 ranks; expected one.* Set runtime\.tensor_parallel_size: 1"),
+        ({"speculative": {"method": "ngram"}}, r"speculative\.method is ngram; expected none.* use Engine"),
+    ],
+)
+def test_what_nobody_drives_by_hand_is_refused_before_it_is_compiled(tmp_path: Path, sections: Any, said: str) -> None:
+    config = tiny_config(tmp_path, **sections)
+    with pytest.raises(ConfigError, match=said):
         open_model(config)
     assert not any(tmp_path.iterdir())

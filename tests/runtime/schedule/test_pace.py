@@ -13,8 +13,12 @@ from mllm_compile.runtime.schedule.pace import TENFOLD, Pace, PromptBudget
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.step_cost import StepLoad, pairs_of
+from mllm_compile.runtime.speculation.drafter import Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 from tests.runtime.schedule.scheduler_simulation import (
     FREE,
+    VOCAB,
+    GuessingDrafter,
     Simulation,
     linear_ms,
     make_config,
@@ -317,6 +321,16 @@ def test_only_some_of_a_steady_decodes_steps_are_taken_in() -> None:
     simulation.run()
     assert 180 / 8 - 3 <= len([load for load in taken if not load.prompt_tokens]) <= 180 / 8 + 3
     assert isinstance(taken[0], StepLoad)
+
+
+def test_steps_with_drafts_are_counted_by_their_tokens() -> None:
+    drafter = TextDrafter(GuessingDrafter(Random(0), ("right", "none")))
+    speculation = Speculation(drafter=drafter, num_tokens=3, vocab_size=VOCAB)
+    limits = make_config(**(BIG | {"max_step_ms": "tenfold"}))
+    simulation = Simulation(limits, 1, lambda batch: 2.0 + 0.1 * batch.num_tokens, speculation)
+    decoding(simulation, 8, max_tokens=120)
+    simulation.run()
+    assert simulation.scheduler.pace.cost.decodes_ms(8, 800) == pytest.approx(2.8, rel=0.05)
 
 
 def test_the_bound_is_among_the_figures() -> None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.memory_profile import run_largest_batch
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.program.loaded import LoadedModel
 from tests.runtime.attention.attention_cases import make_layer
@@ -104,6 +106,11 @@ def test_right_hidden_states_give_right_drafts(most, chunk):
     loop = compare([{"prompt": prompt} for prompt in PROMPTS], 0, most, max_num_batched_tokens=chunk)
     drafted, accepted = counts(loop)
     assert drafted == accepted > 0
+    section = SpeculativeSection(method="eagle3", num_speculative_tokens=most)
+    most_kept = replace(loop.runner.config, speculative=section).num_kept_hidden_states
+    kept = loop.steps.drafter._kept
+    assert kept.shape[:2].numel() <= most_kept
+    assert run_largest_batch(loop.runner) == kept[0, 0].nbytes
     if chunk == 64:
         assert len(loop.batches) == 1 + -(-11 // (most + 1))
 
