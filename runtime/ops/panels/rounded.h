@@ -107,6 +107,8 @@ void rounded_tile(const RoundedLinear& a, int64_t token, int64_t panel) {
   for (auto& of_token : sums)
     for (auto& one : of_token) one = Floats::zero();
   for (int64_t g = 0; g < x.groups; g++) {
+    if constexpr (PARTS == 1 && TOKENS > 1)  // the next tokens' inputs; one token and four bits gain nothing
+      for (int m = 0; m < TOKENS; m++) __builtin_prefetch(inputs + (TOKENS + m) * x.k + g * x.group);
     Integers dots[TOKENS][PANELS];
     for (auto& of_token : dots)
       for (auto& one : of_token) one = Integers::zero();
