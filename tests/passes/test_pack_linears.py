@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mllm_compile.passes.base import PACKED_WEIGHTS, PANELS, WEIGHT_SCHEMES, PackedPart, PassTarget, WeightSchemes
+from mllm_compile.passes.base import (
+    HAS_AMX,
+    PACKED_WEIGHTS,
+    PANELS,
+    WEIGHT_SCHEMES,
+    PackedPart,
+    PassTarget,
+    WeightSchemes,
+)
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.quantise_linears import QuantiseLinears
@@ -41,6 +49,17 @@ def test_linears_read_panels():
     assert torch.allclose(run(result.gm), before, atol=1e-5)
     assert_values_hold(result.gm)
     assert PackLinears()(result.gm).matches == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_bfloat16_stays_the_librarys_with_amx(has_amx, dtype):
+    gm = feed_forward()
+    gm.meta[HAS_AMX] = has_amx
+    for node in gm.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point():
+            node.meta["val"] = value.to(dtype)
+    assert PackLinears()(gm).matches == (0 if has_amx and dtype == torch.bfloat16 else 2)
 
 
 def test_other_rows_stay():
