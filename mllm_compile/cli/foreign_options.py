@@ -71,8 +71,8 @@ _INSTEAD = {
         logits-processors logits-processor-pattern enable-custom-logit-processor additional-config plugins""",
     "write what it would hold into a YAML, and give that as MODEL": "config",
     "KV is not moved between servers": "kv-transfer-config kv-events-config disaggregation-mode",
-    "adapters are not applied; merge one into its model, and serve that": """
-        lora-modules max-loras max-lora-rank lora-dtype fully-sharded-loras max-cpu-loras lora-paths""",
+    "adapters are in the model's dtype, and read from their folders when they are needed": """
+        lora-dtype fully-sharded-loras max-cpu-loras max-loaded-loras lora-eviction-policy""",
     "each step is as large as runtime.max_num_batched_tokens allows": """
         num-scheduler-steps multi-step-stream-outputs scheduler-delay-factor max-num-partial-prefills
         long-prefill-token-threshold disable-async-output-proc""",

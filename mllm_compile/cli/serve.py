@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
-from mllm_compile.config.sources import config_or_runtime, with_speculative
+from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import start_log
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+_PLACES = 4  # for adapters
 _KEY_VARIABLE = "MLLM_API_KEY"
 
 
@@ -77,14 +79,28 @@ def serve_command(
     ] = False,
     log: Annotated[str, typer.Option(help="The lines of the log: text, or json for what collects logs.")] = "text",
     speculative_config: SpeculativeOption = None,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="Serve adapters: the config's section lora, with places for four.")
+    ] = False,
+    max_loras: Annotated[int | None, typer.Option(help="Most adapters on the device at once.")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="Highest rank of an adapter.")] = None,
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="An adapter's folder; may be given several times.")
+    ] = None,
+    allow_runtime_lora: Annotated[
+        bool,
+        typer.Option(
+            "--allow-runtime-lora", help="Clients may load adapters of this machine's folders, and unload them."
+        ),
+    ] = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
     reporter = reporter_of(verbose, quiet)  # refuses both
-    source = with_speculative(
-        config_or_runtime(model), speculative_config
-    )  # a mistake is told before anything is started
+    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or ())
+    # A mistake is told before anything is started.
+    source = with_lora(with_speculative(config_or_runtime(model), speculative_config), lora)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
@@ -114,6 +130,8 @@ def serve_command(
         how="quiet" if quiet else "verbose" if verbose else "plain",
         log=log,
         speculative=speculative_config,
+        lora=lora,
+        allow_runtime_lora=allow_runtime_lora,
     )
     if check:
         from mllm_compile.report.serve_check import serve_check
@@ -123,6 +141,29 @@ def serve_command(
         return
     start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
     run_server(options)
+
+
+def lora_keys(is_on: bool, most: int | None, rank: int | None, modules: Sequence[str]) -> dict[str, Any]:
+    """The keys of the section lora that options give.
+
+    Raises:
+        ConfigError: an adapter is no NAME=PATH, or is named twice.
+    """
+    adapters: dict[str, str] = {}
+    for module in modules:
+        name, equals, path = module.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--lora-modules: expected NAME=PATH, got {module!r}")
+        if name in adapters:
+            raise ConfigError(f"--lora-modules: {name!r} is there twice; give each name once")
+        adapters[name] = os.path.abspath(os.path.expanduser(path))
+    if not is_on:
+        given = {"--max-loras": most, "--max-lora-rank": rank, "--lora-modules": adapters or None}
+        if wrong := next((option for option, value in given.items() if value is not None), None):
+            raise ConfigError(f"{wrong}: expected --enable-lora beside it")
+        return {}
+    keys: dict[str, Any] = {"max_adapters": _PLACES if most is None else most}
+    return keys | ({} if rank is None else {"max_rank": rank}) | ({"adapters": adapters} if adapters else {})
 
 
 def _other_keys(file: Path | None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,22 @@ def with_speculative(source: EngineConfig | Path, text: str | None) -> EngineCon
             '{"method": "ngram", "num_speculative_tokens": 3}'
         )
     return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"speculative": keys})
+
+
+def with_lora(source: EngineConfig | Path, keys: Mapping[str, Any]) -> EngineConfig | Path:
+    """The source with these keys in its section `lora`; adapters are added to its own.
+
+    Raises:
+        ConfigError: a key is wrong, or the source is a runtime's folder: its config is fixed.
+    """
+    if not keys:
+        return source
+    if isinstance(source, Path):
+        raise ConfigError(f"--enable-lora: {source} is a compiled runtime, whose config it has; give its model")
+    own = source.lora.model_dump(exclude_unset=True)
+    adapters = {**own.get("adapters", {}), **keys.get("adapters", {})}
+    section = {**own, **keys, **({"adapters": adapters} if adapters else {})}
+    return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"lora": section})
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

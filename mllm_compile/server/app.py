@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from mllm_compile.server import about, endpoints
+from mllm_compile.server import about, adapters, endpoints
 from mllm_compile.server.api.anthropic import MessagesFields, MessagesRequest
 from mllm_compile.server.api.errors import ApiError, not_ready, wrong_encoding
 from mllm_compile.server.api.fields import ChatFields, CompletionFields
@@ -46,7 +46,6 @@ _MOST_OF_PATH = 60  # characters that the log has
 # Paths of other servers, without /v1 or /v2 before them, and what to do instead.
 _UNSUPPORTED = "unsupported_endpoint"
 _GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
-_ADAPTERS = "adapters are not applied. Merge one into its model, and serve that"
 _SLEEP = "an engine sleeps by itself: serve with --sleep-after"
 _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
@@ -54,7 +53,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), _GENERATES),
     **dict.fromkeys(("generate", "inference/v1/generate", "invocations", "api/generate"), "use /v1/completions"),
     **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
-    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("reset_prefix_cache", "flush_cache"), _CACHE),
     **dict.fromkeys(("files", "batches"), "nothing is stored. Send the requests themselves, many at once"),
@@ -80,6 +78,8 @@ def _generating(kind: RequestKind) -> endpoints.Endpoint:
 
 # By path, the fields of what it takes.
 _BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/load_lora_adapter": adapters.LoadFields,
+    "/v1/unload_lora_adapter": adapters.UnloadFields,
     **{kind.path: kind for kind in (CompletionFields, ChatFields, ResponseFields, MessagesFields)},
     "/v1/messages/count_tokens": MessagesFields,
     "/tokenize": endpoints.TokenizeFields,
@@ -91,6 +91,8 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", ResponseFields.path, _generating(ResponsesRequest)),
     ("POST", MessagesFields.path, _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
+    ("POST", "/v1/load_lora_adapter", adapters.load),
+    ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/load", about.load),
     ("GET", "/server_info", about.server_info),
     ("GET", "/openapi.json", lambda front: openapi(paths_of(), _BODIES)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -25,7 +26,7 @@ CommandLine = Callable[[str], Sequence[str]]
 
 def command_line(options: ServeOptions) -> CommandLine:
     """The command that serves a model to a channel's descriptor."""
-    given = () if options.speculative is None else (options.speculative,)
+    given = (options.speculative or "", json.dumps(options.lora))
     return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
+from mllm_compile.server.adapter_changes import AdapterChanges
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
 from mllm_compile.server.api.fields import check_request_id
 from mllm_compile.server.api.interfaces import AnswerPlan, ApiRequest
@@ -30,6 +31,7 @@ from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
+from mllm_compile.server.wire.messages import AdaptersChanged
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -74,9 +76,11 @@ class Front:
             stuck_after_s=options.stuck_after_s,
             on_step=lambda frame: self.dispatcher.on_step(frame),
             on_ready=self._engine_ready,
-            on_lost=lambda error: self.dispatcher.fail_all(error),
+            on_lost=self._engine_lost,
             is_idle=lambda: self.is_idle,
+            on_adapters=self._adapters_changed,
         )
+        self.adapter_changes = AdapterChanges(self.supervisor.send)
         self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave)
         self.metrics = Metrics(
             lambda: self.names.first or "",
@@ -98,6 +102,14 @@ class Front:
     def _engine_ready(self, facts: EngineFacts) -> None:
         self.names.engine_ready(facts)
         self.admission.engine_ready(facts.hello.max_running_requests)
+
+    def _engine_lost(self, error: ApiError) -> None:
+        self.dispatcher.fail_all(error)
+        self.adapter_changes.fail_all(error)
+
+    def _adapters_changed(self, event: AdaptersChanged) -> None:
+        self.names.set_adapters(event.adapters)
+        self.adapter_changes.over(event)
 
     @property
     def is_idle(self) -> bool:
@@ -233,7 +245,8 @@ class Front:
             for _ in range(count):
                 self.admission.leave()
             raise
-        self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt)
+        adapter = self.names.adapter(request.fields.model)
+        self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt, adapter)
         return job
 
     def _name(self, prefix: str, asked: str | None, header_id: str | None) -> str:
@@ -264,7 +277,7 @@ class Front:
             "id": name,
             "created": int(time.time()),
             "model": request.fields.model or self.names.first,
-            "system_fingerprint": facts.hello.fingerprint or None,
+            "system_fingerprint": self.names.fingerprint(facts.hello.fingerprint, request.fields.model),
         }
         job = Job(
             name,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import FORMATS
@@ -34,6 +36,8 @@ class ServeOptions:
         how: "quiet", "plain" or "verbose".
         log: "text" or "json", the lines on standard error.
         speculative: --speculative-config; None: as the config says.
+        lora: keys of the section lora that options give.
+        allow_runtime_lora: clients may load and unload adapters.
     """
 
     model: str
@@ -58,6 +62,8 @@ class ServeOptions:
     how: str = "plain"
     log: str = "text"
     speculative: str | None = None
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    allow_runtime_lora: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -81,6 +87,15 @@ class ServeOptions:
                     f"--allowed-origin: expected an origin as browsers send it, such as https://app.example or "
                     f"http://localhost:3000 (small letters, no path, each one by itself), got {origin!r}"
                 )
+        if self.allow_runtime_lora and not (self.api_keys or self.is_local or self.uds):
+            raise ConfigError(
+                "--allow-runtime-lora: expected an API key beside it, or a server that only this machine reaches, got "
+                f"--host {self.host} without a key. Give --api-key"
+            )
+        if self.allow_runtime_lora and self.sleep_after_s is not None:
+            raise ConfigError(
+                "--allow-runtime-lora: an engine that sleeps forgets loaded adapters; leave out --sleep-after"
+            )
         if self.log not in FORMATS:
             raise ConfigError(f"--log: expected {' or '.join(FORMATS)}, got {self.log!r}")
         if self.max_queue is not None and self.max_queue < 1:

@@ -14,7 +14,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, EngineLink
-from mllm_compile.server.wire.messages import Command, EngineEvent, Failed, Hello, Pulse, Stage
+from mllm_compile.server.wire.messages import AdaptersChanged, Command, EngineEvent, Failed, Hello, Pulse, Stage
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -41,6 +41,7 @@ class Supervisor:
         on_ready: told of each engine that is ready.
         on_lost: told why an engine is gone that was not to end.
         is_idle: True while there is no work.
+        on_adapters: told of loads and unloads that are over.
 
     Attributes:
         stage, stage_since_s: of the start that is on.
@@ -58,6 +59,7 @@ class Supervisor:
         on_ready: Callable[[EngineFacts], None],
         on_lost: Callable[[ApiError], None],
         is_idle: Callable[[], bool],
+        on_adapters: Callable[[AdaptersChanged], None],
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -66,6 +68,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._is_idle = is_idle
+        self._on_adapters = on_adapters
         self.state = STARTING
         self.stage = "start"
         self.stage_since_s = time.monotonic()
@@ -232,6 +235,8 @@ class Supervisor:
             self.stats = event.stats
         elif isinstance(event, Stage):
             self.stage = event.name
+        elif isinstance(event, AdaptersChanged):
+            self._on_adapters(event)
         elif isinstance(event, Failed):
             self._failure = event
         elif self._hello is not None and not self._hello.done():

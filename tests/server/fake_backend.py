@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import mllm_compile.model
+from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import HeldFiles
@@ -25,6 +26,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
 from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
 from tests.text.calls import templates
@@ -110,6 +112,24 @@ class Runner(FakeStepRunner):
         return Handle()
 
 
+def engine_of_adapters(folders: dict[str, str]) -> Engine:
+    """An engine with places for two adapters, and some loaded."""
+    device, runner = FakeDevice(), AdapterRunner()
+    device.reading.set()
+    runner.device = device
+    engine = fake_engine(
+        runner,
+        adapters=AdapterParts(BASE, device),
+        tokenizer=TOKENIZER,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({EOS}),
+        tokenizer_files={path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")},
+    )
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    return engine
+
+
 def make_engine(settings: dict[str, Any]) -> Engine:
     if settings.get("fails"):
         raise ConfigError("the fake engine does not start")
@@ -141,6 +161,8 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "speculative" in settings:
         section = SpeculativeSection(**settings["speculative"])
         limits["speculation"] = make_speculation(section, tokenizer.vocab_size)
+    if "adapters" in settings:
+        return engine_of_adapters(settings["adapters"])
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     return fake_engine(
         runner,

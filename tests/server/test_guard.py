@@ -70,7 +70,7 @@ def test_a_missing_path_is_reported_in_openais_shape(server):
     "path",
     [
         "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/embeddings", "/v1/score", "/pooling", "/classify",
-        "/v1/audio/transcriptions", "/generate", "/v1/load_lora_adapter", "/wake_up", "/flush_cache", "/v1/files",
+        "/v1/audio/transcriptions", "/generate", "/wake_up", "/flush_cache", "/v1/files",
         "/api/chat", "/get_server_info", "/v1/embeddings/",
     ],
 )  # fmt: skip

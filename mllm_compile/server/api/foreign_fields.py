@@ -33,7 +33,7 @@ ForeignFields = Mapping[str, Foreign]
 
 _BEAMS = "there is no beam search. Use n with a temperature"
 _KV = "KV is not moved between servers"
-_ADAPTERS = "adapters are not applied. Merge one into its model, and serve that"
+_ADAPTERS = "name the adapter as the model"
 _CODE = "code is not taken from a request. Use logit_bias, bad_words or allowed_token_ids"
 _TEXT = "only text is answered"
 _IMAGES = "images are prepared as the model's processor says"

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
@@ -30,11 +32,24 @@ from mllm_compile.server.backend.form_queue import FormQueue
 from mllm_compile.server.backend.step_events import StepEvents
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
-from mllm_compile.server.wire.messages import Abort, Close, Failed, Hello, Pulse, Submit
+from mllm_compile.server.wire.messages import (
+    Abort,
+    AdapterCard,
+    AdaptersChanged,
+    Close,
+    Failed,
+    Hello,
+    LoadAdapter,
+    Pulse,
+    Submit,
+    UnloadAdapter,
+)
 
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
     from mllm_compile.engine.sequences import Submission
+
+logger = logging.getLogger("mllm_compile.server")
 
 PULSE_S = 0.5
 EXIT_MISTAKE = 2
@@ -78,6 +93,7 @@ class EngineServer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._is_over = threading.Event()
+        self._loads = ThreadPoolExecutor(2, thread_name_prefix="mllm-loads")
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
         """Serves until the front says Close or the engine is dead; returns the exit code."""
@@ -101,6 +117,7 @@ class EngineServer:
             )
             self._take_commands(engine, events, forms)
             forms.close()
+            self._loads.shutdown(wait=False, cancel_futures=True)
             self._is_over.set()
             dead = engine.core.end_error
             if dead is not None:
@@ -129,8 +146,25 @@ class EngineServer:
                     submission = None if forms.drop(command.key) else events.submission_of(command.key)
                     if submission is not None:
                         engine.core.withdraw([submission])
+                elif isinstance(command, LoadAdapter | UnloadAdapter):
+                    self._loads.submit(self._change_adapters, engine, command)
                 elif isinstance(command, Close):
                     return
+
+    def _change_adapters(self, engine: Engine, command: LoadAdapter | UnloadAdapter) -> None:
+        """Loads or unloads an adapter, and tells how that went."""
+        error: Exception | None = None
+        try:
+            if isinstance(command, LoadAdapter):
+                engine.load_adapter(command.name, command.path, replace=command.replace)
+            else:
+                engine.unload_adapter(command.name)
+        except Exception as fault:
+            if not isinstance(fault, MllmError):
+                logger.exception("adapter %r met an internal error", command.name)
+            error = fault
+        text = None if error is None else " ".join(str(error).split())
+        self._tell(AdaptersChanged(command.key, _cards(engine), text, type(error).__name__))
 
     def _begin(self, engine: Engine, events: StepEvents, forms: FormQueue, commands: Sequence[Submit]) -> None:
         """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
@@ -174,7 +208,17 @@ def _submission(engine: Engine, command: Submit) -> Submission:
     if command.cache_salt is not None:
         prompt["cache_salt"] = command.cache_salt
     params = messages.params_of_wire(command.params)
-    return engine.builder.build_one(prompt, params, request_id=command.request_id, priority=command.priority)
+    name, version = command.adapter or (None, 0)
+    submission = engine.builder.build_one(
+        prompt, params, request_id=command.request_id, priority=command.priority, adapter=name
+    )
+    if submission.adapter is not None and submission.adapter.version != version:
+        raise RequestError(f"adapter {name!r} was replaced while the request was on its way. Ask again.")
+    return submission
+
+
+def _cards(engine: Engine) -> list[AdapterCard]:
+    return [AdapterCard(one.name, one.version, str(one.folder)) for one in engine.list_adapters()]
 
 
 def _hello(engine: Engine, timeline: Timeline) -> Hello:
@@ -199,15 +243,17 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         seconds=timeline.age_s,
         stages=timeline.stages,
         stats=dataclasses.asdict(engine.stats()),
+        adapters=_cards(engine),
     )
 
 
-def _make_engine(model: str, speculative: str | None) -> MakeEngine:
+def _make_engine(model: str, speculative: str, lora: str) -> MakeEngine:
     def make(reporter: Reporter) -> Engine:
-        from mllm_compile.config.sources import config_or_runtime, with_speculative
+        from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
         from mllm_compile.engine.engine import Engine
 
-        return Engine(with_speculative(config_or_runtime(model), speculative), reporter=reporter)
+        source = with_speculative(config_or_runtime(model), speculative or None)
+        return Engine(with_lora(source, json.loads(lora)), reporter=reporter)
 
     return make
 
@@ -220,9 +266,9 @@ def channel_at(descriptor: str) -> Channel:
 
 
 def main() -> None:
-    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and the format of lines; perhaps
-    --speculative-config."""
-    model, descriptor, how, log, *speculative = sys.argv[1:]
+    """Entry point of the process: MODEL, the channel's descriptor, how much to show, the format of lines,
+    --speculative-config or nothing, and the keys of the section lora that options give."""
+    model, descriptor, how, log, speculative, lora = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     reporter: Reporter = NullReporter()
@@ -231,7 +277,7 @@ def main() -> None:
     elif how != "quiet":
         reporter = reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
-        code = EngineServer(channel_at(descriptor)).run(_make_engine(model, *speculative or (None,)), reporter)
+        code = EngineServer(channel_at(descriptor)).run(_make_engine(model, speculative, lora), reporter)
     sys.exit(code)
 
 

@@ -14,7 +14,7 @@ from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_k
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.wire import messages
-from mllm_compile.server.wire.messages import Abort, Command, End, Media, StepRest, Submit
+from mllm_compile.server.wire.messages import Abort, AdapterCard, Command, End, Media, StepRest, Submit
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -52,7 +52,14 @@ class Dispatcher:
         """A number for a prompt."""
         return next(self._keys)
 
-    def start(self, job: Job, params: SamplingParams, priority: int, cache_salt: str | None) -> None:
+    def start(
+        self,
+        job: Job,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+        adapter: AdapterCard | None = None,
+    ) -> None:
         """Hands a job's prompts to the engine."""
         self.jobs[job.name] = job
         fields = messages.params_to_wire(params)
@@ -65,6 +72,8 @@ class Dispatcher:
             submit = Submit(prompt.key, name, ids, fields, priority, cache_salt)
             if prompt.media is not None:
                 submit.media = Media(prompt.media.segment, prompt.media.is_feature, prompt.media.items)
+            if adapter is not None:
+                submit.adapter = (adapter.name, adapter.version)
             self._send(submit)
 
     def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:

@@ -196,6 +196,8 @@ class _EngineFigures(Collector):
         yield from _by_position(stats["accepted_by_position"], label)
         for name, field, what in _HISTOGRAMS:
             yield from _histograms(name, what, stats[field], label)
+        if stats.get("adapters") is not None:
+            yield _adapters(stats["adapters"])
 
     def _finished(self, label: dict[str, str]) -> Iterator[Metric]:
         for prefix, labels in (("mllm:completions", {}), ("vllm:request_success", label)):
@@ -203,6 +205,18 @@ class _EngineFigures(Collector):
             for reason, count in self._own.finished.items():
                 family.add_metric([reason, *labels.values()], count)
             yield family
+
+
+def _adapters(stats: Mapping[str, Any]) -> Metric:
+    """The adapters in use and waited for, as gateways read them of vLLM: labels, and the time as the value."""
+    labels = {
+        "max_lora": str(stats["most"]),
+        "waiting_lora_adapters": ",".join(stats["waiting"]),
+        "running_lora_adapters": ",".join(stats["running"]),
+    }
+    family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of requests.", labels=list(labels))
+    family.add_metric(list(labels.values()), time.time())
+    return family
 
 
 def _by_position(counts: Sequence[int], label: Mapping[str, str]) -> Iterator[Metric]:

@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     priority: int
     cache_salt: str | None
     media: Media | None = None
+    adapter: tuple[str, int] | None = None  # name and version
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True):
@@ -52,6 +53,30 @@ class Abort(msgspec.Struct, tag=2, array_like=True):
 
 class Close(msgspec.Struct, tag=3, array_like=True):
     """Ends the engine and its process."""
+
+
+class LoadAdapter(msgspec.Struct, tag=4, array_like=True):
+    """Loads an adapter; `AdaptersChanged` with the same key follows."""
+
+    key: int
+    name: str
+    path: str
+    replace: bool
+
+
+class UnloadAdapter(msgspec.Struct, tag=5, array_like=True):
+    """Takes an adapter's name back; likewise."""
+
+    key: int
+    name: str
+
+
+class AdapterCard(msgspec.Struct, array_like=True):
+    """An adapter that requests can name."""
+
+    name: str
+    version: int
+    folder: str
 
 
 class Stage(msgspec.Struct, tag=1, array_like=True):
@@ -81,6 +106,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     seconds: float  # of its start
     stages: list[tuple[str, float]]
     stats: dict[str, Any]  # as in Pulse
+    adapters: list[AdapterCard] = []
 
 
 class Failed(msgspec.Struct, tag=3, array_like=True):
@@ -94,6 +120,15 @@ class Pulse(msgspec.Struct, tag=4, array_like=True):
     """The engine's thread has answered: its figures (EngineStats as a dict)."""
 
     stats: dict[str, Any]
+
+
+class AdaptersChanged(msgspec.Struct, tag=5, array_like=True):
+    """A load or an unload is over."""
+
+    key: int
+    adapters: list[AdapterCard]  # all, as they are now
+    error: str | None = None
+    error_kind: str = ""  # name of the MllmError
 
 
 class Admitted(msgspec.Struct, array_like=True):
@@ -139,8 +174,8 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
         return not told
 
 
-Command = Submit | Abort | Close
-EngineEvent = Stage | Hello | Failed | Pulse
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged
 
 _STEP = b"S"
 _EVENT = b"T"

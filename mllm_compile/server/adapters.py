@@ -1,0 +1,90 @@
+"""The endpoints that load and unload adapters, with vLLM's bodies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from mllm_compile.errors import MllmError
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.fields import read_fields
+from mllm_compile.server.endpoints import Answer
+from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.front import Front, ignored_headers
+from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, unless_gone
+
+_TEXT = (b"content-type", b"text/plain; charset=utf-8")
+_MOST_OF_PATH = 4096  # characters
+_NOT_ALLOWED = "serve with --allow-runtime-lora, and an API key or on this machine alone"
+
+
+class LoadFields(msgspec.Struct, kw_only=True):
+    """The fields of /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadFields(msgspec.Struct, kw_only=True):
+    """The fields of /v1/unload_lora_adapter; vLLM's number of an adapter is passed over."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def load(front: Front) -> Answer:
+    """Loads an adapter from a folder of the server's machine."""
+
+    async def change(body: bytes) -> tuple[str, list[str]]:
+        fields, unknown = read_fields(LoadFields, body)
+        if not fields.lora_name or not fields.lora_path:
+            raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+        if len(fields.lora_path) > _MOST_OF_PATH or "\0" in fields.lora_path:
+            raise bad_request(f"lora_path: expected a path of up to {_MOST_OF_PATH} characters")
+        await front.facts(None)
+        if fields.lora_name in front.names.own:
+            raise bad_request(f"lora_name: {fields.lora_name} is the model's own name; give the adapter another")
+        replace = bool(fields.load_inplace)
+        await front.adapter_changes.load(fields.lora_name, fields.lora_path, replace=replace)
+        return f"Success: LoRA adapter '{fields.lora_name}' added successfully.", unknown
+
+    return _changing(front, change)
+
+
+def unload(front: Front) -> Answer:
+    """Takes an adapter's name back; its requests are answered to their end."""
+
+    async def change(body: bytes) -> tuple[str, list[str]]:
+        fields, unknown = read_fields(UnloadFields, body)
+        await front.facts(None)
+        if front.names.adapter(fields.lora_name) is None:
+            message = f"The lora adapter '{fields.lora_name[:200]}' cannot be found."
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        await front.adapter_changes.unload(fields.lora_name)
+        return f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", unknown
+
+    return _changing(front, change)
+
+
+def _changing(front: Front, change: Callable[[bytes], Coroutine[Any, Any, tuple[str, list[str]]]]) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if not front.options.allow_runtime_lora:
+                raise ApiError(403, f"{scope['path']} is not open: {_NOT_ALLOWED}", code="unsupported_endpoint")
+            with front.memory.share() as share:
+                body = await front.bodies.read(receive, share)
+                text, unknown = await unless_gone(change(body), receive)
+                front.check_ignored(unknown)
+        except ClientGoneError:
+            return
+        except (ApiError, MllmError) as error:
+            refused = error if isinstance(error, ApiError) else of_error(error, None)
+            front.refused(refused, scope["path"], client_of(scope))
+            await respond_error(send, refused)
+        else:
+            await respond(send, text.encode(), headers=[_TEXT, *ignored_headers(unknown)])
+
+    return answer

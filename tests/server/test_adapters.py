@@ -1,0 +1,146 @@
+"""Adapters over HTTP: their names, loads and unloads while others are answered, and the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile.cli.serve import lora_keys
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.sources import with_lora
+from mllm_compile.errors import ConfigError
+from mllm_compile.server.options import ServeOptions
+from tests.adapters.fake_device import adapter_folder
+from tests.server.harness import Answer, Server, fake_server
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for number, name in enumerate(("one", "two", "three"), start=1):
+        adapter_folder(folder / name, number)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folders: Path) -> Iterator[Server]:
+    settings = {"adapters": {"one": str(folders / "one")}}
+    with fake_server({"allow_runtime_lora": True}, settings) as server:
+        yield server
+
+
+def load(server: Server, name: Any, path: Any, **more: Any) -> Answer:
+    return server.post(LOAD, {"lora_name": name, "lora_path": str(path), **more})
+
+
+def tokens_of(server: Server, model: str) -> list[int]:
+    answer = server.complete(model=model, ignore_eos=True, max_tokens=8, temperature=0, return_token_ids=True)
+    assert answer.status == 200, answer.body
+    assert answer.json["model"] == model
+    return answer.json["choices"][0]["token_ids"]
+
+
+def test_the_model_of_a_request_names_the_adapter(server):
+    assert tokens_of(server, "one") != tokens_of(server, "fake")
+    assert tokens_of(server, "one") == tokens_of(server, "one")
+    missing = server.complete(model="none")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+    assert missing.error["message"] == "the model 'none' does not exist; this server has fake, one"
+
+
+def test_models_lists_adapters_with_their_parent_folder_and_version(server, folders):
+    of_model, of_adapter = server.get("/v1/models").json["data"][:2]
+    assert (of_model["id"], of_model["parent"]) == ("fake", None)
+    assert (of_adapter["id"], of_adapter["parent"], of_adapter["root"]) == ("one", "fake", str(folders / "one"))
+    assert of_adapter["version"] == 1
+    assert server.get("/v1/models/one").json == of_adapter
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_with_vllms_answers(server, folders):
+    loaded = load(server, "two", folders / "two")
+    assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'two' added successfully.")
+    first = tokens_of(server, "two")
+    twice = load(server, "two", folders / "three")
+    assert (twice.status, twice.error["param"]) == (400, "lora_name")
+    assert "adapter 'two' has already been loaded, as version 1" in twice.error["message"]
+    assert load(server, "two", folders / "three", load_inplace=True).status == 200
+    assert tokens_of(server, "two") != first
+    assert server.get("/v1/models/two").json["version"] == 2
+    gone = server.post(UNLOAD, {"lora_name": "two", "lora_int_id": None})
+    assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'two' removed successfully.")
+    assert server.complete(model="two").status == 404
+    again = server.post(UNLOAD, {"lora_name": "two"})
+    assert (again.status, again.error["message"]) == (404, "The lora adapter 'two' cannot be found.")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [
+        ("", "x", "Both 'lora_name' and 'lora_path' must be provided."),
+        ("new", "", "Both 'lora_name' and 'lora_path' must be provided."),
+        ("new", "/no/such/folder", "/no/such/folder has no adapter_config.json; expected a folder as PEFT's"),
+        ("new", "a\0b", "lora_path: expected a path of up to 4096 characters"),
+        ("fake", "/x", "lora_name: fake is the model's own name; give the adapter another"),
+        ("a\nb", "/x", "expected an adapter's name of up to 200 letters"),
+    ],
+)
+def test_a_load_that_is_refused_says_why(server, name, path, said):
+    answer = load(server, name, path)
+    assert answer.status == 400
+    assert said in answer.error["message"]
+    assert tokens_of(server, "one")
+
+
+def test_the_figures_name_the_adapters_in_use(server):
+    lines = server.get("/metrics").body.decode().splitlines()
+    assert any(line.startswith('vllm:lora_requests_info{max_lora="2",running_lora_adapters="') for line in lines)
+
+
+def test_without_leave_nothing_is_loaded(folders):
+    with fake_server({}, {"adapters": {"one": str(folders / "one")}}) as server:
+        for path in (LOAD, UNLOAD):
+            answer = server.post(path, {"lora_name": "two", "lora_path": str(folders / "two")})
+            assert (answer.status, answer.error["code"]) == (403, "unsupported_endpoint")
+            assert "serve with --allow-runtime-lora, and an API key" in answer.error["message"]
+        assert server.get("/v1/models").json["data"][1]["id"] == "one"
+
+
+def test_loads_are_allowed_with_a_key_or_on_this_machine_alone():
+    for options in ({"host": "0.0.0.0", "api_keys": ("k",)}, {}, {"uds": "/s"}):
+        assert ServeOptions(model="m", allow_runtime_lora=True, **options).allow_runtime_lora
+    with pytest.raises(ConfigError, match=r"--allow-runtime-lora: expected an API key beside it"):
+        ServeOptions(model="m", host="0.0.0.0", allow_runtime_lora=True)
+    with pytest.raises(ConfigError, match=r"an engine that sleeps forgets loaded adapters"):
+        ServeOptions(model="m", sleep_after_s=5, allow_runtime_lora=True)
+
+
+def test_the_options_are_the_section():
+    keys = lora_keys(True, 2, 8, ["sql=/adapters/sql"])
+    assert keys == {"max_adapters": 2, "max_rank": 8, "adapters": {"sql": "/adapters/sql"}}
+    assert lora_keys(True, None, None, ()) == {"max_adapters": 4}
+    source = EngineConfig.from_dict({"model": {"path": "m"}, "lora": {"max_adapters": 1, "adapters": {"law": "/law"}}})
+    found = with_lora(source, keys)
+    assert isinstance(found, EngineConfig)
+    assert (found.lora.max_adapters, found.lora.adapters) == (2, {"law": "/law", "sql": "/adapters/sql"})
+    assert with_lora(source, {}) is source
+    with pytest.raises(ConfigError, match=r"/r is a compiled runtime, whose config it has"):
+        with_lora(Path("/r"), keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((False, 2, None, ()), "--max-loras: expected --enable-lora beside it"),
+        ((False, None, None, ["a=b"]), "--lora-modules: expected --enable-lora beside it"),
+        ((True, None, None, ["sql"]), "--lora-modules: expected NAME=PATH, got 'sql'"),
+        ((True, None, None, ["a=b", "a=c"]), "--lora-modules: 'a' is there twice"),
+    ],
+)
+def test_a_wrong_option_is_named(given, said):
+    with pytest.raises(ConfigError, match=said):
+        lora_keys(*given)
