@@ -35,6 +35,7 @@ from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.group_experts import GroupExperts
+from mllm_compile.passes.launch_lora import LaunchLora
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
@@ -100,6 +101,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
     QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
+    LaunchLora,  # of a program for adapters: two kernels for what they add to a linear
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 

@@ -71,6 +71,11 @@ class GraphKind(Enum):
     CASCADE_GREEDY_ACROSS_RANKS = auto()
     VERIFY = auto()  # decodes with drafts alone, all padded to as many tokens
 
+    @property
+    def takes_lora(self) -> bool:
+        """True if steps with adapters have graphs of the kind, beside those without."""
+        return self in (GraphKind.PIECEWISE, GraphKind.DECODE, GraphKind.VERIFY)
+
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a call of Python for each piece
 
     @property
@@ -101,8 +106,8 @@ class BatchDescriptor:
     num_tokens: int  # padded
     num_reqs: int | None = None  # padded; None: any number, which decodes alone do not take
     kind: GraphKind = GraphKind.PIECEWISE
-    has_lora: bool = False
-    num_active_loras: int = 0
+    has_lora: bool = False  # some request has an adapter
+    num_active_loras: int = 0  # most different adapters of its requests
 
     @property
     def uniform(self) -> bool:

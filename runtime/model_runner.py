@@ -33,6 +33,7 @@ from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
+from mllm_compile.runtime.lora.rows import AdapterRows
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.memory_profile import count_pages
@@ -195,6 +196,8 @@ class ModelRunner(RunnerSizes):
         )
         self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
+        if self.model.lora is not None:
+            self.row_state.adapters = AdapterRows(num_rows, self.device)
         num_states = runtime.max_running_requests + 1 + self.num_snapshots  # a rank has states of its own requests
         num_states += self.config.speculative.most_drafted > 0  # HeldStates' scratch row
         check_fits(
@@ -443,7 +446,6 @@ class ModelRunner(RunnerSizes):
             if slices is not None:
                 return self._run_parts(batch, batch.logits_indices, slices, self._overlap)
         is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
-        is_captured &= batch.adapter_slots is None
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 

@@ -71,7 +71,10 @@ class DecodeGraphs(BatchGraphs):
     def __init__(self, setting: GraphSetting) -> None:
         super().__init__(setting)
         self._sizes = setting.dispatcher.sizes
-        self._graphs: dict[GraphKind, dict[int, _DecodeGraph]] = {kind: {} for kind in DECODE_KINDS}
+        # By kind, and whether some request has an adapter.
+        self._graphs: dict[tuple[GraphKind, bool], dict[int, _DecodeGraph]] = {
+            (kind, has_lora): {} for kind in DECODE_KINDS for has_lora in (False, True)
+        }
         most = self._sizes[GraphKind.DECODE][-1]
         self._attention = needed(self._runner.attn_backend.decodes)
         self._attention.init_cuda_graph_state(most, most)
@@ -104,8 +107,8 @@ class DecodeGraphs(BatchGraphs):
 
     def capture(self, descriptor: BatchDescriptor) -> None:
         size, runner, padded, loop = descriptor.num_tokens, self._runner, self._padded, self.loop
-        kind, inputs = descriptor.kind, padded.inputs
-        whole = PaddedBatch(padded.decodes(size), padded.tokens(size), padded.all_rows(size))
+        kind, inputs, has_lora = descriptor.kind, padded.inputs, descriptor.has_lora
+        whole = PaddedBatch(padded.decodes(size, has_lora), padded.tokens(size, has_lora), padded.all_rows(size))
         whole.batch.greedy_across_ranks = kind.is_greedy_across_ranks
         self._attention.init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
@@ -116,6 +119,8 @@ class DecodeGraphs(BatchGraphs):
         def run() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             if loop is not None:
                 loop.begin(padded.num_ranks * size)
+            if has_lora:
+                padded.take_adapters(size)
             tokens = replace(whole.tokens, all_slots=padded.decode_slots(size))
             output = runner.program.run(whole.batch, tokens, whole.all_rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
@@ -124,10 +129,11 @@ class DecodeGraphs(BatchGraphs):
             end = loop.end_greedy_across_ranks if output.is_partial_vocab else loop.end
             return logits, output.hidden_states, end(logits)
 
-        if not any(self._graphs.values()):
+        if not any(of_kind for (_, is_such), of_kind in self._graphs.items() if is_such == has_lora):
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
         graph, (logits, *others) = self._setting.capturer.capture(run)
-        self._graphs[kind][size] = _DecodeGraph(graph, whole, WeakTensor(logits).tensor(), *map(_weak, others))
+        logits = WeakTensor(logits).tensor()
+        self._graphs[kind, has_lora][size] = _DecodeGraph(graph, whole, logits, *map(_weak, others))
 
     def end_captures(self) -> None:
         if self.loop is not None:
@@ -154,6 +160,7 @@ class DecodeGraphs(BatchGraphs):
         deltas: np.ndarray | None = None,
         common_prefix_len: int = 0,
         greedy_across_ranks: bool = False,
+        has_lora: bool = False,
     ) -> CapturedDecode:
         """Runs a step of decodes in one launch; their newest tokens are where the last step left them.
 
@@ -164,6 +171,7 @@ class DecodeGraphs(BatchGraphs):
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
             common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
             greedy_across_ranks: all take their likeliest token and nothing else is wanted. All ranks have it.
+            has_lora: some have an adapter, which is known of their rows; then without common_prefix_len.
 
         Raises:
             RuntimeError: there is no decode loop, or no graph holds so many requests.
@@ -179,13 +187,13 @@ class DecodeGraphs(BatchGraphs):
             deltas = None if deltas is None else np.roll(deltas, -first)
         if common_prefix_len:
             needed(self._cascades).share_prefix(common_prefix_len)
-        if greedy_across_ranks and self._graphs[_GREEDY[kind]]:
+        if greedy_across_ranks and self._graphs[_GREEDY[kind], has_lora]:
             kind = _GREEDY[kind]
         inputs, slot = self._padded.inputs, loop.next_slot()
         slot.write(rows, seq_lens, slots, num_ranks * size, inputs.padding_len, deltas)
         inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
-        entry = self._replay(kind, size)
+        entry = self._replay(kind, size, has_lora)
         assert entry.tokens is not None, "a graph with a decode loop has them"
         return CapturedDecode(
             entry.logits[:count], entry.tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], slot
@@ -193,7 +201,7 @@ class DecodeGraphs(BatchGraphs):
 
     def padded_batch(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
         self._prepare(batch, descriptor.num_tokens)
-        return self._graphs[descriptor.kind][descriptor.num_tokens].padded
+        return self._graphs[descriptor.kind, descriptor.has_lora][descriptor.num_tokens].padded
 
     def replay(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         """Logits of a batch that came as tensors.
@@ -204,7 +212,8 @@ class DecodeGraphs(BatchGraphs):
         self._prepare(batch, descriptor.num_tokens)
         if self.loop is not None:
             self.loop.next_slot().write_in_place(descriptor.num_tokens)
-        entry, count = self._replay(descriptor.kind, descriptor.num_tokens), batch.batch_size
+        entry = self._replay(descriptor.kind, descriptor.num_tokens, descriptor.has_lora)
+        count = batch.batch_size
         logits = entry.logits[:count]
         return LogitsProcessorOutput(
             logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices),
@@ -214,8 +223,10 @@ class DecodeGraphs(BatchGraphs):
     def _prepare(self, batch: ForwardBatch, size: int) -> None:
         """Puts inputs in their places, padding behind them, and readies attention for them."""
         inputs = self._padded.inputs
-        inputs.take_tokens(batch, size)
+        self._padded.take_tokens(batch, size)
         inputs.take_requests(batch, size)
+        if batch.adapter_slots is not None:
+            needed(self._runner.row_state.adapters).write(batch.req_pool_indices, batch.adapter_slots)
         self._attention.init_forward_metadata_replay_cuda_graph(
             size,
             inputs.req_pool_indices[:size],
@@ -224,9 +235,9 @@ class DecodeGraphs(BatchGraphs):
             inputs.seq_lens_cpu[:size],
         )
 
-    def _replay(self, kind: GraphKind, size: int) -> _DecodeGraph:
+    def _replay(self, kind: GraphKind, size: int, has_lora: bool) -> _DecodeGraph:
         """Replays a graph whose inputs are in their places, or in the next slot."""
-        entry, times = self._graphs[kind][size], self._runner.forward_times
+        entry, times = self._graphs[kind, has_lora][size], self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
             entry.graph.replay()
             if self.loop is not None:

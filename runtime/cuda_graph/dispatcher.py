@@ -23,10 +23,12 @@ class GraphDispatcher:
 
     Attributes:
         sizes: ascending, requests of decodes and tokens of other kinds; () of a kind that is not captured.
+        num_loras: adapters that are in memory at once; 0 without adapters.
     """
 
-    def __init__(self, sizes: Mapping[GraphKind, Sequence[int]]) -> None:
+    def __init__(self, sizes: Mapping[GraphKind, Sequence[int]], num_loras: int = 0) -> None:
         self.sizes = {kind: tuple(sorted(set(sizes.get(kind, ())))) for kind in GraphKind}
+        self.num_loras = num_loras
 
     @property
     def decode_requests(self) -> tuple[int, ...]:
@@ -38,31 +40,49 @@ class GraphDispatcher:
         """Tokens of the largest graph; 0 without any."""
         return max((of_kind[-1] for of_kind in self.sizes.values() if of_kind), default=0)
 
-    def find(self, kind: GraphKind, size: int) -> BatchDescriptor | None:
+    def find(self, kind: GraphKind, size: int, has_lora: bool = False) -> BatchDescriptor | None:
         """The smallest graph of a kind that holds so many requests of decodes, or tokens; None: none does."""
         padded = next_size(self.sizes[kind], size)
-        return None if padded is None else _descriptor(kind, padded)
+        if padded is None or (has_lora and not kind.takes_lora):
+            return None
+        return self._descriptor(kind, padded, has_lora)
 
-    def candidates(self, num_tokens: int, is_decode: bool = False, is_whole: bool = True) -> Iterator[BatchDescriptor]:
+    def candidates(
+        self, num_tokens: int, is_decode: bool = False, is_whole: bool = True, has_lora: bool = False
+    ) -> Iterator[BatchDescriptor]:
         """The graphs that may run a step of so many tokens, the fastest first.
 
         Args:
             is_decode: every request has one token.
             is_whole: a whole graph has all that the step's attention and experts read.
+            has_lora: some request has an adapter.
         """
         for kind in _OF_PIECES if not is_whole else _OF_DECODES if is_decode else _OF_STEPS:
-            descriptor = self.find(kind, num_tokens)
+            descriptor = self.find(kind, num_tokens, has_lora)
             if descriptor is not None:
                 yield descriptor
 
     def descriptors(self) -> list[BatchDescriptor]:
         """All graphs, largest first: later captures then fit into memory that earlier ones took."""
-        found = [_descriptor(kind, size) for kind, of_kind in self.sizes.items() for size in of_kind]
+        found = [
+            self._descriptor(kind, size, has_lora)
+            for kind, of_kind in self.sizes.items()
+            for size in of_kind
+            for has_lora in (False, True)[: self.forms(kind)]
+        ]
         return sorted(found, key=lambda descriptor: -descriptor.num_tokens)
 
     def largest(self, count: int, kinds: Sequence[GraphKind]) -> GraphDispatcher:
         """The `count` largest sizes of each of these kinds."""
-        return GraphDispatcher({kind: self.sizes[kind][-count:] for kind in kinds})
+        return GraphDispatcher({kind: self.sizes[kind][-count:] for kind in kinds}, self.num_loras)
+
+    def forms(self, kind: GraphKind) -> int:
+        """Graphs of each size of a kind: without adapters, and with some."""
+        return 2 if self.num_loras and kind.takes_lora else 1
+
+    def _descriptor(self, kind: GraphKind, size: int, has_lora: bool) -> BatchDescriptor:
+        num_reqs, num_loras = size if kind.is_decode else None, self.num_loras if has_lora else 0
+        return BatchDescriptor(size, num_reqs, kind, has_lora, num_loras)
 
 
 def next_size(sizes: Sequence[int], wanted: int) -> int | None:
@@ -83,7 +103,3 @@ def asked_sizes(key: str, sizes: Sequence[int], mode: str) -> Sequence[int]:
             "Give some, or set cudagraph.mode: none."
         )
     return sizes
-
-
-def _descriptor(kind: GraphKind, size: int) -> BatchDescriptor:
-    return BatchDescriptor(size, num_reqs=size if kind.is_decode else None, kind=kind)

@@ -49,7 +49,10 @@ class GraphRunner:
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
             )
-        executor.set_output_buffers(LayerOutputs(dispatcher.most_tokens, runner.dp_size))
+        outputs = LayerOutputs(dispatcher.most_tokens, runner.dp_size)
+        for one in (executor, None if runner.model.lora is None else runner.model.lora.executor):
+            if isinstance(one, ProgramExecutor):
+                one.set_output_buffers(outputs)
         setting = GraphSetting(runner, dispatcher, executor, self._capturer, self._padded, debug)
         captured = [kind for kind, sizes in dispatcher.sizes.items() if sizes]
         classes = {KINDS[kind]: None for kind in captured}
@@ -114,7 +117,8 @@ class GraphRunner:
         across = batch.dp_metadata  # all ranks run the graph of the one that has most tokens
         num_tokens = batch.num_tokens if across is None else across.max_tokens_across_dp
         is_whole = across is None and not batch.common_prefix_len
-        for descriptor in self.dispatcher.candidates(num_tokens, batch.forward_mode.is_decode_or_idle(), is_whole):
+        is_decode, has_lora = batch.forward_mode.is_decode_or_idle(), batch.adapter_slots is not None
+        for descriptor in self.dispatcher.candidates(num_tokens, is_decode, is_whole, has_lora):
             graphs = self.kinds[descriptor.kind]
             if isinstance(graphs, BatchGraphs) and graphs.serves(batch):
                 return graphs.replay(batch, descriptor)
@@ -134,5 +138,5 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
     for kind, sizes in dispatcher.sizes.items():
         mib = [figure.mib for figure in graphs.figures if figure.kind is tried[kind]]
         captured = mib if kind is tried[kind] else []
-        total += sum(captured) + (len(sizes) - len(captured)) * (mib[-1] if mib else 0.0)
+        total += sum(captured) + (len(sizes) * dispatcher.forms(kind) - len(captured)) * (mib[-1] if mib else 0.0)
     return int(total * 2**20)

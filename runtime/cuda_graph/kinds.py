@@ -34,4 +34,5 @@ def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
         ConfigError: sizes that are asked for cannot be captured.
     """
     mode = CUDAGraphMode.from_name(runner.config.cudagraph.mode)
-    return GraphDispatcher({kind: graphs.sizes(runner, kind) for kind, graphs in KINDS.items() if mode.captures(kind)})
+    sizes = {kind: graphs.sizes(runner, kind) for kind, graphs in KINDS.items() if mode.captures(kind)}
+    return GraphDispatcher(sizes, runner.config.lora.max_adapters)

@@ -66,6 +66,9 @@ class PaddedInputs:
             for places in (self.inputs, self._long_inputs):
                 places.take_hidden_states(runner.model.hidden_size, runner.config.dtype)
         self._all_rows = torch.arange(most_tokens, device=runner.device)
+        self._adapter_slots: torch.Tensor | None = None
+        if runner.model.lora is not None:
+            self._adapter_slots = torch.full((most_tokens,), -1, dtype=torch.int32, device=runner.device)
         self._all_slots: torch.Tensor | None = None
         if self.num_ranks > 1:
             self._all_slots = torch.ones(self.num_ranks * most_tokens, dtype=torch.int64, device=runner.device)
@@ -73,6 +76,19 @@ class PaddedInputs:
     def take_tokens(self, batch: ForwardBatch, size: int) -> None:
         """Puts a step's tokens in their places, and padding behind them."""
         self._places(size).take_tokens(batch, size)
+        if batch.adapter_slots is not None:
+            places = needed(self._adapter_slots)
+            places[: batch.num_tokens].copy_(batch.adapter_slots)
+            places[batch.num_tokens : size].fill_(-1)
+
+    def take_adapters(self, size: int) -> None:
+        """Puts the slots of the rows' adapters in their places, for tokens that are a row each; within a capture."""
+        rows = self.inputs.req_pool_indices[:size]
+        torch.index_select(needed(self._runner.row_state.adapters).slots, 0, rows, out=self.adapter_slots(size))
+
+    def adapter_slots(self, size: int) -> torch.Tensor:
+        """[size] int32, the places of the slots of tokens' adapters, of a model that takes some."""
+        return needed(self._adapter_slots)[:size]
 
     def mark_tokens(self, across: DPMetadata, size: int) -> None:
         """Notes which tokens of all ranks are real, in a step of `size` tokens a rank."""
@@ -87,14 +103,15 @@ class PaddedInputs:
         """The rows whose logits a batch asks for."""
         return self._all_rows[: batch.batch_size] if batch.logits_indices is None else batch.logits_indices
 
-    def tokens(self, size: int) -> TokenInputs:
+    def tokens(self, size: int, has_lora: bool = False) -> TokenInputs:
         """The pieces' input in a step of `size` tokens."""
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
         all_slots = None if self._all_slots is None else self._all_slots[: self.num_ranks * size]
         hidden_states = None if inputs.hidden_states is None else inputs.hidden_states[:size]
         media, axes, rope_lens = inputs.media, inputs.mrope_positions, inputs.rope_lens[:size]
-        return TokenInputs(*given, media, axes, rope_lens, all_slots, hidden_states)
+        adapter_slots = self.adapter_slots(size) if has_lora else None
+        return TokenInputs(*given, media, axes, rope_lens, all_slots, hidden_states, adapter_slots)
 
     def decode_slots(self, size: int) -> torch.Tensor | None:
         """The slots of a captured decode of `size` rows a rank, in the order in which ranks' tokens are gathered. A
@@ -103,7 +120,7 @@ class PaddedInputs:
             return None
         return torch.roll(self.inputs.out_cache_loc[: self.num_ranks * size], current().rank * size)
 
-    def decodes(self, size: int) -> ForwardBatch:
+    def decodes(self, size: int, has_lora: bool = False) -> ForwardBatch:
         """Decodes of `size` rows of padding."""
         inputs = self.inputs
         batch = self._runner.prepare_forward_batch_decode(
@@ -115,11 +132,12 @@ class PaddedInputs:
             positions=inputs.positions[:size],
         )
         batch.media, batch.mrope_positions = inputs.media, inputs.mrope_positions
+        batch.adapter_slots = self.adapter_slots(size) if has_lora else None
         return batch
 
-    def prompts(self, size: int) -> ForwardBatch:
+    def prompts(self, size: int, has_lora: bool = False) -> ForwardBatch:
         """Prompts of `size` tokens of padding."""
-        runner, tokens = self._runner, self.tokens(size)
+        runner, tokens = self._runner, self.tokens(size, has_lora)
         lengths = torch.tensor(prompt_lengths(size, runner.config.runtime.max_model_len), dtype=torch.int32)
         new, none = lengths.to(runner.device), torch.zeros_like(lengths)
         batch = runner.prepare_forward_batch_extend(
@@ -134,6 +152,7 @@ class PaddedInputs:
             positions=tokens.positions,
         )
         batch.media, batch.mrope_positions = tokens.media, tokens.mrope_positions
+        batch.adapter_slots = tokens.adapter_slots
         return batch
 
     def _places(self, size: int) -> TokenPlaces:

@@ -15,7 +15,7 @@ from mllm_compile.runtime.cuda_graph.padding import PaddedBatch
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import get_forward_context, is_forward_context_available
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
-from mllm_compile.runtime.program.executor import PieceFunction
+from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 
 
 class PiecewiseGraphs(BatchGraphs):
@@ -23,13 +23,11 @@ class PiecewiseGraphs(BatchGraphs):
 
     def __init__(self, setting: GraphSetting) -> None:
         super().__init__(setting)
-        self._is_first = True
-        executor = setting.executor
-        executor.wrap_pieces(
-            lambda piece, index, function: (
-                function if executor.is_row_piece(index) else PieceGraphs(function, setting.capturer, setting.debug)
-            )
-        )
+        self._has_run: set[bool] = set()  # with adapters, and without
+        lora = setting.runner.model.lora
+        for executor in (setting.executor, None if lora is None else lora.executor):
+            if isinstance(executor, ProgramExecutor):
+                _capture_pieces(executor, setting)
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
@@ -38,11 +36,11 @@ class PiecewiseGraphs(BatchGraphs):
 
     def capture(self, descriptor: BatchDescriptor) -> None:
         """Runs prompts of padding through the program; its pieces capture themselves on the way."""
-        batch = self._padded.prompts(descriptor.num_tokens)
+        batch = self._padded.prompts(descriptor.num_tokens, descriptor.has_lora)
         batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=self._runner.device)
-        if self._is_first:
+        if descriptor.has_lora not in self._has_run:
             self._runner.run_eager(batch)
-            self._is_first = False
+            self._has_run.add(descriptor.has_lora)
         self._run(self._planned(batch, descriptor), descriptor)
 
     def padded_batch(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
@@ -59,12 +57,21 @@ class PiecewiseGraphs(BatchGraphs):
     def _planned(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
         size = descriptor.num_tokens
         self._runner.attn_backend.init_forward_metadata(batch)
-        return PaddedBatch(batch, self._padded.tokens(size), self._padded.all_rows(size))
+        return PaddedBatch(batch, self._padded.tokens(size, descriptor.has_lora), self._padded.all_rows(size))
 
     def _run(self, padded: PaddedBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         batch, tokens, all_rows = padded
         rows = self._padded.rows_of(batch)
         return self._runner.program.run(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
+
+
+def _capture_pieces(executor: ProgramExecutor, setting: GraphSetting) -> None:
+    """Puts graphs in the place of a program's pieces, but those of rows."""
+    executor.wrap_pieces(
+        lambda piece, index, function: (
+            function if executor.is_row_piece(index) else PieceGraphs(function, setting.capturer, setting.debug)
+        )
+    )
 
 
 @dataclass(slots=True)

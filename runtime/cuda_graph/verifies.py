@@ -89,7 +89,7 @@ class VerifyGraphs(KindGraphs):
             most_requests=max(counts[-1] for counts in self.request_sizes.values()),
             most_tokens=sizes[-1],
         )
-        self._graphs: dict[tuple[int, int], _VerifyGraph] = {}  # by R and C
+        self._graphs: dict[tuple[int, int, bool], _VerifyGraph] = {}  # by R and C, and whether there are adapters
 
     @property
     def most_requests(self) -> Mapping[int, int]:
@@ -119,8 +119,9 @@ class VerifyGraphs(KindGraphs):
                 self._capture(descriptor, descriptor.num_tokens // width, width)
 
     def _capture(self, descriptor: BatchDescriptor, num_requests: int, width: int) -> None:
-        size, padded, loop = descriptor.num_tokens, self._padded, self.loop
-        batch, tokens, all_rows = padded.decodes(size), padded.tokens(size), padded.all_rows(size)
+        size, padded, loop, has_lora = descriptor.num_tokens, self._padded, self.loop, descriptor.has_lora
+        batch, tokens = padded.decodes(size, has_lora), padded.tokens(size, has_lora)
+        all_rows = padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
         batch.num_verify_tokens = size
         shape = num_requests, width
@@ -128,6 +129,8 @@ class VerifyGraphs(KindGraphs):
         def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             loop.begin(num_requests, width)
             self._attention.begin_captured_verify(batch.req_pool_indices.view(shape), batch.seq_lens.view(shape))
+            if has_lora:
+                padded.take_adapters(size)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
             chosen = loop.end(output.next_token_logits, num_requests)
             return output.next_token_logits, chosen, output.hidden_states
@@ -135,7 +138,7 @@ class VerifyGraphs(KindGraphs):
         def keep() -> None:
             self._runner.keep_states(loop.counts(num_requests))
 
-        if not self._graphs:
+        if not any(is_such == has_lora for *_, is_such in self._graphs):
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
             keep()
         graph, (logits, chosen, hidden_states) = self._setting.capturer.capture(run)
@@ -144,15 +147,16 @@ class VerifyGraphs(KindGraphs):
         keep_states = None
         if self._runner.model.state_layers:
             keep_states, _ = self._setting.capturer.capture(keep)
-        self._graphs[num_requests, width] = _VerifyGraph(graph, *results, of_graph, keep_states)
+        self._graphs[num_requests, width, has_lora] = _VerifyGraph(graph, *results, of_graph, keep_states)
 
-    def launch(self, fields: np.ndarray, width: int) -> CapturedVerify:
+    def launch(self, fields: np.ndarray, width: int, has_lora: bool = False) -> CapturedVerify:
         """Runs a step in one launch.
 
         Args:
             width: C of a step that is captured.
             fields: [R, VERIFY_FIELDS] int32. Slots of all tokens that a request may get are in the device's table, and
                 sampling parameters are flushed.
+            has_lora: some request has an adapter, which is known of its row.
 
         Raises:
             RuntimeError: no graph holds so many requests.
@@ -167,7 +171,7 @@ class VerifyGraphs(KindGraphs):
         inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
         times = self._runner.forward_times
-        entry = self._graphs[size, width]
+        entry = self._graphs[size, width, has_lora]
         with nullcontext() if times is None else times.measure(size * width):
             entry.graph.replay()
         rows, seq_lens = inputs.req_pool_indices[:count], inputs.seq_lens[:count]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
-    "add_lora": "add_lora",
+    "add_lora": "lora.reference",
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",
     "all_reduce_residual_norm": "ranks.ops",
@@ -56,6 +56,8 @@ OPS = {
     "latent_decode": "attention.latent",
     "latent_prefill": "attention.latent",
     "linear_residual": "single_token",
+    "lora_expand": "lora.kernels",
+    "lora_shrink": "lora.kernels",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.lora.rows import AdapterRows
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.penalties import TokenCounts
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases, TokenBiases
@@ -308,6 +309,7 @@ class RowState:
     Attributes:
         last_tokens: [rows] int64, the newest token of each.
         sampling: their sampling parameters.
+        adapters: their adapters, of a model that takes some.
     """
 
     def __init__(
@@ -319,3 +321,4 @@ class RowState:
         """
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingState(num_rows, vocab_size, device) if sampling is None else sampling
+        self.adapters: AdapterRows | None = None

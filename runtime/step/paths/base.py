@@ -62,6 +62,14 @@ class StepPath(ABC):
         """Plans a step whose new pages are entered on the host."""
         return self._planner.plan(batch)
 
+    def _follow_adapters(self, batch: ScheduledBatch) -> bool:
+        """Brings the adapters of a captured step's rows to the device; True if some request has one."""
+        adapters = self._runner.row_state.adapters
+        if adapters is None or not batch.has_adapters:
+            return False
+        adapters.follow(batch.rows, batch.adapter_slots)
+        return True
+
     @abstractmethod
     def run(self, step: Step) -> StepResults | None:
         """Launches a step and the choice of its tokens; None: it takes the forward path."""

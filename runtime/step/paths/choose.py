@@ -41,8 +41,6 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
-        if self._has_adapters and batch.has_adapters:
-            return self.forward
         if batch.has_drafts and self._verifies is not None and self._verifies.serves(batch):
             return self._verifies
         if batch.has_drafts or self._reads_hidden_states:
@@ -51,6 +49,8 @@ class StepPaths:
             count = self._planner.most_requests(batch)
             return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward
         if self._prompts is None or batch.num_decodes or batch.prompt_logprob_rows.any():
+            return self.forward
+        if self._has_adapters and batch.has_adapters:
             return self.forward
         return self.forward if self._media.has_images(batch) else self._prompts
 

@@ -40,7 +40,8 @@ class DecodePath(StepPath):
     def _launch(self, step: Step) -> CapturedDecode:
         """Writes the step's inputs to the host's memory of the next replay, and launches it."""
         batch, plan, shared = step.batch, step.plan, 0
-        if batch.num_requests <= self._graphs.most_sharing:
+        has_lora = self._follow_adapters(batch)
+        if not has_lora and batch.num_requests <= self._graphs.most_sharing:
             shared = self._common_prefix.num_tokens(batch, is_captured=True)
         return self._graphs.launch(
             plan.fields.req_pool_indices,
@@ -49,6 +50,7 @@ class DecodePath(StepPath):
             None if plan.media is None else plan.media.deltas,
             shared,
             step.choice is SamplingMode.GREEDY_ACROSS_RANKS,
+            has_lora,
         )
 
     def _results(self, step: Step, decode: CapturedDecode) -> StepResults:

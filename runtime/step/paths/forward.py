@@ -27,7 +27,6 @@ class ForwardPath(StepPath):
         super().__init__(parts)
         self._media = parts.media
         self._uploads = StagingRing(parts.runner.device)
-        self._has_adapters = parts.runner.model.lora is not None
 
     def run(self, step: Step) -> StepResults:
         self._pools.restore_states(step.batch.state_restores)
@@ -49,7 +48,7 @@ class ForwardPath(StepPath):
         self._pools.add_new_pages(plan.fields, step.batch)
         batch = plan.rank_batch or step.batch
         self._follow_lengths(batch, plan)
-        num_adapters = self._follow_adapters(batch, plan)
+        num_adapters = self._add_adapters(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self._media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
@@ -80,9 +79,9 @@ class ForwardPath(StepPath):
             plan.fields.rope_lens = np.zeros_like(plan.fields.positions)
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
 
-    def _follow_adapters(self, batch: ScheduledBatch, plan: StepPlan) -> int:
+    def _add_adapters(self, batch: ScheduledBatch, plan: StepPlan) -> int:
         """Adds the slots of tokens' adapters, where a request has one; returns how many adapters there are."""
-        if not self._has_adapters or not batch.has_adapters:
+        if self._runner.row_state.adapters is None or not batch.has_adapters:
             return 0
         plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
         plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)

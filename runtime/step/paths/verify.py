@@ -92,7 +92,7 @@ class VerifyPath(StepPath):
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
             self._bring_texts(batch, batch.device_lens)
-        launched = self._graphs.launch(fields, width)
+        launched = self._graphs.launch(fields, width, self._follow_adapters(batch))
         if launched.hidden_states is not None:
             is_token = np.arange(width) < batch.num_new[:, None]
             rows = upload(np.flatnonzero(is_token), self._runner.device)

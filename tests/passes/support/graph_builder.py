@@ -248,6 +248,7 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "slots": torch.arange(1, num_tokens + 1),
         "cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
+        "adapter_slots": (torch.arange(num_tokens, dtype=torch.int32) + 1) % 3 - 1,
     }
     inputs["all_slots"] = inputs["slots"].repeat(gm.meta.get(EXPERT_RANKS, 1))
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -24,6 +24,7 @@ from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # n
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.lora.shapes import num_splits
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
@@ -335,6 +336,25 @@ def dequantised_integers(
     return dequantised(tensors, "int4_lanes", columns // scales.shape[1], columns, dtype)
 
 
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool) -> torch.Tensor:
+    factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0)
+    splits = num_splits(x.shape[-1], is_few)
+    size = -(-x.shape[-1] // splits)
+    parts = zip(x.flatten(0, -2).split(size, -1), factors.split(size, -1), strict=True)
+    return torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
+
+
+def lora_expand(y, shrunk, b, slots, starts, rows):
+    out, first, rank = y.clone(), 0, b.shape[2]
+    inputs = shrunk.sum(0).to(b.dtype)
+    for part, (start, count) in enumerate(zip(starts, rows, strict=True)):
+        factors = b[slots.clamp(min=0), first : first + count]
+        added = torch.einsum("tr,tnr->tn", inputs[:, part * rank : (part + 1) * rank], factors)
+        out.flatten(0, -2)[:, start : start + count] += torch.where((slots >= 0)[:, None], added, 0)
+        first += count
+    return out
+
+
 SILU_MUL = {
     "silu_mul(Tensor x) -> Tensor": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "silu_mul_in_fp8(Tensor x, int groups) -> (Tensor, Tensor)": silu_mul_in_fp8,
@@ -342,6 +362,12 @@ SILU_MUL = {
 INTEGERS = {
     "dequantised_integers(Tensor values, Tensor scales, Tensor? zeros, ScalarType dtype) -> Tensor": (
         dequantised_integers
+    ),
+}
+LORA = {
+    "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few) -> Tensor": lora_shrink,
+    "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) -> Tensor": (
+        lora_expand
     ),
 }
 ROPE_AND_CACHE = {
@@ -363,4 +389,4 @@ EXPERTS = {
     ),
     "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
 }
-ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | INTEGERS | ROPE_AND_CACHE
+ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | INTEGERS | ROPE_AND_CACHE | LORA

@@ -65,8 +65,9 @@ class Launches:
         graphs._cascades = SimpleNamespace(share_prefix=self.shared.append)
         graphs._sizes = GraphDispatcher(sizes).sizes
         graphs.loop = SimpleNamespace(next_slot=lambda: SimpleNamespace(write=self._write), replayed=lambda: None)
-        graphs._graphs = {kind: {size: self._graph(kind, size, most) for size in graphs._sizes[kind]} for kind in sizes}
-        graphs._graphs = {kind: {} for kind in DECODE_KINDS} | graphs._graphs
+        graphs._graphs = {(kind, has_lora): {} for kind in DECODE_KINDS for has_lora in (False, True)}
+        for kind in sizes:
+            graphs._graphs[kind, False] = {size: self._graph(kind, size, most) for size in graphs._sizes[kind]}
 
     def _graph(self, kind, size, most):
         replay = SimpleNamespace(replay=lambda: self.ran.append((kind, size)))

@@ -49,7 +49,11 @@ def graphs_of(serves_mixed: bool = True, **sizes: tuple[int, ...]) -> GraphRunne
 
 def batch_of(num_tokens=5, mode=ForwardMode.DECODE, common_prefix_len=0, dp_metadata=None):
     return SimpleNamespace(
-        forward_mode=mode, num_tokens=num_tokens, common_prefix_len=common_prefix_len, dp_metadata=dp_metadata
+        forward_mode=mode,
+        num_tokens=num_tokens,
+        common_prefix_len=common_prefix_len,
+        dp_metadata=dp_metadata,
+        adapter_slots=None,
     )
 
 
@@ -85,7 +89,7 @@ def test_attention_that_knows_of_no_graphs_is_between_captured_pieces(monkeypatc
         attn_backend=TorchAttnBackend(),
         device="cpu",
         config=SimpleNamespace(max_attended=2),
-        model=SimpleNamespace(executor=None, reads_hidden_states=False),
+        model=SimpleNamespace(executor=None, reads_hidden_states=False, lora=None),
         dp_size=1,
         always_takes_features=False,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.runtime.ops.add_lora import add_lora_on_cpu, add_lora_reference
+from mllm_compile.runtime.ops.lora.reference import add_lora_on_cpu, add_lora_reference
 
 STARTS, ROWS, INPUTS, OUTPUTS, RANK = [0, 24], [16, 8], 20, 32, 4
 

@@ -83,7 +83,7 @@ class LoopedRunner:
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
-    def launch(self, rows, seq_lens, slots, deltas, common_prefix_len, greedy_across_ranks) -> CapturedDecode:
+    def launch(self, rows, seq_lens, slots, deltas, common_prefix_len, greedy_across_ranks, has_lora) -> CapturedDecode:
         assert not common_prefix_len, "it holds no cascades"
         assert not greedy_across_ranks, "it is one rank"
         runner, count = self._runner, rows.size

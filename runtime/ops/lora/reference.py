@@ -1,7 +1,7 @@
 """The op that adds to a linear's output what its tokens' adapters change, and its references in plain torch.
 
-A pass puts it behind linears (passes/add_lora.py). Defined with torch.library's define/impl because calling a
-`torch.library.custom_op` imports Dynamo and Inductor.
+A pass puts it behind linears (passes/add_lora.py); on a GPU kernels.py takes its place. Defined with torch.library's
+define/impl because calling a `torch.library.custom_op` imports Dynamo and Inductor.
 
 Shape legend: T tokens, K inputs and N outputs of a linear, P of its parts with adapters, r their rank, L slots.
 """

@@ -1,0 +1,83 @@
+"""Computes what adapters add by kernels, two for a linear."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.add_lora import AddLora
+from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import called_pieces, is_op, rewrite_pieces, takes_kernels
+from mllm_compile.passes.variants import add_variants, copy_of
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS, num_splits, takes_lora
+
+
+class LaunchLora(GraphPass):
+    """Puts two kernels in the place of mllm.add_lora.
+
+    Why: in plain torch it is several launches for each adapter in memory, used or not. These two read the factors of
+        those alone that tokens have.
+
+    Before::
+
+        y = mllm.add_lora(linear(x, weight), x, lora_A, lora_B, adapter_slots, starts, rows)
+
+    After::
+
+        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False)
+        y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows)
+
+    with True in variants for few tokens. A piece with adapters and no such variant gets one.
+
+    Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
+    Preserves: the meaning; products with A are summed in float32, and rounded once.
+    """
+
+    name: ClassVar[str] = "launch_lora"
+    needs: ClassVar[tuple[str, ...]] = ("lora_shrink", "lora_expand")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return AddLora.obstacle(target)
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        add_variants(gm, MOST_FEW_TOKENS, "_few_adapters", _few)
+        matches = rewrite_pieces(gm, called_pieces(gm), partial(_launch, is_few=False))
+        variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
+        small = [name for of_piece in variants.values() for name in of_piece.values()]
+        matches += rewrite_pieces(gm, dict.fromkeys(small), partial(_launch, is_few=True))
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _few(piece: fx.GraphModule) -> fx.GraphModule | None:
+    """A copy of a piece with adapters."""
+    return copy_of(piece) if any(_is_taken(node) for node in piece.graph.nodes) else None
+
+
+def _is_taken(node: fx.Node) -> bool:
+    if not is_op(node, "add_lora") or not takes_kernels(node):
+        return False
+    operands: Any = node.args
+    return takes_lora(int(node.meta["val"].shape[-1]), *operands[5:])
+
+
+def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
+    if not _is_taken(node):
+        return False
+    operands: Any = node.args
+    y, x, a, b, slots, starts, rows = operands
+    splits = num_splits(int(x.meta["val"].shape[-1]), is_few)
+    shape = splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]
+    with graph.inserting_before(node):
+        shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few))
+        shrunk.meta["val"] = x.meta["val"].new_empty(shape, dtype=torch.float32)
+        expanded = graph.call_function(op("lora_expand"), (y, shrunk, b, slots, starts, rows))
+    expanded.meta.update(node.meta)
+    node.replace_all_uses_with(expanded)
+    graph.erase_node(node)
+    return True

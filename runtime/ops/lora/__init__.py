@@ -1,0 +1,1 @@
+"""Ops that add to a linear's output what tokens' adapters change."""

@@ -1,0 +1,132 @@
+"""Adapters on a GPU: their kernels in a package as pieces are compiled, and steps in graphs, against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile import open_model
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.inductor.compile_piece import compile_piece
+from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.ops.lora.reference import add_lora_reference
+from mllm_compile.runtime.program.pieces import load_piece
+from tests.lora_factors import greedy_of, logprobs_of, random_factors
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of
+from tests.runtime.runner_cases import Loop
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+MARGIN = 1.2  # ours may be this much further from float32 than torch in bfloat16 is
+SLOTS = 8
+SOURCE = """
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, y, x, a, b, slots):
+        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few})
+        return (torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}),)
+"""
+SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
+    (4096, 6144, [0, 4096, 5120], [4096, 1024, 1024], 16),
+    (4096, 6144, [0, 5120], [4096, 1024], 64),
+    (1100, 96, [32], [64], 8),
+    (12288, 4096, [0], [4096], 16),
+]
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, is_few: bool, tmp_path: Path) -> None:
+    inputs, outputs, starts, rows, rank = shape
+    source = tmp_path / "piece.py"
+    source.write_text(SOURCE.format(is_few=is_few, starts=starts, rows=rows))
+    factors = (SLOTS, rank * len(rows), inputs), (SLOTS, sum(rows), rank)
+    shapes = ("T", outputs), ("T", inputs), *factors
+    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
+    compile_piece(source, given, "cuda:0", {"T": 8192}, tmp_path / "piece.pt2", tmp_path)
+    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(one, generator=generator, device="cuda") for one in factors)
+    a, b = (a / inputs**0.5).bfloat16(), b.bfloat16()
+    for tokens in (1, 2, 8, 17, 64, 65, 300, 2048):
+        for most in (1, SLOTS):  # one adapter, and several
+            y, x = (torch.randn(tokens, size, generator=generator, device="cuda") for size in (outputs, inputs))
+            y, x = y.bfloat16(), x.bfloat16()
+            slots = torch.randint(-1, most, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
+            slots[0] = most - 1
+            exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
+            torchs = add_lora_reference(y, x, a, b, slots, starts, rows)
+            ours = piece([y, x, a, b, slots])[0]
+            assert torch.equal(ours, piece([y, x, a, b, slots])[0])
+            assert torch.equal(ours[slots < 0], y[slots < 0])
+            off, theirs = ((one.float() - exact).norm() / exact.norm() for one in (ours, torchs))
+            assert off <= MARGIN * theirs + 1e-6, (tokens, most, float(off), float(theirs))
+            alone = piece([y[:1], x[:1], a, b, slots[:1]])[0]
+            assert torch.equal(alone, ours[:1]), "a token's numbers do not depend on the others"
+
+
+PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], [17, 33], [9, 8, 7, 6] * 20)
+SLOT_OF = (1, -1, 0, 1, 0)
+
+
+class Served:
+    """A small model with adapters in two slots, in graphs, and the same by Transformers."""
+
+    def __init__(self, folder: Path, cache: Path, dtype: str, backend: str, mode: str) -> None:
+        changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        config = config_of("qwen3")
+        for name, value in changes.items():
+            setattr(config, name, value)
+        self.model = save_tiny_model(config, folder)
+        sections = {
+            "model": {"path": str(folder), "dtype": dtype},
+            "compile": {"backend": backend},
+            "runtime": {"device": "cuda:0", "max_model_len": 256, "max_running_requests": 64},
+            "cudagraph": {"mode": mode},
+            "lora": {"max_adapters": 2, "max_rank": 16},
+            "cache": {"dir": str(cache)},
+        }
+        self.runner = open_model(EngineConfig.from_dict(sections)).runner
+        self.runner.initialize()
+        lora = self.runner.model.lora
+        assert lora is not None
+        self.factors = [random_factors(lora.pool, seed, rank) for seed, rank in ((1, 16), (2, 3))]
+        for slot, factors in enumerate(self.factors):
+            lora.pool.write(slot, factors)
+
+    def answers(self, copies: int) -> list[list[int]]:
+        loop = Loop(self.runner)
+        requests = [loop.add(prompt, max_tokens=12) for prompt in PROMPTS * copies]
+        for request, slot in zip(requests, SLOT_OF * copies, strict=True):
+            request.adapter_slot = slot
+        with self.runner.on_device(), torch.inference_mode():
+            loop.run()
+        return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture(
+    params=[("eager", "full_and_piecewise"), ("inductor", "full_and_piecewise"), ("inductor", "none")], ids=str
+)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "model", tmp_path / "cache", "bfloat16", *request.param)
+    yield served
+    served.runner.shutdown()
+
+
+def test_steps_in_graphs_choose_tokens_that_merged_weights_find_likely(served: Served) -> None:
+    for copies in (1, 12):
+        for index, answer in enumerate(served.answers(copies)):
+            prompt, slot = list(PROMPTS[index % len(PROMPTS)]), SLOT_OF[index % len(PROMPTS)]
+            factors = None if slot < 0 else served.factors[slot]
+            logprobs = logprobs_of(served.model, prompt + answer[:-1], factors)[len(prompt) - 1 :]
+            chosen = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert (logprobs.amax(1) - chosen).max() < 0.35, (copies, index)
+    one = served.answers(1)
+    differ = [answer != greedy_of(served.model, prompt, 12) for answer, prompt in zip(one, PROMPTS, strict=True)]
+    assert any(differ), "adapters change answers"
