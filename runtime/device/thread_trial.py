@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from mllm_compile.runtime.device.cpu_threads import use_threads
 
-# Of each kind of step: for a first run with each number, and for all runs where those take less. A step is not
-# interrupted, so larger models are not tried.
-FIRST_RUNS_S, BUDGET_S = 2.0, 0.15
+# Of each kind of step: for two runs with each number, as the first of all is slow, and for all runs where those take
+# less. A step is not interrupted, so larger models are not tried.
+FIRST_RUNS, FIRST_RUNS_S, BUDGET_S = 2, 2.0, 0.15
 MOST_WEIGHT_BYTES = 4 << 30  # read in some 0.4 s
 _GAIN = 0.95  # of the time with fewer threads, which leave cores to others
 
@@ -35,24 +35,25 @@ def fastest(run: Callable[[], object], most: int, clock: Callable[[], float] = t
     """The number of threads with which `run` is fastest, of `most`, a half of it, and so on down to 1.
 
     A number counts only if its run is 5 % faster than with fewer threads. Takes BUDGET_S, or as long as each number's
-    first run takes, up to FIRST_RUNS_S; numbers that were not tried by then are left out. The calling thread's own
+    first two runs take, up to FIRST_RUNS_S; numbers that were not tried by then are left out. The calling thread's own
     number is as before afterwards.
     """
     counts = [most]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
     best_s: dict[int, float] = {}
-    begin = clock()
+    begin, rounds = clock(), 0
     while True:
         for count in counts:
             expected_s = max(best_s.values(), default=0.0)
-            limit_s = BUDGET_S if count in best_s else FIRST_RUNS_S
+            limit_s = FIRST_RUNS_S if rounds < FIRST_RUNS else BUDGET_S
             if clock() - begin + expected_s > limit_s:
                 return _choice(best_s)
             use_threads(count)
             start = clock()
             run()
             best_s[count] = min(clock() - start, best_s.get(count, float("inf")))
+        rounds += 1
 
 
 def _choice(best_s: dict[int, float]) -> int:
