@@ -159,6 +159,11 @@ def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
             f"lora.max_adapters is {asked.max_adapters}, and the model is on {runtime.num_ranks} ranks: adapters are "
             "served on one. Use one rank, or merge an adapter into its model."
         )
+    if asked.max_adapters and runtime.skip_compiled:
+        raise ConfigError(
+            f"lora.max_adapters is {asked.max_adapters}, and runtime.skip_compiled is set: the eager model takes no "
+            "adapters. Leave out one of them."
+        )
     adapters = {name: os.path.abspath(user_path(path)) for name, path in asked.adapters.items()}
     targets = () if asked.targets == "auto" else tuple(sorted(asked.targets))
     return LoraSection(max_adapters=asked.max_adapters, max_rank=asked.max_rank, targets=targets, adapters=adapters)

@@ -9,7 +9,6 @@ import torch
 from mllm_compile.adapters.base_model import BaseModel
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.weights.spec import WeightSpec
@@ -53,19 +52,10 @@ class PoolWriter:
 
 
 def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterParts | None:
-    """The parts; None: the config has no places for adapters.
-
-    Raises:
-        ConfigError: it has some, and what is loaded does not.
-    """
-    config = compiled.config
-    if not config.lora.max_adapters:
-        return None
+    """The parts; None: the program has no places for adapters."""
     if runner.model.lora is None:
-        raise ConfigError(
-            "lora.max_adapters is set, and runtime.skip_compiled too: the eager model takes no adapters. Leave out one"
-        )
-    pool = runner.model.lora.pool
+        return None
+    config, pool = compiled.config, runner.model.lora.pool
     base = BaseModel(
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},

@@ -1,0 +1,79 @@
+"""A tiny model with adapters in PEFT's folders, and the same by Transformers with merged weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_compile import Engine
+from mllm_compile.config.schema import EngineConfig
+from tests.adapters.folders import PREFIX, peft_fields, write_adapter
+from tests.lora_factors import greedy_of, logprobs_of
+from tests.model.tiny_configs import save_tiny_model, tiny_config
+from tests.tiny_model import TINY
+
+VOCAB = 3072  # of the embedded model
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Adapters:
+    """A tiny model with the embedded one's tokenizer, and two adapters of it: of all linears, and of some.
+
+    Args:
+        some: ends of the names of those that the second one changes.
+    """
+
+    def __init__(self, folder: Path, model_type: str = "qwen3", some: Sequence[str] = ("q_proj", "v_proj")) -> None:
+        self.model = save_tiny_model(tiny_config(model_type, vocab_size=VOCAB), folder / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TINY / name, folder / "model")
+        self.folder = folder
+        shapes = {
+            name: tuple(module.weight.shape)
+            for name, module in self.model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name != "lm_head"
+        }
+        self.factors: dict[str | None, Factors] = {None: {}}
+        self._write("all", shapes, "all-linear", rank=8, lora_alpha=4)
+        chosen = {module: shape for module, shape in shapes.items() if module.endswith(tuple(some))}
+        self._write("some", chosen, some, rank=3, lora_alpha=6, use_rslora=True)
+
+    def _write(self, name: str, shapes: Any, targets: Any, rank: int, **fields: Any) -> None:
+        chance = torch.Generator().manual_seed(rank)
+        scale = fields["lora_alpha"] / (rank**0.5 if fields.get("use_rslora") else rank)
+        tensors, factors = {}, {}
+        for module, (outputs, inputs) in shapes.items():
+            down = torch.randn(rank, inputs, generator=chance) / inputs**0.5
+            up = torch.randn(outputs, rank, generator=chance) * 0.1
+            tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = down, up
+            factors[f"{module}.weight"] = (down, up * scale)
+        self.factors[name] = factors
+        write_adapter(self.folder / name, tensors, peft_fields(targets, rank, **fields))
+
+    def config(self, cache: Path, **sections: Any) -> EngineConfig:
+        given: dict[str, Any] = {
+            "model": {"path": str(self.folder / "model"), "dtype": "float32"},
+            "compile": {"backend": "eager"},
+            "runtime": {"device": "cpu", "max_model_len": 64, "max_running_requests": 8, "page_size": 4},
+            "lora": {"max_adapters": 2, "max_rank": 8},
+            "cache": {"dir": str(cache)},
+        }
+        return EngineConfig.from_dict(sections | {name: keys | sections.get(name, {}) for name, keys in given.items()})
+
+    def load(self, engine: Engine) -> None:
+        """Loads both."""
+        for name in ("all", "some"):
+            engine.load_adapter(name, self.folder / name)
+
+    def expected(self, prompt: Sequence[int], name: str | None, count: int) -> list[int]:
+        """The greedy answer by Transformers."""
+        return greedy_of(self.model, prompt, count, self.factors[name])
+
+    def logprobs(self, prompt: Sequence[int], name: str | None) -> torch.Tensor:
+        """Log-probabilities of the prompt's tokens but the first, by Transformers."""
+        all_of_them = logprobs_of(self.model, prompt, self.factors[name])[:-1]
+        return all_of_them.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
