@@ -53,6 +53,7 @@ from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, sh
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+    from mllm_compile.runtime.cuda_graph.model import ChainedDrafts
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 
@@ -69,6 +70,7 @@ class ModelRunner(RunnerSizes):
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
         drafter: runs the draft model, over pages of the same ids and the same rows; None: no tokens are drafted by one.
+        draft_chain: the drafter's pass behind captured verify steps; None: it has none.
         step_threads: the CPU's threads of each kind of step; None: they are not changed from step to step.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
@@ -94,6 +96,7 @@ class ModelRunner(RunnerSizes):
         self.step_threads: StepThreads | None = None
         self._source = source
         self.drafter = drafter
+        self.draft_chain: ChainedDrafts | None = None
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class ModelRunner(RunnerSizes):
             with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
-                for one in (self, *self._drafters):
+                for one in (*self._drafters, self):  # the drafter's pass may be captured behind verify steps
                     with stage("prepare attention"):
                         one.init_attention_backend()
                     with stage("capture graphs"):
@@ -277,9 +280,11 @@ class ModelRunner(RunnerSizes):
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
         if self.captures_graphs:
+            from mllm_compile.runtime.cuda_graph.draft_chain import chain_of
             from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
             from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
+            self.draft_chain = chain_of(self.drafter)
             self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
             self.graph_runner.capture()
             self.graph_runner.check_verifies()

@@ -26,6 +26,8 @@ class RunnerConfig:
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each
 
+    most_chained: int = 0  # rows of a draft model's pass behind a captured verify step
+
     @property
     def kv_cache_dtype(self) -> torch.dtype:
         """Type of keys and values in the cache."""
@@ -43,7 +45,7 @@ class RunnerConfig:
     @property
     def max_attended(self) -> int:
         """Most requests that attention sees in a step: of a captured verify step each token is one."""
-        return max(self.max_rows, self.max_verified)
+        return max(self.max_rows, self.max_verified, self.most_chained)
 
     @property
     def max_verified(self) -> int:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.eagle_heads import save_head, sizes_of
+from tests.eagle_heads import markov_model, save_head, sizes_of
 
 EPS, THETA = 1e-6, 10000.0
 
@@ -72,6 +73,26 @@ def random_dflash_head(folder: Path, model: Path) -> Path:
     tensors = dflash_tensors(config)
     del tensors["embed_tokens.weight"]
     return save_head(folder, config, tensors)
+
+
+def echo(folder: Path, head_dim: int) -> tuple[Path, Path]:
+    """(a model that says its last token for ever, a head that drafts the newest token)."""
+    markov_model(folder / "model", head_dim=head_dim)
+    path, (vocab, size) = folder / "model" / "model.safetensors", (60, 64)
+    save_file(load_file(path) | {"lm_head.weight": torch.eye(vocab, size)}, path, {"format": "pt"})
+    sizes = sizes_of(folder / "model") | {"head_dim": head_dim, "num_key_value_heads": 2}
+    config = dflash_config(sizes, mask_token_id=vocab - 1)
+    tensors = {name: torch.zeros_like(one) for name, one in dflash_tensors(config).items()}
+    tensors |= {name: torch.ones_like(one) for name, one in tensors.items() if "norm" in name}
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"] = torch.eye(vocab, size)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    tensors["lm_head.weight"][vocab - 1] = 0.0  # masks say nothing of themselves
+    # Queries of zeros see all alike, and of all the newest token alone has a value that is not its mask's.
+    values = torch.eye(size).repeat(-(-2 * head_dim // size), 1)[: 2 * head_dim]
+    tensors["layers.0.self_attn.v_proj.weight"] = values.index_fill(1, torch.tensor([vocab - 1]), 0.0).contiguous()
+    back = torch.eye(head_dim)[:size] if head_dim >= size else torch.zeros(size, head_dim)
+    tensors["layers.0.self_attn.o_proj.weight"][:, :head_dim] = 64.0 * back
+    return folder / "model", save_head(folder / "head", config, tensors)
 
 
 def dflash_draft(

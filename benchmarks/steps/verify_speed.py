@@ -1,9 +1,11 @@
 """Milliseconds of a verify step beside a plain decode step, and of a token at a forced acceptance length.
 
     python -m benchmarks.steps.verify_speed CONFIG [--requests 1,8,32,64] [--drafted 1,3,7] [--prompt 512]
+        [--method dflash]
 
 Needs an NVIDIA GPU. An engine without speculation comes first and last, and one for each number of drafted tokens
-between them. These draft by n-grams with synthetic_acceptance_length, which is --share of the drafted tokens and one
+between them. These draft by n-grams, or by a DFlash head of --layers layers with random weights, 32,000 tokens in its
+vocabulary and five layers that it reads. Their synthetic_acceptance_length is --share of the drafted tokens and one
 (0.5: 2.5 tokens a step where 3 are drafted). Prompts are random tokens. Answers of --new tokens and of half as many
 differ by time and by steps, and so no prompt is in these. Prints medians of rounds, a step's ratio to the plain one,
 and the tokens that a step gave in truth.
@@ -11,9 +13,12 @@ and the tokens that a step gave in truth.
 
 from __future__ import annotations
 
+import json
 import statistics
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -23,14 +28,36 @@ from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.record import machine_line
 
 _ROUNDS = 5
+_DRAFT_VOCAB = 32_000
 
 
-def config_of(config: EngineConfig, num_drafted: int, length: float, most: int, most_tokens: int) -> EngineConfig:
+def save_head(folder: Path, model: Path, num_layers: int) -> Path:
+    """Writes config.json of a DFlash head for the model of a folder; it has no weights."""
+    sizes = json.loads((model / "config.json").read_text())
+    count = sizes["num_hidden_layers"]
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    layers = {name: sizes[name] for name in (*names, "vocab_size", "max_position_embeddings", "rms_norm_eps")}
+    head = {
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": _DRAFT_VOCAB,
+        "block_size": 16,
+        "mask_token_id": 0,
+        "aux_hidden_state_layer_ids": [2 + (count - 4) * place // 4 for place in range(5)],
+        "transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": num_layers, **layers},
+    }
+    (folder / "config.json").write_text(json.dumps(head))
+    return folder
+
+
+def config_of(
+    config: EngineConfig, num_drafted: int, length: float, most: int, most_tokens: int, head: Path | None = None
+) -> EngineConfig:
     runtime = config.runtime.model_copy(update={"max_running_requests": most, "max_model_len": most_tokens})
     asked = {"method": "none"}
     if num_drafted:
         asked = {
-            "method": "ngram",
+            "method": "ngram" if head is None else "dflash",
+            "model": None if head is None else str(head),
             "num_speculative_tokens": num_drafted,
             "synthetic_acceptance_length": length,
         }
@@ -77,18 +104,28 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=512)
     parser.add_argument("--new", type=positive, default=256)
     parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--method", choices=["ngram", "dflash"], default="ngram")
+    parser.add_argument("--layers", type=positive, default=5)
     arguments = parser.parse_args()
     need_gpu()
     config = EngineConfig.from_yaml(arguments.config)
     print(machine_line())
+    with TemporaryDirectory() as folder:
+        is_head = arguments.method == "dflash"
+        head = save_head(Path(folder), Path(config.model.path), arguments.layers) if is_head else None
+        measure(config, arguments, head)
+
+
+def measure(config: EngineConfig, arguments: Namespace, head: Path | None) -> None:
     generator = torch.Generator().manual_seed(0)
     plain: dict[int, float] = {}
     most_tokens = arguments.prompt + arguments.new + 64
     for num_drafted in [0, *arguments.drafted, 0]:
         length = 1 + arguments.share * num_drafted
-        with Engine(config_of(config, num_drafted, length, max(arguments.requests), most_tokens)) as engine:
+        asked = config_of(config, num_drafted, length, max(arguments.requests), most_tokens, head)
+        with Engine(asked) as engine:
             for count in arguments.requests:
-                if count * (1 + num_drafted) > 256:
+                if count * (1 + num_drafted) * (1 if head is None else 2) > 256:
                     continue  # these are not captured
                 prompts = torch.randint(100, 1000, (count, arguments.prompt), generator=generator).tolist()
                 engine.generate(prompts, greedy(2))  # now their prefixes are cached

@@ -33,7 +33,7 @@ from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
-from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.runner_config import MOST_VERIFIED, RunnerConfig
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
@@ -173,7 +173,9 @@ def _speculation(
         model = steps.drafter if isinstance(steps, StepRunner) else None  # one rank alone has a draft model
         verifies = None if runner.graph_runner is None else runner.graph_runner.verifies
         captured = None if verifies is None else verifies.most_requests
-        return make_speculation(config.speculative, runner.vocab_size, model, captured)
+        chain = None if verifies is None else verifies.chain
+        keys_ahead = 0 if chain is None else chain.keys_ahead
+        return make_speculation(config.speculative, runner.vocab_size, model, captured, keys_ahead)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
 
@@ -245,7 +247,13 @@ def _start_runner(
 def _draft_runner(compiled: CompiledRuntime, timeline: Timeline) -> ModelRunner | None:
     """A runner of the draft model, where the runtime has one; its pages are as many as the model's."""
     drafter = compiled.drafter
-    return None if drafter is None else ModelRunner(runner_config(drafter.config), model_source(drafter, timeline))
+    if drafter is None:
+        return None
+    settings = runner_config(drafter.config)
+    if drafter.artifact.program.block is not None:
+        most_chained = min(MOST_VERIFIED, 2 * runner_config(compiled.config).max_verified)
+        settings = replace(settings, most_chained=most_chained)
+    return ModelRunner(settings, model_source(drafter, timeline))
 
 
 def _initialized(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,26 @@ from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.state import RowState
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.verify_loop import StepTensors
+
+
+class ChainedDrafts(Protocol):
+    """Drafts that are made behind a captured verify step, in its graph; draft_chain.py has the class."""
+
+    @property
+    def keys_ahead(self) -> int: ...
+
+    def holds(self, num_requests: int, width: int) -> bool: ...
+
+    def plan(self, num_requests: int, width: int) -> None: ...
+
+    def give(self, step: StepTensors) -> None: ...
+
+    def read(self, hidden_states: torch.Tensor, num_requests: int, width: int) -> None: ...
+
+    def run(self, step: StepTensors, width: int) -> None: ...
 
 
 class CapturableModel(Protocol):
@@ -34,6 +54,7 @@ class CapturableModel(Protocol):
     expert_counts: dict[str, torch.Tensor] | None
     communicator: Communicator | None
     forward_pass_id: int
+    draft_chain: ChainedDrafts | None
 
     @property
     def always_takes_features(self) -> bool: ...

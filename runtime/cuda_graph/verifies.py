@@ -25,7 +25,6 @@ from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.verify_loop import VerifyLoop
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
 from mllm_compile.runtime.ops.tokens.verify_fields import MOST_DRAFTED
-from mllm_compile.runtime.runner_config import RunnerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class _VerifyGraph:
     logits: torch.Tensor  # [R * C, V], non-owning
     tokens: torch.Tensor  # [R * C], non-owning
     hidden_states: torch.Tensor | None  # [≥ R * C, …], non-owning, of a program that gives some
-    keep_states: torch.cuda.CUDAGraph | None  # takes states on by what was accepted, where layers have some
+    behind: torch.cuda.CUDAGraph | None  # takes states on by what was accepted, and drafts behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,8 @@ class CapturedVerify:
         logits: [R * C, V]; tokens: [R * C] int64, the choice behind each token.
         rows: [R * C] int64 and seq_lens: [R * C] int32 of its tokens; 0 of padding.
         hidden_states: [≥ R * C, …] of a program that gives some.
-        keep_states: to be replayed once it is known which tokens are accepted; None: no layer has a state.
+        behind: to be replayed once it is known which tokens are accepted; None: no layer has a state, and no head
+            drafts.
     """
 
     logits: torch.Tensor
@@ -55,7 +55,7 @@ class CapturedVerify:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     hidden_states: torch.Tensor | None
-    keep_states: torch.cuda.CUDAGraph | None
+    behind: torch.cuda.CUDAGraph | None
 
 
 class VerifyGraphs(KindGraphs):
@@ -63,6 +63,7 @@ class VerifyGraphs(KindGraphs):
 
     Attributes:
         loop: drafts, makes inputs and accepts.
+        chain: makes the next step's drafts behind each; None: nothing does.
         request_sizes: C → R of each captured step, ascending; C ascends as well.
     """
 
@@ -75,7 +76,8 @@ class VerifyGraphs(KindGraphs):
             raise RuntimeError("the program has no kernels of captured verify steps: sizes says so")
         sizes = setting.dispatcher.sizes[GraphKind.VERIFY]
         self.request_sizes: dict[int, list[int]] = {}
-        for count, width in _shapes(runner.config):
+        self.chain = runner.draft_chain
+        for count, width in _shapes(runner):
             if count * width in sizes:
                 self.request_sizes.setdefault(width, []).append(count)
         self.loop = VerifyLoop(
@@ -110,7 +112,7 @@ class VerifyGraphs(KindGraphs):
         if obstacle is not None:
             logger.info("verify steps are not captured whole: %s", obstacle)
             return ()
-        return [count * width for count, width in _shapes(runner.config)]
+        return [count * width for count, width in _shapes(runner)]
 
     def capture(self, descriptor: BatchDescriptor) -> None:
         """Captures the steps of every C that have so many tokens."""
@@ -124,19 +126,27 @@ class VerifyGraphs(KindGraphs):
         all_rows = padded.all_rows(size)
         self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
         batch.num_verify_tokens = size
-        shape = num_requests, width
+        shape, chain = (num_requests, width), self.chain
+        if chain is not None:
+            chain.plan(num_requests, width)
 
         def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            if chain is not None:
+                chain.give(loop.tensors(num_requests))
             loop.begin(num_requests, width)
             self._attention.begin_captured_verify(batch.req_pool_indices.view(shape), batch.seq_lens.view(shape))
             if has_lora:
                 padded.take_adapters(size)
             output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
             chosen = loop.end(output.next_token_logits, num_requests)
+            if chain is not None and output.hidden_states is not None:
+                chain.read(output.hidden_states, num_requests, width)
             return output.next_token_logits, chosen, output.hidden_states
 
         def keep() -> None:
             self._runner.keep_states(loop.counts(num_requests))
+            if chain is not None:
+                chain.run(loop.tensors(num_requests), width)
 
         if not any(is_such == has_lora for *_, is_such in self._graphs):
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
@@ -144,10 +154,10 @@ class VerifyGraphs(KindGraphs):
         graph, (logits, chosen, hidden_states) = self._setting.capturer.capture(run)
         of_graph = None if hidden_states is None else WeakTensor(hidden_states).tensor()
         results = WeakTensor(logits).tensor(), WeakTensor(chosen).tensor()
-        keep_states = None
-        if self._runner.model.state_layers:
-            keep_states, _ = self._setting.capturer.capture(keep)
-        self._graphs[num_requests, width, has_lora] = _VerifyGraph(graph, *results, of_graph, keep_states)
+        behind = None
+        if self._runner.model.state_layers or chain is not None:
+            behind, _ = self._setting.capturer.capture(keep)
+        self._graphs[num_requests, width, has_lora] = _VerifyGraph(graph, *results, of_graph, behind)
 
     def launch(self, fields: np.ndarray, width: int, has_lora: bool = False) -> CapturedVerify:
         """Runs a step in one launch.
@@ -176,17 +186,19 @@ class VerifyGraphs(KindGraphs):
             entry.graph.replay()
         rows, seq_lens = inputs.req_pool_indices[:count], inputs.seq_lens[:count]
         chosen = entry.logits[:count], entry.tokens[:count]
-        return CapturedVerify(*chosen, rows, seq_lens, entry.hidden_states, entry.keep_states)
+        return CapturedVerify(*chosen, rows, seq_lens, entry.hidden_states, entry.behind)
 
 
-def _shapes(config: RunnerConfig) -> list[tuple[int, int]]:
+def _shapes(runner: CapturableModel) -> list[tuple[int, int]]:
     """R and C of each step to capture."""
+    config, chain = runner.config, runner.draft_chain
     graphs, depths = config.cudagraph, config.speculative.captured_depths
     counts = list(asked_sizes("cudagraph.decode_requests", graphs.decode_requests, graphs.mode))
     if len(depths) > 1:  # then the largest steps are few, and each size is captured for several C
         counts = _doubling(counts)
     shapes = ((count, 1 + depth) for depth in depths for count in counts)
-    return [(count, width) for count, width in shapes if count * width <= config.max_verified]
+    shapes = ((count, width) for count, width in shapes if count * width <= config.max_verified)
+    return [shape for shape in shapes if chain is None or chain.holds(*shape)]
 
 
 def _doubling(sizes: Sequence[int]) -> list[int]:

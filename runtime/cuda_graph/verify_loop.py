@@ -14,6 +14,7 @@ V vocab.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,24 @@ from mllm_compile.runtime.ops.tokens.verify_fields import DRAFTED_FIELDS, RESULT
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, VerifyPieces
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import RowState
+
+
+class StepTensors(NamedTuple):
+    """The tensors of a step of R requests on the device.
+
+    Attributes:
+        fields: [R, VERIFY_FIELDS] int32, as the host gave them.
+        drafted: [R, DRAFTED_FIELDS] int32, what its first kernel leaves.
+        results: [R, RESULT_FIELDS] int64, what its last one does.
+        lengths: [M] int32, of requests behind it.
+        last_tokens: [M] int64, the newest ones.
+    """
+
+    fields: torch.Tensor
+    drafted: torch.Tensor
+    results: torch.Tensor
+    lengths: torch.Tensor
+    last_tokens: torch.Tensor
 
 
 class VerifyLoop:
@@ -120,6 +139,16 @@ class VerifyLoop:
                 self._history,
                 self._results[:num_requests],
             ]
+        )
+
+    def tensors(self, num_requests: int) -> StepTensors:
+        """The tensors of a step of so many requests."""
+        return StepTensors(
+            self._fields[:num_requests],
+            self._drafted[:num_requests],
+            self._results[:num_requests],
+            self._lengths,
+            self._row_state.last_tokens,
         )
 
     # Before and after a replay ----------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Ahead:
 
     def __init__(self, speculation: Speculation, rows: Rows, most_tokens: int, depths: DraftDepths | None) -> None:
         self._captured, self._longest = speculation.captured, speculation.num_tokens
+        self._keys_ahead = speculation.keys_ahead
         self._rows, self._most_tokens, self._depths = rows, most_tokens, depths
         # The last decodes that were looked at, whether all may be in such a step, and the longest draft of each.
         self._seen: tuple[RunningDecodes, bool, np.ndarray] = (NO_DECODES, False, NO_DECODES.rows)
@@ -71,7 +72,8 @@ class Ahead:
         if not decodes.requests or int(num_new.sum()) > self._most_tokens:
             return None
         computed = rows.computed[indices]
-        if not self._take_pages(indices, computed + num_new):
+        most = rows.pages.table.shape[1] * rows.pages.page_size
+        if not self._take_pages(indices, np.minimum(computed + num_new + self._keys_ahead, most)):
             return None
         lengths = np.where(is_known, computed, -1).astype(np.int32)
         return AheadPlan(decodes, Drafted(NO_DRAFTS, num_new.astype(np.int32), lengths))

@@ -72,6 +72,7 @@ class Speculation:
         by_cost: how many of these a draft may have is chosen for each step and request.
         captured: tokens of a draft, ascending → most requests of a step of one launch whose drafts have up to so many.
         is_on_device: in such a step the device can draft by itself.
+        keys_ahead: tokens behind those of such a step that the device's drafter writes keys of.
         fills: every draft has as many tokens as it may have. A synthetic acceptance is measured so.
     """
 
@@ -81,4 +82,5 @@ class Speculation:
     by_cost: bool = False
     captured: Mapping[int, int] = field(default_factory=dict)
     is_on_device: bool = False
+    keys_ahead: int = 0
     fills: bool = False

@@ -16,12 +16,14 @@ def make_speculation(
     vocab_size: int,
     model: Drafter | None = None,
     captured: Mapping[int, int] | None = None,
+    keys_ahead: int = 0,
 ) -> Speculation | None:
     """How the scheduler speculates; None: it does not.
 
     Args:
         model: drafts by the draft model, where the runner has one.
         captured: as Speculation has them; None: no step is captured.
+        keys_ahead: as Speculation has it; 0: graphs do not hold the draft model.
     """
     if section.method == "none":
         return None
@@ -31,7 +33,8 @@ def make_speculation(
         vocab_size=vocab_size,
         by_cost=section.by_cost,
         captured=captured or {},
-        is_on_device=bool(captured) and section.method == "ngram",
+        is_on_device=bool(captured) and (section.method == "ngram" or keys_ahead > 0),
+        keys_ahead=keys_ahead,
         fills=section.synthetic_acceptance_length is not None,
     )
 

@@ -85,6 +85,9 @@ class ModelDrafter:
         forward_batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=self._model.device)  # none is used
         self._model.forward(forward_batch)
 
+    def catch_up(self, batch: ScheduledBatch) -> None:
+        """Called ahead of a step whose drafts are the device's."""
+
     # Drafts -----------------------------------------------------------------------------------------------------------
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:

@@ -17,8 +17,9 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import NO_TOKEN
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.speculation.block import DraftBlock
-from mllm_compile.runtime.speculation.drafter import Asked
+from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest
 from mllm_compile.runtime.step.draft_model import DraftRow
 from mllm_compile.runtime.step.hidden_drafter import HiddenDrafter, Part
 from mllm_compile.runtime.step.host_page_table import HostPageTable
@@ -30,6 +31,36 @@ class ParallelDrafter(HiddenDrafter):
     def __init__(self, model: ModelRunner, pages: HostPageTable, block: DraftBlock) -> None:
         super().__init__(model, pages)
         self._block = block
+        self._is_whole: set[DraftedRequest] = set()  # keys of all its hidden states are there
+
+    # Behind a step of the model ---------------------------------------------------------------------------------------
+
+    def follow(self, batch: ScheduledBatch, hidden_states: torch.Tensor | None) -> None:
+        if hidden_states is None:  # the step's graph has read them (cuda_graph/draft_chain.py)
+            self._is_whole.update(batch.requests)
+            return
+        for request, start in zip(batch.requests, batch.prefix_lens.tolist(), strict=True):
+            if request in self._is_whole:
+                self._is_whole.discard(request)
+                self._computed[request] = start
+        super().follow(batch, hidden_states)
+
+    def catch_up(self, batch: ScheduledBatch) -> None:
+        assert batch.device_lens is not None, "the device drafts"
+        parts, firsts = [], []
+        for request, length in zip(batch.requests, batch.device_lens.tolist(), strict=True):
+            if length < 0 or request in self._is_whole:
+                continue
+            part = self._lacking(request, length, self._computed.get(request, 0))
+            if part is not None and part.token_ids:
+                parts.append(part)
+                firsts.append(self._kept_from[request])
+        if parts:
+            self._read(parts, self._kept_of(parts, firsts))
+
+    def end(self, request: DraftedRequest) -> None:
+        super().end(request)
+        self._is_whole.discard(request)
 
     def _read(self, parts: Sequence[Part], hidden_states: torch.Tensor) -> None:
         if self._block.sees_ahead:
@@ -38,7 +69,9 @@ class ParallelDrafter(HiddenDrafter):
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
-        for row in super()._first_rows(asked):
+        whole = [one for one in asked if one.request in self._is_whole and one.request not in self._broken]
+        found = [DraftRow(one, _newest(one.request), one.num_computed, one.most) for one in whole]
+        for row in [*found, *super()._first_rows([one for one in asked if one.request not in self._is_whole])]:
             row = replace(row, most=min(row.most, self._block.most))
             room -= len(row.token_ids) + 1 + row.most
             if room >= 0:
@@ -48,7 +81,7 @@ class ParallelDrafter(HiddenDrafter):
     def _draft(self, rows: Sequence[DraftRow]) -> torch.Tensor:
         block = self._block
         most = np.array([row.most for row in rows])
-        num_read = np.array([len(row.token_ids) for row in rows])
+        num_read = np.array([_num_read(row) for row in rows])
         num_behind = most - block.from_newest + block.sees_ahead  # masks, and the newest token where it has a row
         starts = np.array([row.start for row in rows])
         of_row = np.array([row.asked.request.row for row in rows], dtype=np.int64)
@@ -81,7 +114,7 @@ class ParallelDrafter(HiddenDrafter):
         ids: list[int] = []
         for row in rows:
             masks = [self._block.mask_token_id] * self._block.num_masks(row.most)
-            ids += [*[NO_TOKEN] * len(row.token_ids), row.token_ids[-1], *masks]
+            ids += [*[NO_TOKEN] * _num_read(row), row.token_ids[-1], *masks]
         token_ids, lengths = np.array(ids, dtype=np.int64), (starts + num_new).repeat(num_new).astype(np.int32)
         positions = np.arange(token_ids.size) + (starts - (np.cumsum(num_new) - num_new)).repeat(num_new)
         ones = np.ones(token_ids.size, dtype=np.int32)
@@ -89,8 +122,8 @@ class ParallelDrafter(HiddenDrafter):
 
     def _hidden_of(self, rows: Sequence[DraftRow], is_read: np.ndarray) -> torch.Tensor:
         """[T, hidden] of all rows: those that are kept of `is_read` ones; of the others what masks have."""
-        parts = [Part(row.asked.request.row, row.start, row.token_ids) for row in rows]
-        kept = self._kept_of(parts, [self._kept_from[row.asked.request] for row in rows])
+        parts = [Part(row.asked.request.row, row.start, row.token_ids[: _num_read(row)]) for row in rows]
+        kept = self._kept_of(parts, [self._kept_from.get(row.asked.request, row.start) for row in rows])
         project = self._model.model.projection
         mask = None if project is None else project.mask
         read = self._projected(kept if mask is None else torch.cat([kept, mask[None].to(kept.dtype)]))
@@ -99,9 +132,23 @@ class ParallelDrafter(HiddenDrafter):
             hidden[:], read = read[-1], read[:-1]
         return hidden.index_copy_(0, self._indices(np.flatnonzero(is_read)), read)
 
+    def _taken(self, row: DraftRow, token_ids: Sequence[int]) -> Draft:
+        draft = super()._taken(row, token_ids)
+        self._computed[row.asked.request] = row.asked.num_computed
+        return draft
+
     def _chosen(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """[S] int64: the tokens that the model would choose of these logits. Penalties do not count the draft."""
         flags = replace(self._state.flags, max_logprobs=None, needs_all_logprobs=False)
         between = torch.full((rows.size, 1), NO_TOKEN, dtype=torch.int64, device=logits.device)
         given = upload(rows, logits.device), flags, upload(positions, logits.device)
         return self._sampler(logits, self._state, *given, mask=None, drafted=between).token_ids
+
+
+def _num_read(row: DraftRow) -> int:
+    """Hidden states that a request's pass reads."""
+    return row.asked.num_computed - row.start
+
+
+def _newest(request: DraftedRequest) -> Sequence[int]:
+    return [[*request.prompt_token_ids[-1:], *request.output_token_ids[-1:]][-1]]

@@ -34,6 +34,12 @@ class StepPools:
 
     # Pages ------------------------------------------------------------------------------------------------------------
 
+    def forget_rows(self, batch: ScheduledBatch) -> None:
+        """Clears the device's table of rows that new requests get: where they have no page is the dummy page."""
+        if batch.admitted:
+            rows = np.array([request.row for request in batch.admitted], dtype=np.int64)
+            self._runner.req_to_token_pool.req_to_token.index_fill_(0, upload(rows, self._runner.device), 0)
+
     def enter_pages(self, batch: ScheduledBatch) -> None:
         """Enters new pages on the host, and clears pages that held NaN or inf."""
         if batch.page_ids.size:

@@ -92,6 +92,8 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
+        if self._runner.draft_chain is not None:
+            self._pools.forget_rows(batch)
         self._pools.enter_pages(batch)
         self.media.admit(batch.admitted)
         path = self._paths.of(batch)
@@ -104,6 +106,8 @@ class StepRunner:
             self._announce(StepRecord(batch, scored, media, choice))
         if media is not None:
             plan = self._planner.with_media(plan, batch, media)
+        if self.drafter is not None and batch.device_lens is not None:
+            self.drafter.catch_up(batch)
         step = Step(batch, plan, choice)
         results = path.run(step) or self._paths.forward.run(step)
         assert results is not None, "the forward path takes any step"

@@ -165,7 +165,8 @@ class Loop:
         self.runner = runner
         self.steps = StepRunner(runner, Sampler())
         if self.steps.drafter is not None:
-            speculation = Speculation(drafter=self.steps.drafter, num_tokens=num_drafted, vocab_size=VOCAB)
+            alone = Speculation(drafter=self.steps.drafter, num_tokens=num_drafted, vocab_size=VOCAB)
+            speculation = alone if speculation is None else replace(speculation, drafter=self.steps.drafter)
         runtime = replace(runner.config.runtime, enable_prefix_cache=enable_prefix_cache)
         self.scheduler = Scheduler(
             SchedulerConfig.of(runtime, runner.config.cudagraph, runner.token_to_kv_pool.num_pages),

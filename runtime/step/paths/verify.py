@@ -91,9 +91,10 @@ class VerifyPath(StepPath):
             fields[:, DRAFT_FIELD : DRAFT_FIELD + width - 1] = runs.draft_ids
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
-            self._bring_texts(batch, batch.device_lens)
+            if self._graphs.chain is None:  # which reads none
+                self._bring_texts(batch, batch.device_lens)
         launched = self._graphs.launch(fields, width, self._follow_adapters(batch))
-        if launched.hidden_states is not None:
+        if launched.hidden_states is not None and self._graphs.chain is None:
             is_token = np.arange(width) < batch.num_new[:, None]
             rows = upload(np.flatnonzero(is_token), self._runner.device)
             step.hidden_states = launched.hidden_states.index_select(0, rows)
@@ -102,9 +103,10 @@ class VerifyPath(StepPath):
             scores = sampling.score(batch, plan, launched.logits, launched.tokens)
         else:  # then the graph's choice is not used
             scores = sampling.sample_captured(batch, plan, launched, loop, mask)
-        if launched.keep_states is not None:
-            launched.keep_states.replay()
-        return VerifyResults(*loop.results(batch.num_requests), width, *scores)
+        results = VerifyResults(*loop.results(batch.num_requests), width, *scores)
+        if launched.behind is not None:
+            launched.behind.replay()
+        return results
 
     def follow(self, step: Step) -> None:
         raise RuntimeError("internal error: verify steps are captured on one rank alone")

@@ -1,0 +1,142 @@
+"""A head's pass behind a captured verify step, played on a CPU: tokens are as of plain decodes. A head with the
+right keys is always right, while the host has not seen the last step's tokens.
+
+On a GPU: tests/gpu/test_parallel_heads.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.cuda_graph.draft_chain import chain_of
+from mllm_compile.runtime.speculation.factory import make_speculation
+from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
+from tests.runtime.cuda_graph.played_cases import capture_on_cpu, played_runner
+from tests.runtime.runner_cases import VOCAB, Loop, make_runner
+from tests.runtime.step import test_hidden_drafter as hidden
+from tests.runtime.step.test_captured_verify import TimedLoop, ahead_steps
+from tests.runtime.step.test_parallel_drafter import BlockHead
+from tests.runtime.step.test_verify_steps import PROMPTS, seen
+
+MOST = 3
+SIZES = (1, 2, 4, 8)
+
+
+class TellsItsTokens(PlayedModel, hidden.Model):
+    body, head, hidden_states = hidden.Model.body, hidden.Model.head, hidden.Model.hidden_states
+
+
+def chained_runner(head: BlockHead, section: SpeculativeSection, **options):
+    runner = make_runner(TellsItsTokens(), draft_model=head, **options)
+    runner.config = replace(runner.config, speculative=section)
+    runner.drafter.config = replace(runner.drafter.config, most_chained=64)
+    capture_on_cpu(runner.drafter, SIZES)
+    runner.draft_chain = chain_of(runner.drafter)
+    capture_on_cpu(runner, SIZES)
+    return runner
+
+
+def serve(requests: Sequence[dict], head: BlockHead | None = None, joining: int = 0, **options) -> Loop:
+    """Serves requests; each further `joining` steps one more joins. Without a head nothing is drafted."""
+    section = options.pop("section", SpeculativeSection(method="dflash", num_speculative_tokens=MOST))
+    prefix_cache, speculation = options.pop("prefix_cache", False), None
+    if head is None:
+        runner = played_runner(TellsItsTokens(), **options)
+    else:
+        runner = chained_runner(head, section, **options)
+        verifies = runner.graph_runner.verifies
+        speculation = make_speculation(section, VOCAB, None, verifies.most_requests, verifies.chain.keys_ahead)
+    loop = TimedLoop(runner, prefix_cache, speculation)
+    loop.requests, waiting, in_flight = [], list(requests), None
+    with torch.inference_mode():
+        while waiting or loop.scheduler.has_work():
+            is_due = not joining or len(loop.batches) >= joining * len(loop.requests)
+            if waiting and (is_due or not loop.scheduler.has_work()):
+                loop.requests.append(loop.add(**{"max_tokens": 24} | waiting.pop(0)))
+            in_flight = loop._turn(in_flight, True)
+        if in_flight is not None:
+            loop._finish(*in_flight)
+    return loop
+
+
+def compare(requests: Sequence[dict], head: BlockHead, **options) -> Loop:
+    plain = serve(requests, **{name: value for name, value in options.items() if name != "section"})
+    drafted = serve(requests, head, **options)
+    assert seen(drafted) == seen(plain)
+    return drafted
+
+
+def counts(loop: Loop) -> tuple[int, int]:
+    of_requests = [(request.num_drafted_tokens, request.num_accepted_tokens) for request in loop.requests]
+    drafted, accepted = (sum(column) for column in zip(*of_requests, strict=True))
+    return drafted, accepted
+
+
+@pytest.mark.parametrize("from_newest", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_drafts_are_right_while_a_step_is_in_flight(played, from_newest, page_size):
+    requests = [{"prompt": prompt, "max_tokens": 20 + i} for i, prompt in enumerate(PROMPTS)]
+    loop = compare(requests, BlockHead(from_newest=from_newest), page_size=page_size, num_pages=400)
+    drafted, accepted = counts(loop)
+    assert ahead_steps(loop) > 3
+    assert accepted > 50
+    assert drafted - accepted <= MOST * len(requests), "drafts are cut where a request may end"
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_drafts_that_are_rejected_leave_right_keys(played, shift):
+    requests = [{"prompt": prompt, "temperature": 1.5, "seed": i, "max_tokens": 40} for i, prompt in enumerate(PROMPTS)]
+    loop = compare(requests, BlockHead(shift))
+    assert (counts(loop)[1] > 60) is not shift
+
+
+def test_requests_that_join_and_leave_give_the_same_tokens(played):
+    """Of some the graph's choice is not used: what is drafted follows the tokens that hold."""
+    random = Random(3)
+    others = [
+        {},
+        {},
+        {"temperature": 0.8},
+        {"stop_token_ids": [3, 5]},
+        {"logprobs": 1},
+        {"top_k": 3, "temperature": 0.8},
+    ]
+    others += [{"presence_penalty": 1.0}, {"allowed_token_ids": [5, 6]}]
+    requests = [
+        {"prompt": [random.randrange(9) for _ in range(random.randrange(1, 20))], "max_tokens": random.randrange(1, 40)}
+        | random.choice(others)
+        for _ in range(24)
+    ]
+    loop = compare(requests, BlockHead(), joining=4, prefix_cache=True)
+    drafted, accepted = counts(loop)
+    assert ahead_steps(loop) > 10
+    assert accepted > drafted / 3
+
+
+def test_preempted_requests_give_the_same_tokens(played):
+    requests = [{"prompt": [1, 2, 3, 4, 5, 6], "max_tokens": 20, "seed": i, "temperature": 0.6} for i in range(4)]
+    loop = compare(requests, BlockHead(), num_pages=16)
+    assert loop.scheduler.stats().preemptions > 0
+    assert ahead_steps(loop) > 0
+
+
+def test_depths_by_cost_and_short_blocks_give_the_same_tokens(played):
+    section = SpeculativeSection(method="dflash", num_speculative_tokens="by_cost")
+    requests = [{"prompt": prompt, "max_tokens": 40} for prompt in PROMPTS[:2]]
+    loop = compare(requests, BlockHead(most=2), section=section)
+    assert counts(loop)[1] > 0
+
+
+def test_a_head_without_numbers_costs_no_token(played):
+    class Broken(BlockHead):
+        def head(self, body, logits_indices):
+            return torch.full_like(super().head(body, logits_indices), torch.nan)
+
+    loop = compare([{"prompt": prompt} for prompt in PROMPTS], Broken())
+    assert counts(loop) == (0, 0)
