@@ -142,7 +142,7 @@ def _refusal(module: str, base: BaseModel, path: Path) -> CheckpointError:
 
 
 def _check_shape(module: str, one: Factors, found: tuple[RowsOf, ...], base: BaseModel, path: Path) -> None:
-    outputs = max(rows.source_start + rows.rows for rows in found)
+    outputs = sum(rows.rows for rows in found)  # fewer than it has where some are no target's
     (inputs,) = {base.targets[rows.weight][1] for rows in found}
     if (one.up.shape[0], one.down.shape[1]) != (outputs, inputs):
         raise CheckpointError(

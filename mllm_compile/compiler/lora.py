@@ -6,7 +6,7 @@ shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +23,16 @@ from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.lora.target import LoraLayout, SourceRows
 from mllm_compile.runtime.program.spec import LoraProgram
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
+    from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.model.hf_model import HFModel
-    from mllm_compile.runtime.lora.target import LoraLayout
 
 _NAMED = 8
+_WEIGHT = ".weight"
 
 
 def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
@@ -61,7 +63,7 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
         graph, reports, left_out = rewrite_graph(config, lowered.built, trace)
-    layout: LoraLayout = graph.meta[LORA_LAYOUT]
+    layout: LoraLayout = with_sources(graph.meta[LORA_LAYOUT], lowered.built.table or {})
     _check_found(config.lora.targets, linears, [target.weight for target in layout.targets])
     program = build_program(graph)
     if pass_target(config).compiles_cuda:
@@ -70,6 +72,27 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     GraphDumper(dump_dir / "adapters")("with_adapters", graph, f"after {len(reports)} passes")
     of_lora = Lowered(lowered.built, graph, program, reports, left_out, size_symbols(graph), ())
     return replace(lowered, program=replace(lowered.program, lora=LoraProgram(program, layout)), of_lora=of_lora)
+
+
+def with_sources(layout: LoraLayout, table: Mapping[str, PlannedTensor]) -> LoraLayout:
+    """Adds the checkpoint's own names of the weights: adapters that were trained on older code have these.
+
+    Args:
+        table: model key → what fills it.
+    """
+    targets = tuple(replace(target, sources=_sources(target.weight, table)) for target in layout.targets)
+    return replace(layout, targets=targets)
+
+
+def _sources(weight: str, table: Mapping[str, PlannedTensor]) -> tuple[SourceRows, ...]:
+    planned, found = table.get(weight), []
+    for block in () if planned is None else planned.blocks:
+        are_rows = all(step[:2] == ("narrow", 0) for step in block.steps[:1]) and len(block.steps) < 2
+        if not (are_rows and len(block.shape) == 2 and block.tensor.endswith(_WEIGHT)):
+            return ()  # rows in another order, or a quantised tensor's parts
+        first = int(block.steps[0][2]) if block.steps else 0
+        found.append(SourceRows(block.tensor.removesuffix(_WEIGHT), block.starts[0], first, block.shape[0]))
+    return () if [one.module + _WEIGHT for one in found] == [weight] else tuple(found)
 
 
 def _check_steps(config: ResolvedConfig) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from mllm_compile.adapters.base_model import BaseModel
+from mllm_compile.adapters.base_model import BaseModel, RowsOf
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.runtime.lora.pool import LoraPool
+from mllm_compile.runtime.lora.target import LoraTarget
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.store.opened import CompiledRuntime
@@ -60,11 +61,21 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterPart
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},
         modules=frozenset(_modules(compiled.artifact.weights)),
-        elsewhere={},
+        elsewhere=_elsewhere(pool.targets.values()),
         max_rank=pool.max_rank,
         dtype=pool.dtype,
     )
     return AdapterParts(base, PoolWriter(pool, is_pinned=runner.device.type == "cuda"))
+
+
+def _elsewhere(targets: Iterable[LoraTarget]) -> dict[str, tuple[RowsOf, ...]]:
+    """The rows of weights that a module of the checkpoint is."""
+    found: dict[str, tuple[RowsOf, ...]] = {}
+    for target in targets:
+        for one in target.sources:
+            rows = RowsOf(target.weight, one.start, one.source_start, one.rows)
+            found[one.module] = (*found.get(one.module, ()), rows)
+    return found
 
 
 def _modules(weights: Iterable[WeightSpec]) -> Iterable[str]:

@@ -17,6 +17,17 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
+class SourceRows:
+    """Rows of a weight that are rows of a module of the checkpoint: [start, start + rows) of the weight are
+    [source_start, source_start + rows) of the module's."""
+
+    module: str
+    start: int
+    source_start: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class LoraTarget:
     """A weight [outputs, inputs] that adapters may change, and where its factors are.
 
@@ -26,6 +37,7 @@ class LoraTarget:
         part: its index among the linear's parts: its A is at row part * r.
         start, rows: its rows of B', of a rank.
         output_ranges, input_ranges: the outputs and inputs that each rank has.
+        sources: the checkpoint's modules that it is made of, where it is not one of its own name.
     """
 
     weight: str
@@ -37,6 +49,7 @@ class LoraTarget:
     rows: int
     output_ranges: Ranges = ()
     input_ranges: Ranges = ()
+    sources: tuple[SourceRows, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,9 @@ def test_names_of_a_checkpoint_are_those_of_the_model(tmp_path):
     assert torch.allclose(product(adapter, "q.weight"), both[:4], atol=1e-6)
     assert torch.allclose(product(adapter, "v.weight"), both[4:], atol=1e-6)
     assert adapter.rank == 6
+    without_v = {name: shape for name, shape in base.targets.items() if name != "v.weight"}
+    with pytest.raises(MllmError, match=r"attn.qv is adapted from 5 inputs to 6 outputs; that of m has 5 and 4"):
+        read_adapter(tmp_path, BaseModel(**{**vars(base), "targets": without_v}))
     with pytest.raises(MllmError, match=r"up.weight has rank 6; there is room for 5. Set lora.max_rank: 6"):
         read_adapter(tmp_path, BaseModel(**{**vars(base), "max_rank": 5}))
 
