@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.attention.hopper.shapes import pays_together
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
@@ -39,17 +41,22 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
     checked, program = set(), linked.program
     rope_inputs = {step.layer: step.rope_inputs for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
-        variants, step = program.kernels_of_layer(layer.name).decode, rope_inputs.get(layer.name)
-        kind = (variants, layer.sm_scale, None if step is None else (len(step.values), step.eps))
+        stored, step = program.kernels_of_layer(layer.name), rope_inputs.get(layer.name)
+        variants = stored.decode
+        kind = (variants, stored.verify, layer.sm_scale, None if step is None else (len(step.values), step.eps))
         if variants and kind not in checked:
             checked.add(kind)
             check = _DecodeCheck(layer, served, step)
+            kernels = linked.layer_kernels[layer.name]
             for lengths in check.batches(variants):
-                check.run(lengths, variants, linked.layer_kernels[layer.name].decode)
+                check.run(lengths, variants, kernels.decode)
+            for variant, decoder in zip(stored.verify, kernels.verify, strict=True):
+                for lengths in check.verify_batches(variant):
+                    check.run(lengths, [variant], [decoder], variant.tokens)
 
 
 class _DecodeCheck:
-    """One layer's decodes: one new token of each request, whose pages are in no order."""
+    """One layer's decodes: one new token of each request, or some in verify steps. Pages are in no order."""
 
     def __init__(self, layer: LayerSpec, served: Served, rope_inputs: RopeInputNames | None = None) -> None:
         """Args: rope_inputs: the layer's, if its kernels may rotate; they are then run so, too."""
@@ -85,50 +92,80 @@ class _DecodeCheck:
         lengths = (self._longest, *_LENGTHS[::-1])
         return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
 
-    def run(self, lengths: tuple[int, ...], variants: Sequence[DecodeVariant], decoders: LinkedDecodes) -> None:
-        """Raises CompileError where a request's answer is not float32's."""
+    def verify_batches(self, variant: DecodeVariant) -> list[tuple[int, ...]]:
+        """Likewise of verify steps: one request, and the fewest for each division by clusters that steps have."""
+        kv_heads, lengths = self._layer.num_kv_heads, (self._longest, *_LENGTHS[::-1])
+        most = (variant.most_sequences or kv_heads) // kv_heads
+        counts = [count for count in range(most, 0, -1) if pays_together(count * kv_heads, variant.tokens)]
+        sizes = {choose_split(count * kv_heads): count for count in counts}.values()
+        return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
+
+    def run(
+        self,
+        lengths: tuple[int, ...],
+        variants: Sequence[DecodeVariant],
+        decoders: LinkedDecodes,
+        tokens: int = 1,
+    ) -> None:
+        """Raises CompileError where a request's answer is not float32's.
+
+        Args:
+            lengths: of requests, their new tokens included.
+            tokens: rows of each. A request that is not as long has rows without a token.
+        """
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]
         pages = torch.stack([torch.randperm(num_pages, generator=self._generator) for _ in lengths])
-        # Requests share all pages but the last: a kernel may write to that.
+        # Requests share all pages but the last, or two: a kernel may write to these.
+        num_own = min(tokens, 2)
         for row, length in enumerate(lengths):
-            pages[row, (length - 1) // self._page_size] = num_pages + row
-        own = torch.arange(num_requests, device=self._device) % num_pages
+            last = (length - 1) // self._page_size
+            first = max(0, last + 1 - num_own)
+            pages[row, first : last + 1] = num_pages + row * num_own + torch.arange(last + 1 - first)
+        own = torch.arange(num_requests * num_own, device=self._device) % num_pages
         keys, values = (_with_more(cache, own) for cache in (self._keys, self._values))
         slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
+        slots = slots.repeat_interleave(tokens, 0)
+        row_lens = [max(0, length - tokens) + i + 1 if i < length else 0 for length in lengths for i in range(tokens)]
+        num_rows = len(row_lens)
 
         group = PlanGroup.of(layer)
         types = self._dtype, self._cache_dtype
-        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, *types)
-        space.list_pages(torch.arange(num_requests, device=self._device))
-        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
-        decode = space.prepare(group, decoders, seq_lens)
+        chosen = choose_decoder(decoders, num_requests * layer.num_kv_heads)
+        alone = [replace(chosen, most_sequences=None)]
+        space = SplitDecodeSpace([(group, alone)], slots.int(), num_rows, self._page_size, *types)
+        space.list_pages(torch.arange(num_rows, device=self._device))
+        seq_lens = torch.tensor(row_lens, dtype=torch.int32, device=self._device)
+        decode = space.prepare(group, alone, seq_lens)
 
         def compare(
             ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, what: str = ""
         ) -> None:
-            for row, length in enumerate(lengths):
+            for row, length in enumerate(row_lens):
+                if not length:
+                    continue
                 theirs = self._in_float32(q[row], keys, values, slots[row, :length])
                 error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
                 if not error <= _TOLERANCE:
                     num_sequences = num_requests * layer.num_kv_heads
-                    variant = variants[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                    variant = variants[list(decoders).index(chosen)]
                     raise CompileError(_refusal(variant, num_sequences, layer, error, length, what))
 
-        q = self._random((num_requests, layer.num_heads, layer.head_dim), self._dtype)
+        q = self._random((num_rows, layer.num_heads, layer.head_dim), self._dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
             q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
         compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
         if self._rope_inputs is None or not decode.fuses_rope:
             return
-        rope_inputs = self._random_rope_inputs(self._rope_inputs, num_requests)
+        rope_inputs = self._random_rope_inputs(self._rope_inputs, num_rows)
         ours = torch.empty_like(q)
         decode.run_with_rope(rope_inputs, (keys, values), ours, self._sinks)
         q, k = _rotated(rope_inputs)
-        newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
+        is_token = seq_lens > 0
+        newest = slots[is_token].gather(1, seq_lens[is_token, None].long() - 1).squeeze(1)
         keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
         theirs_keys, theirs_values = (
-            cache.flatten(0, 1).index_copy(0, newest, self._cached(new)).view(cache.shape)
+            cache.flatten(0, 1).index_copy(0, newest, self._cached(new[is_token])).view(cache.shape)
             for cache, new in ((keys, k), (values, rope_inputs.v))
         )
         compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
@@ -140,15 +177,14 @@ class _DecodeCheck:
             return new.float()
         return new.to(self._dtype).to(self._cache_dtype).float()
 
-    def _random_rope_inputs(self, step: RopeInputNames, num_requests: int) -> RopeInputs:
+    def _random_rope_inputs(self, step: RopeInputNames, num_rows: int) -> RopeInputs:
         layer, dtype = self._layer, self._dtype
         q, k = (
-            self._random((1, num_requests, heads, layer.head_dim), dtype)
-            for heads in (layer.num_heads, layer.num_kv_heads)
+            self._random((1, num_rows, heads, layer.head_dim), dtype) for heads in (layer.num_heads, layer.num_kv_heads)
         )
-        v = self._random((num_requests, layer.num_kv_heads, layer.head_dim), dtype)
+        v = self._random((num_rows, layer.num_kv_heads, layer.head_dim), dtype)
         # As a model's: of random factors some logits would be so large that roundings of keys decide among them.
-        angles = math.pi * self._random((1, num_requests, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
+        angles = math.pi * self._random((1, num_rows, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         weights = [1 + self._random((layer.head_dim,), dtype) / 4 for _ in step.values[4:]]
         return RopeInputs.of([q, k, cos, sin, *weights], v, step.eps)

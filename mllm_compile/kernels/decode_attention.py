@@ -15,14 +15,15 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, made_by_kind, split_outputs, with_kernels
-from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
-from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
+from mllm_compile.runtime.attention.hopper.clusters import MOST_ROWS, choose_split, cluster_kernels
+from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters, pays_together
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.runner_config import MOST_VERIFIED
 
 MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
@@ -40,7 +41,9 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         partial(_variants, config),
     )
     variants = {name: variants for name, (variants, _) in of_layers.items()}
-    return with_kernels(program, "decode", variants), tuple(piece for _, pieces in made for piece in pieces)
+    verifies = {layer.name: _verify_variants(config, layer) for layer in served}
+    program = with_kernels(with_kernels(program, "decode", variants), "verify", verifies)
+    return program, tuple(piece for _, pieces in made for piece in pieces)
 
 
 def is_beyond_flashinfer(config: ResolvedConfig, layer: LayerSpec) -> bool:
@@ -99,6 +102,27 @@ def _hopper_variants(
     variants.append(DecodeVariant(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many:
         variants.append(many)
+    return tuple(variants)
+
+
+def _verify_variants(config: ResolvedConfig, layer: LayerSpec) -> tuple[DecodeVariant, ...]:
+    """Clusters for captured verify steps, for each number of tokens that requests have."""
+    runtime, kv_heads = config.runtime, layer.num_kv_heads
+    is_large = runtime.kv_cache_dtype != "float8_e4m3fn"
+    if runtime.deterministic or not (is_large and has_clusters(layer.head_dim) and _has_kernels(config, layer)):
+        return ()
+    variants = []
+    for tokens in (1 + depth for depth in config.speculative.captured_depths):
+        if tokens * layer.num_heads // kv_heads > MOST_ROWS:
+            continue
+        most = min(runtime.max_running_requests, MOST_VERIFIED // tokens) * kv_heads
+        counts = range(kv_heads, most + 1, kv_heads)
+        splits = {choose_split(count) for count in counts if pays_together(count, tokens)}
+        sinks = layer.sinks is not None
+        kernels = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, sinks=sinks, tokens=tokens)
+        if splits:
+            served = tuple(kernel for kernel in kernels if kernel.split in splits)
+            variants.append(DecodeVariant(most, kernels=served))
     return tuple(variants)
 
 

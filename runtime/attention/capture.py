@@ -143,14 +143,15 @@ class CapturesCascades(ABC):
 
 
 class CapturesVerify(ABC):
-    """Verify steps in a CUDA graph, beside CapturesDecodes, whose page table they read: rows of one token, some of the
-    same request. The keys of all are written before attention reads any."""
+    """Verify steps in a CUDA graph, beside CapturesDecodes, whose page table they read: rows of one token, as many of
+    each request, one behind another. A row sees the new keys of its request's rows before it."""
 
     @abstractmethod
-    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+    def init_forward_metadata_capture_verify(self, num_rows: int, num_tokens: int, seq_lens: torch.Tensor) -> None:
         """Plan a step of `num_rows` for capture; replays need no plan.
 
         Args:
+            num_tokens: rows of a request.
             seq_lens: [num_rows] int32: keys that each row sees, up to its own; 0 of padding. Read at each replay.
         """
 

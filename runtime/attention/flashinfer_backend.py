@@ -424,9 +424,9 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def verifies(self) -> CapturesVerify | None:
         return None if self.page_table is None else self
 
-    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+    def init_forward_metadata_capture_verify(self, num_rows: int, num_tokens: int, seq_lens: torch.Tensor) -> None:
         groups = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
-        self._set_decodes(num_rows, [group.plan_behind_writes(seq_lens) for group in groups])
+        self._set_decodes(num_rows, [group.plan_verify(num_tokens, seq_lens) for group in groups])
 
     def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Does nothing: kernels read the page table and lengths."""

@@ -22,6 +22,7 @@ Decode = TypeVar("Decode")
 
 FEW_TOKENS = 64  # of a step with short chunks in layers with a state
 WHAT = "what"  # a piece computes, for people
+_VARIANTS = ("decode", "verify")  # the fields of variants, which are stored in a form of their own
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class DecodeVariant:
     piece: str | None = None
     splits: Splits | None = None
     kernels: tuple[DecodeKernel, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a request that it attends together, at most."""
+        return max((kernel.tokens for kernel in self.kernels), default=1)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
@@ -93,6 +99,7 @@ class LayerKernels(Generic[Decode, Piece]):
 
     Attributes:
         decode: its decodes, by ascending number of sequences; the last serves any number. May be empty.
+        verify: captured verify steps that attend a request's tokens together; else each is a decode.
         cascade: decodes that begin with the same pages.
         prefill: prompts, of a layer that no other library's kernel serves.
         latent: all of its attention, over latents.
@@ -101,6 +108,7 @@ class LayerKernels(Generic[Decode, Piece]):
     """
 
     decode: tuple[Decode, ...] = field(default=(), metadata={WHAT: "attention of decodes"})
+    verify: tuple[Decode, ...] = ()
     cascade: Piece | None = field(default=None, metadata={WHAT: "attention of decodes of one prefix"})
     prefill: Piece | None = field(default=None, metadata={WHAT: "attention of prompts"})
     latent: LatentKernels[Piece] | None = None
@@ -111,12 +119,13 @@ class LayerKernels(Generic[Decode, Piece]):
         self, decode: Callable[[Any], Any], piece: Callable[[Any], Any], paged: Callable[[CpuLibrary], Any]
     ) -> LinkedKernels:
         """The record with `decode` of each way of decoding, `paged` of the library, and `piece` of all else."""
-        pieces, decodes = _mapped(self._of_pieces(), piece), tuple(map(decode, self.decode))
-        return replace(pieces, decode=decodes, paged=None if self.paged is None else paged(self.paged))
+        pieces = _mapped(self._of_pieces(), piece)
+        decodes, verifies = (tuple(map(decode, variants)) for variants in (self.decode, self.verify))
+        return replace(pieces, decode=decodes, verify=verifies, paged=None if self.paged is None else paged(self.paged))
 
     def _of_pieces(self) -> LayerKernels[Any, Any]:
         """The record without what is no piece."""
-        return replace(self, decode=(), paged=None)
+        return replace(self, decode=(), verify=(), paged=None)
 
     def pieces(self: StoredKernels) -> dict[str, str]:
         """The ids of its pieces, and what each computes."""
@@ -125,15 +134,16 @@ class LayerKernels(Generic[Decode, Piece]):
         return dict.fromkeys(decodes, _what_of(self, "decode")) | named
 
     def to_json(self: StoredKernels) -> dict[str, Any]:
-        return {**asdict(replace(self, decode=())), "decode": [variant.to_json() for variant in self.decode]}
+        variants = {name: [variant.to_json() for variant in getattr(self, name)] for name in _VARIANTS}
+        return {**asdict(replace(self, decode=(), verify=())), **variants}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StoredKernels:
         """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
-        decode = tuple(map(DecodeVariant.from_json, data["decode"]))
+        decode, verify = (tuple(map(DecodeVariant.from_json, data[name])) for name in _VARIANTS)
         paged = from_json(CpuLibrary | None, data["paged"])
-        pieces = from_json(LayerKernels[DecodeVariant, str], {**data, "decode": [], "paged": None})
-        return replace(pieces, decode=decode, paged=paged)
+        pieces = from_json(LayerKernels[DecodeVariant, str], {**data, "decode": [], "verify": [], "paged": None})
+        return replace(pieces, decode=decode, verify=verify, paged=paged)
 
 
 StoredKernels = LayerKernels[DecodeVariant, str]

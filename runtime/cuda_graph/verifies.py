@@ -1,8 +1,8 @@
 """VERIFY: one graph for a step of decodes with drafts, whole (verify_loop.py). Where layers have a state, a second one
 takes the states on by what was accepted.
 
-A request has as many tokens as any other; what its draft does not fill is padding. Attention sees each token as a
-decode of its own. The keys of all are written before it reads any.
+A request has as many tokens as any other; what its draft does not fill is padding. Attention takes a request's tokens
+together, or each as a decode of its own. Then the keys of all are written before it reads any.
 
 Shape legend: R requests, C tokens of each.
 """
@@ -124,7 +124,7 @@ class VerifyGraphs(KindGraphs):
         size, padded, loop, has_lora = descriptor.num_tokens, self._padded, self.loop, descriptor.has_lora
         batch, tokens = padded.decodes(size, has_lora), padded.tokens(size, has_lora)
         all_rows = padded.all_rows(size)
-        self._attention.init_forward_metadata_capture_verify(size, batch.seq_lens)
+        self._attention.init_forward_metadata_capture_verify(size, width, batch.seq_lens)
         batch.num_verify_tokens = size
         shape, chain = (num_requests, width), self.chain
         if chain is not None:

@@ -140,7 +140,8 @@ def _layer_kernels(
         else:
             clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, binaries, sm_scale, device)
-        return LinkedDecode(piece, variant.most_sequences, variant.splits, fuses_rope=bool(variant.kernels))
+        most, fuses_rope = variant.most_sequences, bool(variant.kernels)
+        return LinkedDecode(piece, most, variant.splits, fuses_rope, variant.tokens)
 
     @cache
     def paged(library: CpuLibrary) -> PagedAttention:

@@ -319,7 +319,9 @@ class Program:
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""
-        variants = (variant for kernels in self.layer_kernels.values() for variant in kernels.decode)
+        variants = (
+            variant for kernels in self.layer_kernels.values() for variant in (*kernels.decode, *kernels.verify)
+        )
         decodes = dict.fromkeys(kernel for variant in variants for kernel in variant.kernels)
         return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
 

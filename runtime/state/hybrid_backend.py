@@ -150,9 +150,9 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         has_all = self._attention is None or self._attention.verifies is not None
         return self if self._mixed is not None and has_all else None
 
-    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+    def init_forward_metadata_capture_verify(self, num_rows: int, num_tokens: int, seq_lens: torch.Tensor) -> None:
         if self._attention is not None:
-            needed(self._attention.verifies).init_forward_metadata_capture_verify(num_rows, seq_lens)
+            needed(self._attention.verifies).init_forward_metadata_capture_verify(num_rows, num_tokens, seq_lens)
 
     def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._mixed_step = self._held.begin_captured(rows, seq_lens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,9 +99,10 @@ class RotatingAttention(Attention):
         if rope_inputs is not None:
             self.rotated.append(len(out))
             q, k = self.make(rope_inputs)
-            last = seq_lens.long() - 1
-            slots = table.gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
-            self.write(keys, values, slots, k, rope_inputs.v)
+            rows = seq_lens > 0
+            last = seq_lens[rows].long() - 1
+            slots = table[rows].gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
+            self.write(keys, values, slots, k[rows], rope_inputs.v[rows])
         return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1), inputs[-1]])
 
     def make(self, rope_inputs: RopeInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +253,34 @@ def of_seeds_as_positions(inputs):
 def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, num_rows):
     with pytest.raises(CompileError, match=f"kernels of {piece} choose other tokens"):
         check_sampling(LOGITS[:num_rows], **{piece: wrong})
+
+
+class SeesLaterTokens(RotatingAttention):
+    """All tokens of a request see its last one's keys."""
+
+    def __call__(self, inputs, rope_inputs=None):
+        super().__call__(inputs, rope_inputs)
+        last = inputs[4].unflatten(0, (-1, 4)).max(1, keepdim=True).values.expand(-1, 4).flatten()
+        return super().__call__([*inputs[:4], last * (inputs[4] > 0), *inputs[5:]])
+
+
+@pytest.mark.parametrize("layer", [LAYER, WITH_SINKS])
+@pytest.mark.parametrize(("kind", "is_right"), [(RotatingAttention, True), (SeesLaterTokens, False)])
+def test_verify_steps_are_run_with_some_tokens_of_a_request(layer, kind, is_right):
+    attention = kind(layer)
+    variant = DecodeVariant(64, kernels=cluster_kernels(8, 2, 16, tokens=4))
+    check = _DecodeCheck(layer, SERVED, RopeInputNames(("q", "k", "cos", "sin"), 1e-6))
+    batches = check.verify_batches(variant)
+    assert list(map(len, batches)) == [1, 17], "the longest alone, and the fewest that pay, with 2 blocks"
+    with (
+        contextlib.nullcontext()
+        if is_right
+        else pytest.raises(CompileError, match="clusters_2x4_page16_tokens4_split8")
+    ):
+        for lengths in ((2100,), (16, 17, 2, 1)):
+            check.run(lengths, [variant], [LinkedDecode(attention, 64, fuses_rope=True, tokens=4)], 4)
+    if is_right:
+        assert attention.rotated == [4, 16]
 
 
 def test_a_program_without_such_pieces_has_nothing_to_check():

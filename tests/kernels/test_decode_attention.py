@@ -132,6 +132,47 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 
 
 @pytest.mark.parametrize(
+    ("kv_heads", "group", "drafted", "requests", "found"),
+    [
+        (8, 4, 3, 64, [(4, 512, [2])]),
+        (8, 4, 3, 2, []),
+        (8, 4, "auto", 256, [(2, 1024, [2]), (4, 512, [2]), (8, 256, [2, 4]), (16, 128, [2, 4, 8])]),
+        (4, 8, "auto", 64, [(2, 256, [2]), (4, 256, [2]), (8, 128, [2, 4])]),
+        (8, 8, 8, 64, []),
+    ],
+    ids=["fixed", "few requests", "auto", "auto without the longest", "more queries than warps have sums of"],
+)
+def test_verify_steps_have_clusters_for_each_number_of_tokens(has_kernels, kv_heads, group, drafted, requests, found):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=group * kv_heads, num_kv_heads=kv_heads)
+    speculative = {"method": "ngram", "num_speculative_tokens": drafted}
+    config = resolved(H200, speculative=speculative, runtime={"max_running_requests": requests})
+    with_variants, _ = add_decode_attention(config, program(layer))
+    variants = with_variants.layer_kernels[layer.name].verify
+    assert [
+        (variant.tokens, variant.most_sequences, [kernel.split for kernel in variant.kernels]) for variant in variants
+    ] == found
+    assert {kernel for variant in variants for kernel in variant.kernels} <= set(with_variants.cuda_kernels())
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"runtime": {"kv_cache_dtype": "fp8_e4m3"}},
+        {"runtime": {"without": ["hopper_decode"]}},
+        {"speculative": {"method": "none"}},
+    ],
+    ids=["fp8", "switched off", "no drafts"],
+)
+def test_else_tokens_of_verify_steps_are_decodes(has_kernels, sections):
+    has_kernels(True)
+    config = resolved(H200, **{"speculative": {"method": "ngram", "num_speculative_tokens": 3}, **sections})
+    with_variants, _ = add_decode_attention(config, program(LAYER))
+    assert not with_variants.layer_kernels[LAYER.name].verify
+
+
+@pytest.mark.parametrize(
     ("layer", "sections"),
     [
         (replace(LAYER, num_heads=128), {}),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+from mllm_compile.runtime.attention.hopper.shapes import pays_together
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecodes, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.device.upload import upload
 
@@ -65,9 +66,16 @@ class SplitGroup(GroupDecode):
     """Decodes with the program's own kernels (split_decode.py), also attention/hopper/, which does not split keys that
     way. They read the page table that the backend keeps for all such groups."""
 
-    def __init__(self, group: PlanGroup, decoders: LinkedDecodes, space: SplitDecodeSpace) -> None:
+    def __init__(
+        self, group: PlanGroup, decoders: LinkedDecodes, verifiers: LinkedDecodes, space: SplitDecodeSpace
+    ) -> None:
+        """
+        Args:
+            verifiers: of captured verify steps, each for some number of tokens a request.
+        """
         self._group = group
         self._decoders = decoders
+        self._verifiers = {verifier.tokens: verifier for verifier in verifiers}
         self._space = space
         self._captured: dict[int, tuple[torch.Tensor, SplitDecode]] = {}
 
@@ -77,9 +85,14 @@ class SplitGroup(GroupDecode):
     def plan(self, decodes: DecodeBatch) -> SplitDecode:
         return self._space.prepare(self._group, self._decoders, decodes.seq_lens)
 
-    def plan_behind_writes(self, seq_lens: torch.Tensor) -> SplitDecode:
-        """The wrapper for rows with all their keys in the cache; several may belong to one request."""
-        return self._space.prepare(self._group, self._decoders, seq_lens, behind_writes=True)
+    def plan_verify(self, num_tokens: int, seq_lens: torch.Tensor) -> SplitDecode:
+        """The wrapper for rows of a verify step, `num_tokens` of each request: they are attended together, or each as a
+        decode behind the write of all keys."""
+        verifier = self._verifiers.get(num_tokens)
+        num_sequences = len(seq_lens) // num_tokens * self._group.num_kv_heads
+        if verifier is None or not pays_together(num_sequences, num_tokens):
+            return self._space.prepare(self._group, self._decoders, seq_lens, behind_writes=True)
+        return self._space.prepare(self._group, [replace(verifier, most_sequences=None)], seq_lens)
 
     def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
         decoder = self._space.prepare(self._group, self._decoders, seq_lens)

@@ -74,8 +74,9 @@ class GroupWrappers:
             req_to_token: [rows, columns] int32, the table that batches point into.
             max_requests: most requests of a batch.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
-            kernels: layer → the program's own kernels: for its decodes, for its prompts (it has decodes then), and for
-                captured decodes that begin with the same pages. FlashInfer's serve the other layers.
+            kernels: layer → the program's own kernels: for its decodes, for its prompts and verify steps (it has
+                decodes then), and for captured decodes that begin with the same pages. FlashInfer's serve the other
+                layers.
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
             part: which part of steps they serve, where parts run beside each other.
@@ -102,7 +103,7 @@ class GroupWrappers:
         self.num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_requests, self.num_sms)
         self._workspace = float_workspace(self.device, num_bytes, part)
-        self.split_space, self.decodes = self._make_decodes(decoders)
+        self.split_space, self.decodes = self._make_decodes(decoders, of_kind(kernels or {}, "verify"))
         self._copies = self._make_copy_space(part) if copy_prefix else None
         self._merge = self._library.merge_state_in_place if divide_prefix else None
         own = {self.group_of[name]: piece for name, piece in prefills.items()}
@@ -161,9 +162,14 @@ class GroupWrappers:
             self._merge,
         )
 
-    def _make_decodes(self, decoders: Mapping[str, LinkedDecodes]) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
+    def _make_decodes(
+        self, decoders: Mapping[str, LinkedDecodes], verifiers: Mapping[str, LinkedDecodes]
+    ) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
         """The decodes of each group; layers of one group have the same decoders."""
-        of_groups = {self.group_of[name]: of_layer for name, of_layer in decoders.items()}
+        of_groups, verifiers_of = (
+            {self.group_of[name]: of_layer for name, of_layer in of_layers.items()}
+            for of_layers in (decoders, verifiers)
+        )
         space = None
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
@@ -172,7 +178,7 @@ class GroupWrappers:
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:
-                return SplitGroup(group, of_groups[index], space)
+                return SplitGroup(group, of_groups[index], verifiers_of.get(index, ()), space)
             make_wrapper = partial(
                 self._library.BatchDecodeWithPagedKVCacheWrapper,
                 self._workspace,

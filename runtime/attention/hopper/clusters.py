@@ -1,4 +1,4 @@
-"""clusters.cu: a head's keys divided among a cluster's blocks; for few requests. Free of torch."""
+"""clusters.cu: a head's keys divided among a cluster's blocks; for few requests, or verify steps. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 
 SPLITS = (2, 4, 8)  # blocks of a cluster
 TILE = 64  # keys that a block works at together
+MOST_ROWS = 64  # queries of a request and a KV head: each of a block's warps has sums of sixteen
 
 # Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
 # split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
@@ -19,7 +20,7 @@ MOST_SEQUENCES = 256
 # (20.7).
 MOST_SEQUENCES_OF_FEW_HEADS = 128
 # Of all sequences' first clusters: about as many as there are multiprocessors.
-_BLOCKS = 128
+SIDE_BY_SIDE = 128
 # Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 are in groups.
 _CLUSTERS = {2: 128, 4: 60, 8: 28}
 # Where a request may have more, clusters serve no more sequences than this: one that is much longer than the others has
@@ -39,6 +40,8 @@ class ClusterKernel(DecodeKernel):
         split: blocks of a cluster, which take a head's tiles in turns.
     """
 
+    headers: ClassVar[tuple[str, ...]] = (*DecodeKernel.headers, "attention/hopper/new_tokens.cuh")
+
     source: ClassVar[str] = "attention/hopper/clusters.cu"
     function: ClassVar[str] = "cluster_decode"
 
@@ -55,7 +58,7 @@ class ClusterKernel(DecodeKernel):
     @property
     def shared_bytes(self) -> int:
         """Bytes of the ring, where sums are later, and its alignment; queries and barriers."""
-        queries = self.group * (HEAD_DIM + _QUERY_PADDING) * 2
+        queries = self.rows * (HEAD_DIM + _QUERY_PADDING) * 2
         return _RING_BYTES + 1024 + queries + 2 * self.stages * 8
 
     @property
@@ -73,16 +76,18 @@ class ClusterKernel(DecodeKernel):
 
 
 def cluster_kernels(
-    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False, fp8: bool = False
+    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False, fp8: bool = False, tokens: int = 1
 ) -> tuple[ClusterKernel, ...]:
     """The kernels of a layer, one for each split."""
     group = num_heads // num_kv_heads
-    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8) for split in SPLITS)
+    return tuple(
+        ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8, tokens=tokens) for split in SPLITS
+    )
 
 
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
     """Chooses the blocks of each sequence's cluster among `splits`, for so many requests x KV heads."""
-    return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))
+    return max((split for split in splits if split * num_sequences <= SIDE_BY_SIDE), default=min(splits))
 
 
 def parts_per_head(num_sequences: int, split: int) -> int:
@@ -90,6 +95,6 @@ def parts_per_head(num_sequences: int, split: int) -> int:
     return max(1, _CLUSTERS[split] // num_sequences)
 
 
-def left_words(group: int, splits: Collection[int] = SPLITS) -> int:
-    """Words of what clusters leave to others at most: for each column two."""
-    return 2 * group * HEAD_DIM * max(_CLUSTERS[split] for split in splits)
+def left_words(rows: int, splits: Collection[int] = SPLITS) -> int:
+    """Words of what clusters leave to others at most, of `rows` queries each: for each column two."""
+    return 2 * rows * HEAD_DIM * max(_CLUSTERS[split] for split in splits)

@@ -26,7 +26,11 @@ _LOG2_E = math.log2(math.e)
 
 
 class ClusterDecode:
-    """Decodes of few requests, of layers that are alike."""
+    """Decodes of few requests, of layers that are alike; or verify steps, whose requests have several tokens.
+
+    Rows of a request follow each other, as many as the kernels are made for. Each sees its length's keys. Rows behind
+    its last token have length 0, and their outputs stay as they are.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class ClusterDecode:
     ) -> None:
         """
         Args:
-            kernels: one for each split that batches need.
+            kernels: one for each split that batches need, of as many tokens.
             binaries: binaries by name; checked by the caller: they are executed.
             sm_scale: factor of the products.
 
@@ -51,7 +55,8 @@ class ClusterDecode:
         with torch.cuda.device(device):
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
         # Data that clusters leave to each other within a launch; at its end all of it is MISSING again.
-        num_words = left_words(next(kernel.group for kernel, _ in self._kernels.values()), self._kernels)
+        self._tokens = kernels[0].tokens
+        num_words = left_words(kernels[0].rows, self._kernels)
         self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
     def __call__(
@@ -59,7 +64,7 @@ class ClusterDecode:
     ) -> None:
         q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, rope_inputs)
-        num_sequences = out.shape[0] * keys.shape[1]
+        num_sequences = out.shape[0] // self._tokens * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
         parts = parts_per_head(num_sequences, split)

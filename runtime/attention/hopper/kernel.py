@@ -22,6 +22,7 @@ class DecodeKernel(CudaKernel):
         sinks: query heads have sinks.
         fp8: the cache is e4m3; else bfloat16.
         head_dim: columns of a head.
+        tokens: new tokens of a request, at most.
     """
 
     headers: ClassVar[tuple[str, ...]] = (
@@ -39,12 +40,19 @@ class DecodeKernel(CudaKernel):
     sinks: bool = field(default=False, kw_only=True)
     fp8: bool = field(default=False, kw_only=True)
     head_dim: int = field(default=HEAD_DIM, kw_only=True)
+    tokens: int = field(default=1, kw_only=True)
 
     @property
     def heads_name(self) -> str:
         features = ("_sinks" if self.sinks else "") + ("_fp8" if self.fp8 else "")
         width = "" if self.head_dim == HEAD_DIM else f"x{self.head_dim}"
-        return f"{self.kv_heads}x{self.group}{width}_page{self.page_size}{features}"
+        tokens = f"_tokens{self.tokens}" if self.tokens > 1 else ""
+        return f"{self.kv_heads}x{self.group}{width}_page{self.page_size}{features}{tokens}"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a request and a KV head."""
+        return self.tokens * self.group
 
     @property
     def head_bytes(self) -> int:
@@ -56,6 +64,8 @@ class DecodeKernel(CudaKernel):
         return {
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
+            "TOKENS": self.tokens,
+            "ROWS": self.rows,
             "HEAD_DIM": self.head_dim,
             "PAGE": self.page_size,
             "SHARED_BYTES": self.shared_bytes,

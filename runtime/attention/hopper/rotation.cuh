@@ -7,7 +7,7 @@
 struct Rotation {
   const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache
   const u32 *q_weight, *k_weight;    // of the norms before the rotation, or null
-  const u32 *cos, *sin;              // of each request's new token
+  const u32 *cos, *sin;              // of each new token
   u32 *keys, *values;                // the cache
   int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
   float eps;
@@ -84,17 +84,23 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
 #pragma unroll
   for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
 }
-// 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's
-// operand; over keys of e4m3 as float16, in the order in which a lane has these (fp8_keys.cuh).
-__device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
+// 128 columns of up to `count` queries of a KV head, `stride` pairs from one to the next, as rows 0 to 7 of a product's
+// operand, or with N = 4 as all 16, in the order of multiply_add; over keys of e4m3 as float16, in the order in
+// which a lane has these (fp8_keys.cuh).
+template <int N>
+__device__ __forceinline__ void load_operand(u32 (&query)[8][N], const u32* heads, int stride, int count) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
   for (int k = 0; k < 8; k++)
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int pair = FP8 ? k * 8 + quad * 2 + j : k * 8 + j * 4 + quad;
-      query[k][j] = member < GROUP ? heads[member * stride + pair] : 0;
-      if constexpr (FP8) query[k][j] = half_query(query[k][j]);
+#pragma unroll
+      for (int half = 0; half < N / 2; half++) {
+        u32& its = query[k][j * (N / 2) + half];
+        its = member + half * 8 < count ? heads[(member + half * 8) * stride + pair] : 0;
+        if constexpr (FP8) its = half_query(its);
+      }
     }
 }
 
@@ -142,4 +148,17 @@ __device__ __forceinline__ void put_into_tile(const Head& head, float factor, co
     else
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[i])
                    : "memory");
+}
+// A row of such a tile.
+template <typename ChunkOf>
+__device__ __forceinline__ Head head_in_tile(const ChunkOf& chunk_of) {
+  const int lane = threadIdx.x % 32;
+  Head its;
+#pragma unroll
+  for (int i = 0; i < A_LANE; i++)
+    asm volatile("ld.shared.u32 %0, [%1];"
+                 : "=r"(its.pairs[i])
+                 : "r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4)
+                 : "memory");
+  return its;
 }

@@ -133,7 +133,7 @@ __device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], c
 #pragma unroll
   for (int part = 0; part < WARPS_A_HEAD; part++) {
     const u32 own_keys = keys.at + part * PART_BYTES;
-    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
+    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS, GROUP);
 #pragma unroll
     for (int k = 0; k < OWN / 16; k++) {
       u32 b[4];
@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_tiles(Fp8Sums& sums, u32 (&query)[8][2], con
   for (int t = 0; t < TILES; t++) wait_for(keys[t].full, keys[t].phase);
 #pragma unroll
   for (int part = 0; part < WARPS_A_HEAD; part++) {
-    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
+    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS, GROUP);
 #pragma unroll
     for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], query, keys[t].at + part * PART_BYTES, 0);
   }
@@ -261,6 +261,7 @@ __device__ __forceinline__ void add_parts(Sums& sums, int others, Part* parts) {
 }
 
 static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+static_assert(TOKENS == 1, "a row is a request");
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCKS)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
@@ -300,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
     wait_for(shared_address(&shared.requests.full[place]), turn / READY % 2);
     const int num_keys = its.piece.num_keys, stop = its.piece.stop;
     u32 query[OWN / 16][2];  // of rows 0 to 7 of a product
-    load_operand(query, its.queries[own_head][0], ROW_PAIRS);
+    load_operand(query, its.queries[own_head][0], ROW_PAIRS, GROUP);
     Sums sums = no_sums();
     // Takes a tile's slots, and puts the new token there if it is this tile's.
     auto next_tile = [&](int key, Slot& keys_slot, Slot& values_slot) {

@@ -269,7 +269,7 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes, CapturesVerify):
     def verifies(self) -> CapturesVerify:
         return self
 
-    def init_forward_metadata_capture_verify(self, num_rows: int, seq_lens: torch.Tensor) -> None:
+    def init_forward_metadata_capture_verify(self, num_rows: int, num_tokens: int, seq_lens: torch.Tensor) -> None:
         self._plan = _Plan(num_rows, seq_lens)
 
     def begin_captured_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -35,12 +35,14 @@ class LinkedDecode:
         most_sequences: requests x KV heads that it serves; None: any number.
         splits: the splits of a piece that needs scratch for them.
         fuses_rope: given queries that are not rotated, it does that, and writes keys and values into the cache.
+        tokens: rows that each request has, one behind another; more than one in verify steps.
     """
 
     piece: DecodePiece
     most_sequences: int | None = None
     splits: Splits | None = None
     fuses_rope: bool = False
+    tokens: int = 1
 
 
 LinkedDecodes = Sequence[LinkedDecode]  # of a layer: the smallest batches' first, the last for any number

@@ -37,6 +37,7 @@ from mllm_compile.runtime.program.spec import Program
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
+_TOKENS_OF_GROUPS = (4, 4), (4, 16), (8, 8), (5, 3)  # in one unit of 16 queries, in four, and in one not full
 
 
 def test_of_splits_that_are_compiled_the_largest_is_taken_that_leaves_all_blocks_their_place():
@@ -75,19 +76,22 @@ def test_a_tile_is_of_whole_pages_or_a_page_of_whole_tiles(page_size, is_right):
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_two_blocks_fit_on_a_multiprocessor(group):
-    for kernel in cluster_kernels(8 * group, 8, 64):
-        assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
+    for tokens in range(1, 32 // group + 1):
+        for kernel in cluster_kernels(8 * group, 8, 64, tokens=tokens):
+            assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
 
 
 def test_names_tell_kernels_apart():
     kernels = [*cluster_kernels(16, 8, 64), *cluster_kernels(32, 8, 64), *cluster_kernels(32, 8, 16)]
     kernels += [ShareKernel(8, 2, 64), ShareKernel(8, 4, 64), ShareKernel(4, 4, 64), ShareKernel(8, 4, 16)]
     kernels.append(ShareKernel(8, 4, 16, head_dim=256))
-    assert len({kernel.name for kernel in kernels}) == len(kernels) == 3 * len(SPLITS) + 5
+    kernels += [*cluster_kernels(16, 8, 64, tokens=2), *cluster_kernels(16, 8, 64, tokens=4)]
+    assert len({kernel.name for kernel in kernels}) == len(kernels) == 5 * len(SPLITS) + 5
 
 
 def test_a_kernel_is_the_same_from_json():
-    for kernel in (*cluster_kernels(16, 8, 64), ShareKernel(8, 2, 64), ShareKernel(8, 2, 64, head_dim=256)):
+    clusters = *cluster_kernels(16, 8, 64), *cluster_kernels(16, 8, 64, tokens=4)
+    for kernel in (*clusters, ShareKernel(8, 2, 64), ShareKernel(8, 2, 64, head_dim=256)):
         assert kernel_from_json(kernel.to_json()) == kernel
 
 
@@ -122,6 +126,10 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
             *(ShareKernel(kv_heads, 8, 16, fp8=True) for kv_heads in (4, 2)),
             *(ShareKernel(kv_heads, 8, 64, fp8=fp8, head_dim=256) for kv_heads, fp8 in ((4, False), (2, True))),
             cluster_kernels(64, 8, 64, sinks=True)[0],
+            *(
+                cluster_kernels(8 * group, 8, 16, tokens=tokens)[0]
+                for group, tokens in ((4, 4), (4, 16), (8, 8), (5, 3))
+            ),
             ShareKernel(8, 8, 64, sinks=True),
         ],
         1,
@@ -214,6 +222,18 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
         "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_per_head(24, 4), 128, 12)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 4
+
+
+def test_rows_of_a_request_are_one_clusters(made):
+    kernels = cluster_kernels(32, 8, 16, tokens=4)
+    decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
+    decode(inputs_of(4))
+    decode(inputs_of(12))
+    assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
+        "clusters_8x4_page16_tokens4_split8": [(8 * 8 * 3, 128, 12)],
+        "clusters_8x4_page16_tokens4_split4": [(3 * 8 * 4 * 2, 128, 12)],
+    }
+    assert decode._left.shape == (left_words(16),)
 
 
 def test_any_batch_is_shared_by_as_many_blocks_except_one_that_the_kernel_cannot_count(made):

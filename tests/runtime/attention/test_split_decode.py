@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.capture import RopeInputs
+from mllm_compile.runtime.attention.flashinfer import decode as flashinfer_decode
+from mllm_compile.runtime.attention.flashinfer.decode import SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.hopper.shapes import pays_together
 from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
@@ -140,6 +143,33 @@ def test_behind_writes_nothing_rotates_and_no_kernel_starts_early(space_and_deco
         decode.run(torch.zeros(num_requests, 8, 16), pages, torch.empty(num_requests, 8, 16))
         assert space._fence._version == version + (num_requests > 4), "a piece has a kernel ahead that waits"
     assert given == [{"starts_early": False}]
+
+
+def test_rows_of_a_request_go_together_where_a_kernel_takes_as_many(space_and_decoders, monkeypatch):
+    _, (_, piece), slots = space_and_decoders
+    launches, group = [], GROUPS[0]
+
+    def kernels(tokens: int) -> LinkedDecode:
+        return LinkedDecode(
+            lambda inputs, rope_inputs=None, **how: launches.append((tokens, how)), 8, fuses_rope=True, tokens=tokens
+        )
+
+    decoders = kernels(1), piece
+    space = SplitDecodeSpace([(group, decoders)], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
+    split_group = SplitGroup(group, decoders, [kernels(2)], space)
+    pages = torch.zeros(7, PAGE_SIZE, 2, 16), torch.ones(7, PAGE_SIZE, 2, 16)
+    monkeypatch.setattr(flashinfer_decode, "pays_together", lambda num_sequences, tokens: num_sequences <= 6)
+    for num_rows, num_tokens, together in ((4, 2, True), (6, 2, True), (3, 3, False), (8, 2, False)):
+        wrapper = split_group.plan_verify(num_tokens, torch.ones(num_rows, dtype=torch.int32))
+        assert wrapper.fuses_rope is together
+        wrapper.run(torch.zeros(num_rows, 8, 16), pages, torch.empty(num_rows, 8, 16))
+    assert launches == [(2, {}), (2, {}), (1, {"starts_early": False})]
+
+
+def test_tokens_go_together_where_the_measurement_says_so():
+    shapes = [(count, tokens) for count in (1, 8, 16, 32, 64) for tokens in (2, 4, 8, 16) if count * tokens <= 256]
+    together = [(count, tokens) for count, tokens in shapes if pays_together(8 * count, tokens)]
+    assert together == [(8, 4), (8, 8), (8, 16), (16, 2), (16, 4), (16, 8), (16, 16), (32, 8), (64, 4)]
 
 
 def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():
