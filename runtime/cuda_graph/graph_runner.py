@@ -94,7 +94,9 @@ class GraphRunner:
         verifies, decodes = self.verifies, self.decodes
         if verifies is None or decodes is None:
             return
-        fault = verify_fault(self._runner, verifies, decodes)
+        fault, communicator = verify_fault(self._runner, verifies, decodes), self._runner.communicator
+        if communicator is not None and not communicator.least(fault is None):
+            fault = fault or "on another rank they differ from decodes"
         if fault is not None:
             logger.warning("verify steps run piece by piece: %s. Please report this.", fault)
             self.kinds = {kind: graphs for kind, graphs in self.kinds.items() if graphs is not verifies}

@@ -88,6 +88,7 @@ class VerifyGraphs(KindGraphs):
             runner.row_state,
             runner.req_to_token_pool.req_to_token,
             page_table,
+            runner.broadcast,
             most_requests=max(counts[-1] for counts in self.request_sizes.values()),
             most_tokens=sizes[-1],
         )
@@ -213,8 +214,10 @@ def _doubling(sizes: Sequence[int]) -> list[int]:
 def _obstacle(runner: CapturableModel) -> str | None:
     """Why a model's verify steps are not captured."""
     section, model = runner.config.speculative, runner.model
-    if runner.communicator is not None:
-        return "ranks choose tokens together"
+    if runner.dp_size > 1:
+        return "ranks have requests of their own"
+    if runner.communicator is not None and section.synthetic_acceptance_length is not None:
+        return "a synthetic acceptance goes by seeds, which one rank has"
     if model.verify is None:
         return "the program has no kernels that draft and accept"
     if runner.attn_backend.verifies is None:

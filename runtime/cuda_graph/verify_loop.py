@@ -6,6 +6,7 @@ chosen as well, and append that to the text. So the next step needs nothing of t
 it can be launched while this one runs.
 
 The device owns a request's length and text while such steps follow each other. The host gives both where they begin.
+Ranks that have a model together do the same work each, on rank 0's choice of tokens.
 
 Shape legend: R requests of a captured step, C tokens of each, M rows of the slot table, L tokens of a row's text,
 V vocab.
@@ -14,6 +15,7 @@ V vocab.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +62,7 @@ class VerifyLoop:
         row_state: RowState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
+        broadcast: Callable[[torch.Tensor], None],
         most_requests: int,
         most_tokens: int,
     ) -> None:
@@ -70,6 +73,7 @@ class VerifyLoop:
             row_state: the choice's parameters, to be flushed before a replay, and the place of newest tokens.
             req_to_token: [M, columns] int32: the slot of each position.
             page_table: [≥ tokens, W] int32: what the program's decode attention reads.
+            broadcast: ModelRunner's.
             most_requests: R of the largest step.
             most_tokens: R * C of the largest.
         """
@@ -77,7 +81,7 @@ class VerifyLoop:
         num_rows, num_history = req_to_token.shape
         self._pieces, self._choice = pieces, choice
         self._inputs, self._row_state = inputs, row_state
-        self._req_to_token, self._page_table = req_to_token, page_table
+        self._req_to_token, self._page_table, self._broadcast = req_to_token, page_table, broadcast
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -122,6 +126,7 @@ class VerifyLoop:
         rows, seq_lens = self._inputs.req_pool_indices[:size], self._inputs.seq_lens[:size]
         arguments = [logits, *state.sampling.tables, rows, seq_lens, self._replay_slot, state.last_tokens, self._chosen]
         tokens = self._choice.end(arguments)[0]
+        self._broadcast(tokens)  # draws are rank 0's alone
         self._accept(tokens.view(num_requests, -1))
         return tokens
 
@@ -167,6 +172,12 @@ class VerifyLoop:
         buffer.record()
         self._history.view(-1).index_copy_(0, index, values.int())
 
+    def share_texts(self, rows: torch.Tensor, most: int) -> None:
+        """Brings the first `most` tokens of the texts of rows [N] int64 from rank 0 to the others."""
+        texts = self._history[rows, :most].contiguous()
+        self._broadcast(texts)
+        self._history[rows, :most] = texts
+
     def write_fields(self, fields: np.ndarray, size: int) -> None:
         """Brings the fields [n, VERIFY_FIELDS] int32 of requests to a step of `size`, with padding behind them."""
         row_bytes = 4 * VERIFY_FIELDS
@@ -186,7 +197,8 @@ class VerifyLoop:
         return torch.where(columns < of_requests[:, 1:2], of_requests[:, 2 : 2 + num_drafted].long(), NO_TOKEN)
 
     def accept(self, tokens: torch.Tensor, draft_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepts anew what the last replay drafted, by tokens [R, C] int64 in place of its own choice.
+        """Accepts anew what the last replay drafted, by tokens [R, C] int64 in place of its own choice. Other ranks get
+        both arguments from rank 0.
 
         Args:
             draft_ids: [R, C - 1] int64, shorter drafts with the same beginnings; None: all of them.
@@ -197,12 +209,14 @@ class VerifyLoop:
         num_requests, width = tokens.shape
         if draft_ids is not None:
             self._drafted[:num_requests, 1] = (draft_ids != NO_TOKEN).sum(dim=1)
+        self._broadcast(self._drafted[:num_requests])
+        self._broadcast(tokens)
         self._accept(tokens)
         return self._results[:num_requests, 2 : 2 + width], self.counts(num_requests)
 
     def counts(self, num_requests: int) -> torch.Tensor:
         """[R] int64: the tokens of each request that hold, of its first in the last replay on."""
-        return self._results[:num_requests, 0]
+        return self._results[:num_requests, 0].clone()
 
     def results(self, num_requests: int) -> tuple[StagingBuffer, np.ndarray]:
         """The results [n, RESULT_FIELDS] int64 of the last replay, on their way to the host; there once the buffer's

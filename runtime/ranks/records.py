@@ -25,6 +25,7 @@ _ARRAYS = (
     ("cleared_pages", np.int32),
     ("prefill_token_ids", np.int64),
     ("verify_token_ids", np.int64),
+    ("device_lens", np.int32),  # absent from a step whose drafts the device does not make
     ("rope_lens", np.int32),
     ("adapter_slots", np.int32),
     ("sample_mask", np.bool_),
@@ -45,7 +46,7 @@ _MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_siz
 # int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored, the choice.
 _HEADER = 5
 _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
-_NO_SCORES = np.empty(0, dtype=np.int64)
+_NO_SCORES, _NO_LENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
 
 class SamplingMode(IntEnum):
@@ -79,7 +80,7 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, dp_
         pages_of_row: most pages of one request.
         dp_size: ranks that have images of their own in a step.
     """
-    per_token, per_row, per_page = 16 + 8 + 40 + 32, 25 + 2 * 16, 16
+    per_token, per_row, per_page = 16 + 8 + 40 + 32, 29 + 2 * 16, 16
     largest = 2 * 8 * MAX_FEATURES * dp_size  # that runs of a tower fill, and at most as many runs
     largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
@@ -93,6 +94,7 @@ def write_step(memory: memoryview, record: StepRecord) -> int:
     """
     batch, scored_indices = record.batch, record.scored_indices
     others = {"scored_indices": _NO_SCORES if scored_indices is None else scored_indices}
+    others["device_lens"] = _NO_LENS if batch.device_lens is None else batch.device_lens
     others |= _media_arrays(record.media)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER + len(_ARRAYS))
     is_scored = scored_indices is not None
@@ -117,7 +119,7 @@ def read_step(memory: memoryview) -> StepRecord:
     for (name, dtype), size in zip(_ARRAYS, sizes, strict=True):
         arrays[name] = np.frombuffer(memory, dtype=dtype, count=size, offset=start if size else 0).copy()
         start += -(-size * np.dtype(dtype).itemsize // 8) * 8
-    scored = arrays.pop("scored_indices")
+    scored, device_lens = arrays.pop("scored_indices"), arrays.pop("device_lens")
     media = _media_of({name: arrays.pop(name) for name in _MEDIA_ARRAYS})
     batch = ScheduledBatch(
         step_id=step_id,
@@ -126,6 +128,7 @@ def read_step(memory: memoryview) -> StepRecord:
         num_tokens=num_tokens,
         prompt_logprob_rows=np.zeros(arrays["rows"].size, dtype=bool),
         admitted=[],
+        device_lens=device_lens if device_lens.size else None,
         **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )

@@ -4,8 +4,8 @@ The host knows bounds alone: `Rows.computed` is the most that a request may have
 taken for the most. A request whose length might end it in a step in flight sits out until that is known. So a bound
 never reaches `last_computed`, but where it is exact.
 
-Such steps are of decodes alone, without grammars or adapters. Whatever else is to be done waits until no step is in
-flight, and all is known (scheduler.py). Free of torch.
+Such steps are of decodes alone, without grammars. Whatever else is to be done waits until no step is in flight, and all
+is known (scheduler.py). Free of torch.
 """
 
 from __future__ import annotations
@@ -103,5 +103,5 @@ class Ahead:
 
 
 def may_be_ahead(request: Request) -> bool:
-    """True if a request's step can be planned by bounds: the host needs none of its tokens, and a graph serves it."""
-    return request.grammar is None and request.adapter_slot < 0
+    """True if a request's step can be planned by bounds: the host needs none of its tokens."""
+    return request.grammar is None

@@ -91,9 +91,9 @@ class StepSampling:
         """How ranks come to the step's tokens."""
         self.follow_rows(batch)
         flags = self.state.flags
-        if self._grammars or batch.has_drafts or not flags.chooses_plainly:
+        if self._grammars or not flags.chooses_plainly:
             return SamplingMode.SAMPLED
-        has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None
+        has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None and not batch.has_drafts
         return SamplingMode.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else SamplingMode.IN_GRAPH
 
     def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:

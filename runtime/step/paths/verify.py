@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD, VERIFY_FIELDS
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.request import Request
@@ -25,7 +27,7 @@ from mllm_compile.runtime.step.results import AllScores, StepResults
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
+    from mllm_compile.runtime.cuda_graph.verifies import CapturedVerify, VerifyGraphs
 
 _OF_DEVICE = -1
 _NONE = np.empty(0, dtype=np.int64)
@@ -75,13 +77,44 @@ class VerifyPath(StepPath):
         )
 
     def run(self, step: Step) -> StepResults:
-        batch, plan, sampling, runs = step.batch, step.plan, self._sampling, step.plan.runs
-        assert runs is not None, "the plan of a verify step"
-        width = runs.places.shape[1]
-        self._pools.restore_states(batch.state_restores)
-        self._pools.bring_new_pages(batch)
+        batch, plan, sampling, loop = step.batch, step.plan, self._sampling, self._graphs.loop
+        count, width = _shape(step)
         sampling.follow_rows(batch)
         sampling.state.flush()
+        if batch.device_lens is not None and self._graphs.chain is None:  # which reads none
+            self._bring_texts(batch, batch.device_lens)
+        launched = self._launch(step)
+        if launched.hidden_states is not None and self._graphs.chain is None:
+            is_token = np.arange(width) < batch.num_new[:, None]
+            rows = upload(np.flatnonzero(is_token), self._runner.device)
+            step.hidden_states = launched.hidden_states.index_select(0, rows)
+        mask = sampling.mask(batch, plan)
+        if not sampling.state.flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
+            scores = sampling.sample_captured(batch, plan, launched, loop, mask)
+        else:
+            scores = sampling.score(batch, plan, launched.logits, launched.tokens)
+            if step.choice is SamplingMode.SAMPLED and self._runner.communicator is not None:
+                loop.accept(launched.tokens.view(count, width), None)  # others were told ahead of the masks
+        results = VerifyResults(*loop.results(count), width, *scores)
+        if launched.behind is not None:
+            launched.behind.replay()
+        return results
+
+    def follow(self, step: Step) -> None:
+        launched = self._launch(step)
+        if step.choice is SamplingMode.SAMPLED:
+            tokens = torch.empty(_shape(step), dtype=torch.int64, device=self._runner.device)
+            self._graphs.loop.accept(tokens, None)
+        if launched.behind is not None:
+            launched.behind.replay()
+
+    def _launch(self, step: Step) -> CapturedVerify:
+        """Launches a step with what the device lacks, on any rank."""
+        batch, plan, runs = step.batch, step.plan, step.plan.runs
+        assert runs is not None, "the plan of a verify step"
+        _, width = _shape(step)
+        self._pools.restore_states(batch.state_restores)
+        self._pools.bring_new_pages(batch)
         fields = np.zeros((batch.num_requests, VERIFY_FIELDS), dtype=np.int32)
         fields[:, 0], fields[:, 2] = batch.rows, batch.num_new - 1
         if plan.media is not None:
@@ -91,25 +124,11 @@ class VerifyPath(StepPath):
             fields[:, DRAFT_FIELD : DRAFT_FIELD + width - 1] = runs.draft_ids
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
-            if self._graphs.chain is None:  # which reads none
-                self._bring_texts(batch, batch.device_lens)
-        launched = self._graphs.launch(fields, width, self._follow_adapters(batch))
-        if launched.hidden_states is not None and self._graphs.chain is None:
-            is_token = np.arange(width) < batch.num_new[:, None]
-            rows = upload(np.flatnonzero(is_token), self._runner.device)
-            step.hidden_states = launched.hidden_states.index_select(0, rows)
-        mask, loop = sampling.mask(batch, plan), self._graphs.loop
-        if sampling.state.flags.chooses_plainly and mask is None:
-            scores = sampling.score(batch, plan, launched.logits, launched.tokens)
-        else:  # then the graph's choice is not used
-            scores = sampling.sample_captured(batch, plan, launched, loop, mask)
-        results = VerifyResults(*loop.results(batch.num_requests), width, *scores)
-        if launched.behind is not None:
-            launched.behind.replay()
-        return results
-
-    def follow(self, step: Step) -> None:
-        raise RuntimeError("internal error: verify steps are captured on one rank alone")
+            is_known = batch.device_lens != _OF_DEVICE
+            if self._runner.communicator is not None and is_known.any():
+                rows = upload(batch.rows[is_known].astype(np.int64), self._runner.device)
+                self._graphs.loop.share_texts(rows, 1 + int(batch.device_lens.max()))
+        return self._graphs.launch(fields, width, self._follow_adapters(batch))
 
     def _bring_texts(self, batch: ScheduledBatch, lengths: np.ndarray) -> None:
         """Brings what the device lacks of the texts of requests whose length is the host's."""
@@ -160,6 +179,13 @@ class VerifyResults(StepResults):
     @property
     def num_drafted(self) -> np.ndarray:
         return self._results[:, 1].copy()
+
+
+def _shape(step: Step) -> tuple[int, int]:
+    """(R, C)."""
+    assert step.plan.runs is not None, "the plan of a verify step"
+    count, width = step.plan.runs.places.shape
+    return count, width
 
 
 def _write_drafts(places: np.ndarray, batch: ScheduledBatch) -> None:

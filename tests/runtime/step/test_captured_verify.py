@@ -14,7 +14,6 @@ from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD
 from mllm_compile.runtime.program.loaded import VerifyPieces
-from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
@@ -221,14 +220,6 @@ def test_requests_with_all_kinds_of_parameters_share_steps(played, launches):
     drafted = compare(requests, joining=5)
     assert ahead_steps(drafted) > 3
     assert len(launches) == decodes_with_drafts(drafted)
-
-
-def test_requests_with_adapters_get_drafts_of_the_host(played, monkeypatch):
-    """No captured step has adapters."""
-    monkeypatch.setattr(Request, "adapter_slot", property(lambda request: 0, lambda *of: None))
-    drafted = compare([{"prompt": prompt, "max_tokens": 20, **FEW} for prompt in PROMPTS])
-    assert not ahead_steps(drafted)
-    assert sum(request.num_accepted_tokens for request in drafted.requests) > 3
 
 
 def after(output: list[int]) -> frozenset[int]:
