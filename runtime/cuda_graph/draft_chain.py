@@ -77,7 +77,7 @@ class DraftChain:
     def plan(self, num_requests: int, width: int) -> None:
         """Plans attention of the pass behind such a step, ahead of its capture."""
         total = self._num_rows(num_requests, width)
-        self._attention.init_forward_metadata_capture_verify(total, self._seq_lens[:total])
+        self._attention.init_forward_metadata_capture_verify(total, 1, self._seq_lens[:total])  # each row by itself
 
     def give(self, step: StepTensors) -> None:
         """Writes the drafts of requests whose drafts are the device's into the fields of a step."""
