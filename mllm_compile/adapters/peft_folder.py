@@ -204,7 +204,9 @@ def _matrices(
     parts: dict[str, list[tuple[RowsOf, torch.Tensor, torch.Tensor]]] = {}
     for module, one in factors.items():
         down = _tensor(data, one.down).to(base.dtype)
-        up = (_tensor(data, one.up).float() * names.scale(module)).to(base.dtype)
+        up = _tensor(data, one.up)
+        # A product with a number is computed in float32 and rounded once, in its own type too.
+        up = up * names.scale(module) if up.dtype == base.dtype else (up.float() * names.scale(module)).to(base.dtype)
         if not (_is_finite(down) and _is_finite(up)):
             dtype = str(base.dtype).removeprefix("torch.")
             raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")
