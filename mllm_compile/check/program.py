@@ -14,12 +14,14 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from mllm_compile.check.adapters import AdapterCase
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.check.media import MediaCase, compare_media, features_of, inputs_with_features, special_ids
 from mllm_compile.check.spread import spread_of_rows
@@ -37,6 +39,7 @@ from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.layout import put_in_panels
@@ -118,6 +121,7 @@ def self_check(
         cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)
+        _check_adapters(lowered, linked, by_name, device, states)
         return _check_media(lowered, linked, by_name, device, states)
 
 
@@ -185,6 +189,49 @@ def _calls(lowered: Lowered, tokens: int, name_of_op: str) -> bool:
         names.append(of_more[min(of_more)] if of_more else name)
     pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
     return any(is_op(node, name_of_op) for piece in pieces for node in piece.graph.nodes)
+
+
+def _check_adapters(
+    lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str, states: StateCheck
+) -> None:
+    """Runs every batch with adapters, where the program takes some, against Transformers' linears with the same."""
+    lora, of_lora, hf_model = lowered.program.lora, lowered.of_lora, lowered.hf_model
+    if lora is None or of_lora is None:
+        return
+    program, dtype = lora.program, hf_model.model.dtype
+    case = AdapterCase(lora.layout, dtype, device)
+    own = replace(program, weights=tuple(name for name in program.weights if name not in lora.layout.shapes()))
+
+    def bound(rank: int) -> _Bound:
+        pool = LoraPool(lora.layout, torch.device(device), rank)
+        case.write(pool)
+        weights = {**_program_weights(by_name, own, of_lora, rank), **pool.buffers}
+        executor = ProgramExecutor(program, linked.pieces, weights)
+        return executor, tuple(AttentionLayer.of(layer, executor.weights, rank) for layer in program.layers)
+
+    @functools.cache
+    def theirs_of(index: int, is_alone: bool, slot: int) -> torch.Tensor:
+        ids, positions = batches[0 if is_alone else -1]
+        with case.added(hf_model.model, slot):
+            return _run_transformers(hf_model, ids[index : index + 1], positions[index : index + 1])
+
+    ranks = [bound(rank) for rank in range(lowered.num_ranks)]
+    batches = _batches(program, *_requests(hf_model.sizes(program.layers), device, program.rope))
+    for batch_ids, batch_positions in batches:
+        count = _num_different(batch_ids)
+        for slots in case.steps:
+            of_each = [theirs_of(index, count == 1, slot) for index, slot in enumerate(slots[:count])]
+            theirs = torch.cat(of_each).repeat(len(batch_ids) // count, 1)
+            given = batch_ids, batch_positions, None, device, dtype, states, slots[:count]
+            error = _counted(relative_errors(_run_ranks(ranks, *given)[0], theirs), bool(program.expert_weights))
+            limit = _limit(of_lora, sum(map(len, batch_ids))) * (1 if dtype == torch.float32 else ROUNDED_TWICE)
+            if not error <= limit:
+                raise UnsupportedModelError(
+                    f"adapters of {hf_model.model.config.model_type!r} would not be served right: with "
+                    f"{_crowd(len(batch_ids))} logits are off by {error:.2g} from Transformers' with what they add "
+                    f"(limit {limit:g}). Leave out the section lora, or set lora.targets to other modules."
+                    f"{_hint(of_lora)}"
+                )
 
 
 def _check_media(
@@ -500,14 +547,15 @@ def _run_ranks(
     device: str,
     dtype: torch.dtype,
     states: StateCheck,
+    adapters: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Runs _run_program on all ranks beside each other; returns the first one's logits."""
     if len(ranks) == 1:
-        return _run_program(*ranks[0], ids, positions, rows, device, dtype, states)
+        return _run_program(*ranks[0], ids, positions, rows, device, dtype, states, adapters)
 
     def run(rank: int) -> tuple[torch.Tensor, ...]:
         with current_device(torch.device(device)):
-            return _run_program(*ranks[rank], ids, positions, rows, device, dtype, states)
+            return _run_program(*ranks[rank], ids, positions, rows, device, dtype, states, adapters)
 
     return run_lockstep(len(ranks), run)[0]
 
@@ -521,13 +569,21 @@ def _run_program(
     device: str,
     dtype: torch.dtype,
     states: StateCheck,
+    adapters: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
+    """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them.
+
+    Args:
+        adapters: the slot of each different request, of a program for adapters.
+    """
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
     if "hidden_states" in executor.program.inputs:
         inputs["hidden_states"] = executor.weights["embed_tokens.weight"][inputs["input_ids"]]
+    if adapters:
+        by_token = np.repeat(adapters, lengths).astype(np.int32)
+        inputs["adapter_slots"] = torch.from_numpy(np.tile(by_token, copies)).to(device)
     inputs["rope_lens"] = torch.cat([(request[-1:] + 1).expand(len(request)) for request in positions])
     return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype, states)
 

@@ -47,7 +47,6 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     """
     if not config.lora.max_adapters:
         return lowered
-    _check_steps(config)
     from mllm_compile.model.trace import trace_model
     from mllm_compile.passes.base import LORA, LORA_LAYOUT, LoraWish
 
@@ -93,17 +92,6 @@ def _sources(weight: str, table: Mapping[str, PlannedTensor]) -> tuple[SourceRow
         first = int(block.steps[0][2]) if block.steps else 0
         found.append(SourceRows(block.tensor.removesuffix(_WEIGHT), block.starts[0], first, block.shape[0]))
     return () if [one.module + _WEIGHT for one in found] == [weight] else tuple(found)
-
-
-def _check_steps(config: ResolvedConfig) -> None:
-    """Refuses settings under which steps do not say which adapter a token has."""
-    for key, is_set in (
-        ("runtime.expert_parallel_size", config.runtime.expert_parallel_size > 1),
-        ("runtime.enable_dbo", config.runtime.enable_dbo),
-        ("runtime.skip_compiled", config.runtime.skip_compiled),
-    ):
-        if is_set:
-            raise ConfigError(f"{key} is set, and adapters are not served with it. Leave it out, or the section lora.")
 
 
 def _linears(hf_model: HFModel) -> list[str]:

@@ -90,6 +90,22 @@ def test_a_batch_of_several_adapters_has_the_numbers_of_merged_weights(served: S
     assert not torch.allclose(together[0], served.expected(PROMPTS[0], -1), atol=1e-2)
 
 
+KINDS = (
+    *("llama", "gemma2", "gemma3_text", "olmo2", "phi3"),
+    *("qwen3_moe", "gpt_oss", "deepseek_v3"),  # experts, and latents
+    *("qwen3_next", "mamba2", "falcon_h1"),  # states
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", KINDS)
+def test_so_do_models_of_other_kinds(model_type: str, tmp_path: Path) -> None:
+    served = Served(model_type, tmp_path / "model", tmp_path / "cache")
+    for prompt, slot, found in zip(PROMPTS, SLOTS, served.run(PROMPTS, SLOTS), strict=True):
+        assert torch.allclose(found, served.expected(prompt, slot), atol=1e-4)
+    served.runner.shutdown()
+
+
 @pytest.mark.parametrize("is_drafted", [False, True], ids=["plain", "drafted"])
 def test_steps_of_several_requests_answer_as_merged_weights_do(served: Served, is_drafted: bool) -> None:
     speculation = (

@@ -1,0 +1,58 @@
+"""Random adapters that the self-check compares a program with: in its memory, and as hooks of Transformers' linears."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.lora.pool import Factors, LoraPool
+from mllm_compile.runtime.lora.target import LoraLayout
+
+_SIZE = 0.3  # of what they add to an output, by the root of the rank
+
+
+class AdapterCase:
+    """Two adapters, in the first and the last slot; one where there is one slot.
+
+    Attributes:
+        steps: the slots of two requests, -1 without an adapter, of each batch to be run.
+    """
+
+    def __init__(self, layout: LoraLayout, dtype: torch.dtype, device: str) -> None:
+        last = layout.num_slots - 1
+        rank = min(4, layout.max_rank)
+        self._factors = {slot: _random_factors(layout, slot, rank, dtype, device) for slot in (0, last)}
+        self.steps = ((0, last), (-1, 0))
+
+    def write(self, pool: LoraPool) -> None:
+        """Puts the adapters into their slots."""
+        for slot, factors in self._factors.items():
+            pool.write(slot, factors)
+
+    @contextmanager
+    def added(self, model: Any, slot: int) -> Iterator[None]:
+        """Lets the model's linears add what the adapter in `slot` changes; nothing for -1."""
+        with ExitStack() as hooks:
+            for weight, (a, b) in self._factors.get(slot, {}).items():
+                linear = model.get_submodule(weight.removesuffix(".weight"))
+                hooks.callback(linear.register_forward_hook(_adding(a, b)).remove)
+            yield
+
+
+def _adding(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return lambda _, inputs, output: output + inputs[0] @ a.T @ b.T
+
+
+def _random_factors(layout: LoraLayout, seed: int, rank: int, dtype: torch.dtype, device: str) -> Factors:
+    generator = torch.Generator().manual_seed(seed)
+    found, made = {}, {}
+    for target in layout.targets:
+        shape = target.outputs, target.inputs
+        if shape not in made:  # layers share them, as they share weights
+            a, b = (torch.randn(one, generator=generator) for one in ((rank, shape[1]), (shape[0], rank)))
+            made[shape] = (a / shape[1] ** 0.5).to(device, dtype), (b * _SIZE).to(device, dtype)
+        found[target.weight] = made[shape]
+    return found
