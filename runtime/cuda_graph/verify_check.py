@@ -47,6 +47,7 @@ class _Steps:
         self._most = (runner.token_to_kv_pool.num_pages - 1) // self._pages_each
         self._tokens = torch.zeros(self._num_tokens + 1, dtype=torch.int64, device=runner.device)
         self._tokens[0] = 1
+        self._states: dict[int, list[torch.Tensor]] = {}  # of each layer that has some, behind so many tokens
 
     def shapes(self) -> list[tuple[int, int]]:
         """R and C of the smallest and the largest step of each C that there is room for."""
@@ -68,11 +69,12 @@ class _Steps:
             step = self._decodes.launch(one, length, np.array([slot]))
             logits.append(step.logits[:1].to(torch.float32, copy=True))
             self._tokens[place + 1] = step.tokens[0].clamp(min=0)
+            self._states[place + 1] = [states[1].to(torch.float32, copy=True) for states in self._all_states()]
         return torch.cat(logits)
 
-    def fault_of(self, num_requests: int, width: int, of_decodes: torch.Tensor) -> str | None:
+    def fault_of(self, num_requests: int, width: int, logits_of_decodes: torch.Tensor) -> str | None:
         """The fault of a step of R requests that drafts the decodes' tokens; None: it is right."""
-        expected = of_decodes[:width]
+        expected = logits_of_decodes[:width]
         self._place_requests(num_requests, new=torch.nan)
         self._runner.row_state.last_tokens[1 : 1 + num_requests] = self._tokens[0]
         drafts = self._tokens[1:width].cpu().numpy()
@@ -80,14 +82,28 @@ class _Steps:
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
         fields[:, DRAFT_FIELD : DRAFT_FIELD + drafts.size] = drafts
-        logits = self._verifies.launch(fields, width).logits.view(num_requests, *expected.shape)
+        step = self._verifies.launch(fields, width)
+        logits = step.logits.view(num_requests, *expected.shape)
         errors = torch.stack([(one.float() - expected).norm(dim=1) for one in logits]) / expected.norm(dim=1)
         worst = float(errors.max())
         if not errors.isfinite().all():
             return f"logits of {num_requests} requests are no numbers, as keys were read before they were written"
         if float(errors.median()) > _MOST_ERROR:
             return f"logits of {num_requests} requests differ by {worst:.0%} from those of decodes"
+        if step.behind is not None and self._states[width]:
+            self._verifies.loop.tensors(num_requests).results[:, 0] = width  # all tokens hold
+            step.behind.replay()
+            for states, of_decodes in zip(self._all_states(), self._states[width], strict=True):
+                found = states[1 : 1 + num_requests].float()
+                error = float((found - of_decodes).flatten(1).norm(dim=1).max() / of_decodes.norm())
+                if not error <= _MOST_ERROR:
+                    return f"states of {num_requests} requests differ by {error:.0%} from those that decodes leave"
         return None
+
+    def _all_states(self) -> list[torch.Tensor]:
+        """The states of each layer that has some, by row."""
+        layers = self._runner.model.state_layers
+        return [self._runner.state_pool.get_state(layer.state_id) for layer in layers]
 
     def clear(self) -> None:
         """Leaves pages, their table, tokens and counts of experts as they were found."""
@@ -98,8 +114,8 @@ class _Steps:
         self._runner.row_state.last_tokens.zero_()
         for counts in (self._runner.expert_counts or {}).values():
             counts.zero_()
-        for layer in self._runner.model.state_layers:
-            self._runner.state_pool.get_state(layer.state_id).zero_()
+        for states in self._all_states():
+            states.zero_()
 
     def _place_requests(self, count: int, new: float) -> None:
         """Gives requests their pages, with random keys of earlier tokens, and `new` for the step's tokens."""
@@ -109,8 +125,7 @@ class _Steps:
         table = self._runner.req_to_token_pool.req_to_token
         table[1 : 1 + count, : slots.numel()] = firsts[:, None] + slots
         generator = torch.Generator(device).manual_seed(0)
-        for state in self._runner.model.state_layers:
-            states = self._runner.state_pool.get_state(state.state_id)
+        for states in self._all_states():
             states[1 : 1 + count] = torch.randn(states.shape[1:], generator=generator, device=device).to(states.dtype)
         end = self._length + self._num_tokens
         for layer in self._runner.model.layers:

@@ -12,6 +12,7 @@ import torch
 
 from mllm_compile.runtime.attention.layer_kernels import LayerKernels, StateKernels
 from mllm_compile.runtime.ops.states.run import state_with_output
+from mllm_compile.runtime.state.held import HeldStates
 from mllm_compile.runtime.state.reference import math_of
 from tests.runtime.cuda_graph.played_cases import Model
 from tests.runtime.runner_cases import HIDDEN
@@ -121,9 +122,14 @@ def test_drafts_that_are_wrong_leave_the_states_as_they_were(played):
         assert seen(drafted) == seen(plain), kind
 
 
-def test_steps_of_states_are_like_decodes_at_the_start(played, caplog):
+@pytest.mark.parametrize("is_right", [True, False])
+def test_steps_whose_states_are_not_those_of_decodes_are_left_out_at_the_start(played, caplog, monkeypatch, is_right):
     runner = captured.played_runner(Stateful(), captured.section_of(**AUTO))
+    if not is_right:
+        keep = HeldStates.keep
+        monkeypatch.setattr(HeldStates, "keep", lambda held, counts: keep(held, counts.clamp(max=1)))
     with caplog.at_level("WARNING"):
         runner.graph_runner.check_verifies()
-    assert runner.graph_runner.verifies is not None, caplog.text
+    assert (runner.graph_runner.verifies is not None) is is_right, caplog.text
+    assert is_right or "states of 1 requests differ by" in caplog.text
     assert not any(runner.state_pool.get_state(layer.state_id)[1:].any() for layer in runner.model.state_layers)
