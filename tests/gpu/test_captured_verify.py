@@ -35,9 +35,9 @@ def launches(monkeypatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     launch = VerifyGraphs.launch
 
-    def noted(graphs, fields, width):
+    def noted(graphs, fields, *of_step):
         found.append((len(fields), bool((fields[:, 1] < 0).any())))
-        return launch(graphs, fields, width)
+        return launch(graphs, fields, *of_step)
 
     monkeypatch.setattr(VerifyGraphs, "launch", noted)
     return found
