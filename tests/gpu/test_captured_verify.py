@@ -49,12 +49,13 @@ def answers(
     prompts: Sequence[Any],
     method: str = "ngram",
     drafts: bool = True,
+    most: int | str = 4,
 ) -> tuple[list[RequestOutput], Any]:
     """Answers and figures; without drafts by the same compiled program."""
     sections = {
         "model": {"path": str(TINY), "dtype": "bfloat16"},
         "runtime": {"device": "cuda", "page_size": 16, "max_running_requests": 32},
-        "speculative": {"method": method, "num_speculative_tokens": 4},
+        "speculative": {"method": method, "num_speculative_tokens": most},
         "cache": {"dir": str(cache)},
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -108,6 +109,27 @@ def test_answers_of_steps_in_one_launch_end_where_those_of_plain_decodes_do(cach
     assert sum(same) > 14
     ends = [[(o.finish_reason, o.outputs[0].stop_reason, o.text) for o in outputs] for outputs in (drafted, plain)]
     assert all(one == other for one, other, is_same in zip(*ends, same, strict=True) if is_same)
+
+
+OTHERS = ({}, {"logprobs": 2}, {"presence_penalty": 0.2}, {"logit_bias": {11: 1.0}}, {"min_tokens": 90}, {"top_k": 5})
+
+
+@pytest.mark.parametrize("most", [4, "auto"])
+def test_all_parameters_are_served_in_one_launch_while_one_runs(cache, launches, most):
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
+    params = [SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True, **OTHERS[i % 6]) for i in range(12)]
+    drafted, stats = answers(cache, params, prompts, most=most)
+    assert sum(is_ahead for _, is_ahead in launches) > 5
+    assert stats.accepted_tokens > 20
+    plain, _ = answers(cache, params, prompts, drafts=False)
+    same = [one.token_ids == other.token_ids for one, other in zip(drafted, plain, strict=True)]
+    assert sum(same) > 6, "bfloat16's noise parts some at a near tie"
+    for one, other, is_same in zip(drafted, plain, same, strict=True):
+        ours, theirs = (
+            [found and max(x.logprob for x in found.values()) for found in o.outputs[0].logprobs or ()]
+            for o in (one, other)
+        )
+        assert not is_same or ours == pytest.approx(theirs, abs=NOISE)
 
 
 def test_preempted_requests_in_steps_of_one_launch_get_the_likeliest_tokens(cache, launches, monkeypatch):
