@@ -10,6 +10,7 @@ Shape legend: T tokens, R requests, S rows of logits, V vocab.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
     from mllm_compile.runtime.cuda_graph.model import ChainedDrafts
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(RunnerSizes):
@@ -285,8 +288,16 @@ class ModelRunner(RunnerSizes):
             from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
             self.draft_chain = chain_of(self.drafter)
-            self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
-            self.graph_runner.capture()
+            try:
+                self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
+                self.graph_runner.capture()
+            except RuntimeError as error:
+                if self.draft_chain is None:
+                    raise
+                logger.warning("drafts are made beside verify steps: their pass is not captured (%s)", error)
+                self.draft_chain = None
+                self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
+                self.graph_runner.capture()
             self.graph_runner.check_verifies()
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.prediction_layer import has_prediction_layer
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
@@ -124,7 +125,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         ),
         cudagraph=graphs,
         runtime=runtime,
-        speculative=_speculative(config.speculative, choices),
+        speculative=_speculative(config.speculative, model, runtime, choices),
         lora=_lora(config.lora, runtime),
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
@@ -136,10 +137,15 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     )
 
 
-def _speculative(asked: SpeculativeConfig, choices: AutoChoices) -> SpeculativeSection:
-    method = choices.resolve(
-        "speculative.method", asked.method, lambda: ("suffix", "it needs no weights, and knows past answers too")
-    )
+def _speculative(
+    asked: SpeculativeConfig, model: ModelFolder, runtime: RuntimeSection, choices: AutoChoices
+) -> SpeculativeSection:
+    def choose() -> tuple[str, str]:
+        if runtime.num_ranks == 1 and not runtime.skip_compiled and has_prediction_layer(model):
+            return "mtp", "the checkpoint has a layer for multi-token prediction"
+        return "suffix", "it needs no weights, and knows past answers too"
+
+    method = choices.resolve("speculative.method", asked.method, choose)
     num_tokens = "by_cost"
     if method != "none":
         num_tokens = choices.resolve(

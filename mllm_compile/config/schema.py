@@ -238,8 +238,8 @@ class SpeculativeConfig(Section):
     method: Literal[Auto, SpeculativeMethod] = "none"
     """Where drafts come from. ngram: what followed the newest tokens before, in prompt and answer. suffix: likewise,
     and in past answers, by majority. draft_model: a smaller model of the same vocabulary. eagle3, dflash: a head that
-    reads the model's hidden states. mtp: the checkpoint's own layer for multi-token prediction. auto: suffix. none:
-    nowhere."""
+    reads the model's hidden states. mtp: the checkpoint's own layer for multi-token prediction. auto: mtp where
+    the checkpoint has such a layer, else suffix. none: nowhere."""
 
     num_speculative_tokens: Auto | Annotated[int, Field(ge=1, le=MAX_DRAFTED)] = "auto"
     """Most tokens of a draft. auto: as many as pay, by the times of steps and what is accepted; 0 in a large batch."""

@@ -25,6 +25,8 @@ from mllm_compile.runtime.speculation.block import DraftBlock
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SAME = 0.5  # of drafts: bfloat16's last bits change some, of a head of random weights
+
 
 class DraftChain:
     """See the module's header. Its methods but the first are called in a capture."""
@@ -35,7 +37,7 @@ class DraftChain:
             head: its attention and its own graphs are there.
             most_rows: T of the largest pass.
         """
-        device, num_rows = head.device, head.req_to_token_pool.req_to_token.shape[0]
+        device, (num_rows, self._most_tokens) = head.device, head.req_to_token_pool.req_to_token.shape
         self._head, self._block, self._most_rows = head, block, most_rows
         self._attention, self._page_table = (
             needed(head.attn_backend.verifies),
@@ -111,6 +113,40 @@ class DraftChain:
         positions = (lengths[:, None] + torch.arange(1, 1 + count, device=head.device)).flatten().int()
         of_rows = rows[:, None].expand(-1, count).flatten()
         self._keep(rows, lengths, self._choose(output.next_token_logits, of_rows, positions).view(num_requests, count))
+
+    def fault(self, step: StepTensors, width: int) -> str | None:
+        """The fault of the pass that ran last, behind such a step: its drafts are not those of the same rows as prompts
+        of one token each, which see no other. None: they are. Waits for the device."""
+        head, rows = self._head, step.fields[:, 0].long()
+        num_requests, count = rows.shape[0], self.num_drafted(width)
+        total = self._num_rows(num_requests, width)
+        lengths = self._seq_lens[:total].clamp(min=1)
+        ones = torch.ones_like(lengths)
+        batch = head.prepare_forward_batch_extend(
+            self._ids[:total],
+            self._rows[:total],
+            lengths,
+            ones,
+            lengths - 1,
+            self._slots[:total],
+            positions=self._positions[:total],
+            extend_seq_lens_cpu=ones.cpu(),
+            extend_prefix_lens_cpu=(lengths - 1).cpu(),
+        )
+        batch.hidden_states = self._hidden[:total]
+        of_requests = torch.arange(total, device=head.device).view(num_requests, -1)
+        batch.logits_indices = of_requests[:, -count:].flatten()
+        expected = head.run_eager(batch).next_token_logits.argmax(-1).view(num_requests, count)
+        is_tried = (rows > 0) & (self._made_at[rows] + self.block_size(width) <= self._most_tokens)
+        same = (expected == self._drafts[rows, :count])[is_tried]
+        if not same.numel():
+            return None
+        share = float(same.float().mean())
+        return (
+            None
+            if share > _LEAST_SAME
+            else f"behind {num_requests} requests {1 - share:.0%} of drafts are not the head's"
+        )
 
     def _batch(self, total: int) -> ForwardBatch:
         return self._head.prepare_forward_batch_decode(

@@ -37,6 +37,8 @@ class ChainedDrafts(Protocol):
 
     def run(self, step: StepTensors, width: int) -> None: ...
 
+    def fault(self, step: StepTensors, width: int) -> str | None: ...
+
 
 class CapturableModel(Protocol):
     """A loaded model with its memory and attention; ModelRunner's methods are documented there."""

@@ -90,15 +90,19 @@ class _Steps:
             return f"logits of {num_requests} requests are no numbers, as keys were read before they were written"
         if float(errors.median()) > _MOST_ERROR:
             return f"logits of {num_requests} requests differ by {worst:.0%} from those of decodes"
-        if step.behind is not None and self._states[width]:
-            self._verifies.loop.tensors(num_requests).results[:, 0] = width  # all tokens hold
-            step.behind.replay()
+        if step.behind is None:
+            return None
+        tensors = self._verifies.loop.tensors(num_requests)
+        tensors.results[:, 0] = width  # all tokens hold
+        step.behind.replay()
+        if self._states[width]:
             for states, of_decodes in zip(self._all_states(), self._states[width], strict=True):
                 found = states[1 : 1 + num_requests].float()
                 error = float((found - of_decodes).flatten(1).norm(dim=1).max() / of_decodes.norm())
                 if not error <= _MOST_ERROR:
                     return f"states of {num_requests} requests differ by {error:.0%} from those that decodes leave"
-        return None
+        chain = self._verifies.chain
+        return None if chain is None else chain.fault(tensors, width)
 
     def _all_states(self) -> list[torch.Tensor]:
         """The states of each layer that has some, by row."""

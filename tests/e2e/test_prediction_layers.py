@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.compiler.target import find_target
 from mllm_compile.errors import CheckpointError, ConfigError, UnsupportedModelError
 from mllm_compile.runtime.step.draft_model import ModelDrafter
 from tests.e2e.test_speculation import config_of, prompts_of
@@ -45,6 +46,21 @@ def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architect
     for outputs in rounds:
         for prompt, output in zip(prompts_of(5), outputs, strict=True):
             assert output.token_ids == reference.greedy(prompt, 12)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_rule_takes_the_layer_where_the_checkpoint_has_it(architecture, tmp_path):
+    def method(**runtime):
+        return find_target(config_of(tmp_path, speculative={"method": "auto"}, runtime=runtime)).config.speculative
+
+    config = save_with_prediction_layer(architecture, tmp_path / "model")
+    assert (method().method, method().by_cost) == ("mtp", True)
+    assert method(skip_compiled=True).method == method(tensor_parallel_size=2).method == "suffix"
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    of_layer = ("mtp.", f"model.layers.{config.num_hidden_layers}.")
+    kept = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(of_layer)}
+    save_file(kept, path, metadata={"format": "pt"})
+    assert method().method == "suffix"
 
 
 def test_a_model_without_the_layer_is_refused(tmp_path):
