@@ -17,6 +17,7 @@ from mllm_compile.engine.prompts import Prepared
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from tests.adapters.tiny_adapters import Adapters
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -177,6 +178,6 @@ def test_the_page_says_what_is_tested_here():
     assert rows == [(feature, says) for feature, (says, _) in CHECKS.items()]
 
 
-@pytest.mark.parametrize("feature", CHECKS)
+@pytest.mark.parametrize("feature", slow_but_a_sample(CHECKS, 4))
 def test_a_feature_works_with_adapters_or_is_refused_by_name(feature, engine, adapters, eager_cache):
     CHECKS[feature][1](engine, adapters, eager_cache)
