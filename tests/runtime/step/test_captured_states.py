@@ -89,8 +89,9 @@ class WithoutAttention(Stateful):
     has_attention = False
 
 
-@pytest.mark.parametrize("most", [MOST, "by_cost"])
-@pytest.mark.parametrize("model", [Stateful, WithoutAttention])
+@pytest.mark.parametrize(
+    ("model", "most"), [(Stateful, MOST), (Stateful, "by_cost"), (WithoutAttention, MOST)], ids=str
+)
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 3}, {"presence_penalty": 1.0, **FEW}])
 def test_drafts_of_the_device_give_the_same_tokens_and_states(played, launches, model, params, most):
     requests = [{"prompt": prompt * 2, "max_tokens": 20} | params for prompt in PROMPTS]
@@ -103,8 +104,8 @@ def test_drafts_of_the_device_give_the_same_tokens_and_states(played, launches, 
 
 def test_requests_with_states_join_leave_and_are_preempted(played, launches):
     others = [{}, {"logprobs": 1}, {"temperature": 0.8}, FEW, {"top_k": 3, "temperature": 1.0}]
-    requests = [{"prompt": PROMPTS[i % 4], "max_tokens": 12 + i} | others[i % 5] for i in range(12)]
-    drafted = compare(requests, model=Stateful, joining=3, num_pages=16)
+    requests = [{"prompt": PROMPTS[i % 4], "max_tokens": 12 + i} | others[i % 5] for i in range(8)]
+    drafted = compare(requests, model=Stateful, joining=3, num_pages=14)
     assert drafted.scheduler.stats().preemptions > 0
     assert ahead_steps(drafted) > 3
 

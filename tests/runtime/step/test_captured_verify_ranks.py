@@ -114,10 +114,10 @@ def serve_on_ranks(requests, model=Repeats, section=None, drafter=None, rule=Non
     return loop, ranks
 
 
-@pytest.mark.parametrize("model", [Repeats, Stateful])
-@pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.7, "seed": 3}, {"presence_penalty": 0.5, **FEW}, {"logprobs": 1}], ids=str
-)
+PARAMS = ({}, {"temperature": 0.7, "seed": 3}, {"presence_penalty": 0.5, **FEW}, {"logprobs": 1})
+
+
+@pytest.mark.parametrize(("model", "params"), [*((Repeats, one) for one in PARAMS), (Stateful, PARAMS[2])])
 def test_the_device_drafts_alike_on_all_ranks(played, model, params):
     requests = [{"prompt": prompt * 2, "max_tokens": 12 + 4 * i} | params for i, prompt in enumerate(PROMPTS)]
     loop, _ = serve_on_ranks(requests, model)
