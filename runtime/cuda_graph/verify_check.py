@@ -28,10 +28,9 @@ def verify_fault(runner: CapturableModel, verifies: VerifyGraphs, decodes: Decod
     if not shapes:
         return "the KV cache has too few pages to try one"
     expected = steps.decode()
-    faults = (steps.fault_of(*shape, expected) for shape in shapes)
-    fault = next(filter(None, faults), None)
+    faults = [steps.fault_of(*shape, expected) for shape in shapes]  # all of them: ranks run the same
     steps.clear()
-    return fault
+    return next(filter(None, faults), None)
 
 
 class _Steps:
@@ -82,20 +81,23 @@ class _Steps:
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
         fields[:, DRAFT_FIELD : DRAFT_FIELD + drafts.size] = drafts
-        step = self._verifies.launch(fields, width)
+        step, tensors = self._verifies.launch(fields, width), self._verifies.loop.tensors(num_requests)
         logits = step.logits.view(num_requests, *expected.shape)
+        own = torch.cat((tensors.results.flatten(), tensors.lengths.long(), tensors.last_tokens))
+        of_first = own.clone()
+        self._runner.broadcast(of_first)
+        if step.behind is not None:
+            tensors.results[:, 0] = width  # all tokens hold
+            step.behind.replay()
         errors = torch.stack([(one.float() - expected).norm(dim=1) for one in logits]) / expected.norm(dim=1)
         worst = float(errors.max())
         if not errors.isfinite().all():
             return f"logits of {num_requests} requests are no numbers, as keys were read before they were written"
         if float(errors.median()) > _MOST_ERROR:
             return f"logits of {num_requests} requests differ by {worst:.0%} from those of decodes"
-        if step.behind is None:
-            return None
-        tensors = self._verifies.loop.tensors(num_requests)
-        tensors.results[:, 0] = width  # all tokens hold
-        step.behind.replay()
-        if self._states[width]:
+        if not torch.equal(own, of_first):
+            return f"ranks accept others of {num_requests} requests' drafts"
+        if step.behind is not None:
             for states, of_decodes in zip(self._all_states(), self._states[width], strict=True):
                 found = states[1 : 1 + num_requests].float()
                 error = float((found - of_decodes).flatten(1).norm(dim=1).max() / of_decodes.norm())
