@@ -27,6 +27,7 @@ from tests.eagle_heads import random_head
 from tests.model.survey import DENSE, OF_EXPERTS, OF_STATES
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
+from tests.prediction_layers import save_with_prediction_layer
 from tests.quantised_checkpoints import LINEARS, quantise_folder
 from tests.runtime.step.test_verify_steps import ReplayingDrafter
 from tests.sample import slow_but_a_sample
@@ -177,6 +178,8 @@ def compared(*params: SamplingParams, prompts: Any = REPEATS, config: Any = None
         if method in RANDOM_HEADS:
             drafter = str(RANDOM_HEADS[method](folder / "head", Path(plain_config.model.path)))
         speculative = SPECULATIVE | ({} if drafter is None else {"method": method, "model": drafter})
+        if method == "mtp":
+            speculative = SPECULATIVE | {"method": "mtp"}
         plain, _ = answers(plain_config, prompts, *asked)
         drafted, drafts = answers(make(eager_cache, folder, **sections, speculative=speculative), prompts, *asked)
         assert drafted == plain
@@ -299,6 +302,37 @@ def test_a_row_of_the_page_is_true_of_a_head(label, method, eager_cache, tmp_pat
     assert (CASES[label](eager_cache, tmp_path, method) > 0) is row.endswith("| yes |")
 
 
+def with_prediction_layer(_: Path, folder: Path, **sections: Any) -> EngineConfig:
+    if not (folder / "model").exists():
+        save_with_prediction_layer("glm4_moe", folder / "model")
+    return config_of(folder, **sections)
+
+
+def of_prediction_layer(*params: SamplingParams, **runtime: Any) -> Callable[..., int]:
+    return compared(*params, prompts=IDS, config=with_prediction_layer, **runtime)
+
+
+# The page's rows of parameters and settings, on token ids.
+OF_PREDICTION_LAYERS = {
+    "draws": of_prediction_layer(
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=3, max_tokens=24)
+    ),
+    "a bias": of_prediction_layer(
+        SamplingParams(allowed_token_ids=[11, 12, 13], logit_bias={11: 1.0}, min_tokens=5, max_tokens=24)
+    ),
+    "log-probabilities": of_prediction_layer(SamplingParams(n=2, seed=1, logprobs=2, prompt_logprobs=1)),
+    "penalties": of_prediction_layer(SamplingParams(frequency_penalty=0.3, repetition_penalty=1.1, max_tokens=24)),
+    "chunks": of_prediction_layer(max_num_batched_tokens=16, max_running_requests=4),
+    "deterministic": of_prediction_layer(deterministic=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", OF_PREDICTION_LAYERS)
+def test_a_row_of_the_page_is_true_of_a_prediction_layer(label, eager_cache, tmp_path):
+    assert OF_PREDICTION_LAYERS[label](eager_cache, tmp_path, "mtp") > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", [{"deterministic": True}, {"tensor_parallel_size": 2}], ids=str)
 def test_drafts_for_states_go_with_other_settings(runtime, tmp_path):
@@ -335,3 +369,22 @@ def test_a_synthetic_acceptance_gives_its_length(eager_cache):
     with Engine(tiny_config(eager_cache, compile={"backend": "eager"}, speculative=speculative)) as engine:
         engine.generate(REPEATS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert engine.stats().acceptance_length == pytest.approx(2.5, abs=0.2)
+
+
+@pytest.mark.slow
+def test_suffixes_halve_the_steps_of_answers_that_are_earlier_text(eager_cache):
+    """The answer is forced to what the prompt has shown, as a tool's output that an agent says again."""
+    lines = [f"    total_{i} = total_{i - 1} + values[{i}] * weights[{i}]\n" for i in range(1, 9)]
+    prompts = [f"{''.join(lines)}\n# again, from line {first}:\n" for first in (0, 2)]
+    found = []
+    for speculative in ({}, {"method": "suffix", "num_speculative_tokens": 8}):
+        config = tiny_config(eager_cache, compile={"backend": "eager"}, speculative=speculative)
+        with Engine(config) as engine:
+            texts = []
+            for first, prompt in zip((0, 2), prompts, strict=True):
+                forced = StructuredOutputsParams(choice=["".join(lines[first:])])
+                params = SamplingParams(temperature=0, max_tokens=400, structured_outputs=forced)
+                texts += [output.outputs[0].text for output in engine.generate([prompt], params)]
+            assert texts == ["".join(lines), "".join(lines[2:])]
+            found.append(engine.stats().steps)
+    assert found[0] > 2 * found[1], found
