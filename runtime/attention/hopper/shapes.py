@@ -53,8 +53,9 @@ def pays_together(num_sequences: int, tokens: int) -> bool:
 
     Together keys are read once, but all blocks of a cluster add up the sums of more queries. That pays where the tokens
     would not run side by side as decodes, but the clusters do; or of so many that reading again takes longer. With 32/8
-    heads and 512 tokens a layer takes, of requests x tokens, together (as decodes, behind a write): 1 x 4 8.5 µs (8.2),
-    8 x 4 15.7 (19.7), 16 x 4 18.5 (23.0), 32 x 2 28.1 (24.1), 32 x 4 34.4 (33.6), 32 x 8 49.7 (68.5).
+    heads and 512 tokens a layer takes, of requests x tokens, together (as decodes, behind a write): 1 x 4 8.7 µs (8.4),
+    8 x 4 15.8 (19.9), 16 x 4 18.6 (23.0), 32 x 2 27.8 (23.4), 32 x 4 34.1 (33.7), 32 x 8 49.2 (68.1), 64 x 4 60.5
+    (77.7). All are in docs/lab/attention.md; at 8 x 8 it is even (23.2, 23.0).
 
     Args:
         num_sequences: requests x KV heads.
