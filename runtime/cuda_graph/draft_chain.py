@@ -136,7 +136,10 @@ class DraftChain:
         batch.hidden_states = self._hidden[:total]
         of_requests = torch.arange(total, device=head.device).view(num_requests, -1)
         batch.logits_indices = of_requests[:, -count:].flatten()
-        expected = head.run_eager(batch).next_token_logits.argmax(-1).view(num_requests, count)
+        try:
+            expected = head.run_eager(batch).next_token_logits.argmax(-1).view(num_requests, count)
+        except (RuntimeError, ValueError) as error:
+            return f"drafts behind {num_requests} requests cannot be compared with the head's ({error})"
         is_tried = (rows > 0) & (self._made_at[rows] + self.block_size(width) <= self._most_tokens)
         same = (expected == self._drafts[rows, :count])[is_tried]
         if not same.numel():

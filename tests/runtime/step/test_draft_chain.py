@@ -16,6 +16,7 @@ import torch
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph import verify_check
 from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_of
+from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.speculation.factory import make_speculation
 from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
 from tests.runtime.cuda_graph.played_cases import capture_on_cpu, played_runner
@@ -143,12 +144,18 @@ def test_a_head_without_numbers_costs_no_token(played):
     assert counts(loop) == (0, 0)
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_a_pass_that_drafts_something_else_is_left_out_at_the_start(played, is_broken, monkeypatch):
-    if is_broken:
+def fails(self, batch):
+    raise ValueError("no such batch")
+
+
+@pytest.mark.parametrize("fault", ["none", "other drafts", "no comparison"])
+def test_a_pass_that_drafts_something_else_is_left_out_at_the_start(played, fault, monkeypatch):
+    if fault == "other drafts":
         monkeypatch.setattr(DraftChain, "_choose", lambda self, logits, rows, places: torch.full_like(rows, VOCAB - 2))
+    if fault == "no comparison":
+        monkeypatch.setattr(ModelRunner, "run_eager", fails)
     monkeypatch.setattr(verify_check, "_LENGTH", 20)  # the block has room behind
     section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
     graphs = chained_runner(BlockHead(), section).graph_runner
     graphs.check_verifies()
-    assert (graphs.verifies is None) is is_broken
+    assert (graphs.verifies is None) is (fault != "none")
