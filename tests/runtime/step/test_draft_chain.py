@@ -152,10 +152,10 @@ def fails(self, batch):
 def test_a_pass_that_drafts_something_else_is_left_out_at_the_start(played, fault, monkeypatch):
     if fault == "other drafts":
         monkeypatch.setattr(DraftChain, "_choose", lambda self, logits, rows, places: torch.full_like(rows, VOCAB - 2))
-    if fault == "no comparison":
-        monkeypatch.setattr(ModelRunner, "run_eager", fails)
     monkeypatch.setattr(verify_check, "_LENGTH", 20)  # the block has room behind
     section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
     graphs = chained_runner(BlockHead(), section).graph_runner
+    if fault == "no comparison":
+        monkeypatch.setattr(ModelRunner, "run_eager", fails)
     graphs.check_verifies()
     assert (graphs.verifies is None) is (fault != "none")
