@@ -55,8 +55,7 @@ class ParallelDrafter(HiddenDrafter):
             if part is not None and part.token_ids:
                 parts.append(part)
                 firsts.append(self._kept_from[request])
-        if parts:
-            self._read(parts, self._kept_of(parts, firsts))
+        self._read_kept(parts, firsts)
 
     def end(self, request: DraftedRequest) -> None:
         super().end(request)
