@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def check_base(named: str | None, source: str, path: Path) -> None:
 
 
 def _is_repository(text: str) -> bool:
-    return is_hub_id(text) and "/" in text and not Path(text).exists()
+    return is_hub_id(text) and "/" in text and not os.path.exists(text)  # Path.exists raises where a name is too long
 
 
 def _model(repository: str) -> str:

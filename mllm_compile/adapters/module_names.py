@@ -2,7 +2,8 @@
 
 The rules are PEFT 0.21's: check_target_module_exists (tuners/tuners_utils.py), get_pattern_key (utils/other.py).
 A regular expression came with the adapter and may take for ever: one deadline holds for all of them, and other threads
-run meanwhile. Compiling one has no deadline, so its length and its counted repeats, which are written out, are bounded.
+run meanwhile. It is looked at between two that are compiled too, so the length of each and its counted repeats, which
+are written out, are bounded.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class ModuleNames:
         self._is_all_linear = isinstance(targets, str) and targets.lower() == ALL_LINEAR
         self._targets = self._compiled(targets) if isinstance(targets, str) and not self._is_all_linear else None
         self._excluded = self._compiled(excluded) if isinstance(excluded, str) else None
+        self._target_names, self._excluded_names = (
+            frozenset(() if isinstance(names, str) else names) for names in (targets, excluded)
+        )
         self._ranks = [(self._ending(key), value) for key, value in config.rank_pattern.items()]
         self._alphas = [(self._ending(key), value) for key, value in config.alpha_pattern.items()]
         self.rank = cache(self._rank)
@@ -54,17 +58,16 @@ class ModuleNames:
 
     def are_targets(self, module: str) -> bool:
         """True if the config's target_modules mean this module."""
-        config = self._config
         if self._excluded is not None:
             if self._fits(self._excluded, module):
                 return False
-        elif _ends_with(module, config.exclude_modules):
+        elif _ends_with(module, self._excluded_names):
             return False
         if self._is_all_linear:
             return not module.endswith("lm_head")
         if self._targets is not None:
             return self._fits(self._targets, module)
-        return _ends_with(module, config.target_modules) and self._is_in_layers(module)
+        return _ends_with(module, self._target_names) and self._is_in_layers(module)
 
     def _rank(self, module: str) -> int:
         ranks = (rank for pattern, rank in self._ranks if self._fits(pattern, module))
@@ -97,6 +100,7 @@ class ModuleNames:
                 f"{self._path}: {short_repr(pattern)}: expected a regular expression of up to {_MOST_CHARACTERS} "
                 f"characters that counts up to {_MOST_REPEATS}. Write the modules' names in its place"
             )
+        self._time_left(pattern)
         try:
             return regex.compile(pattern)
         except (regex.error, RecursionError, OverflowError) as error:
@@ -108,17 +112,26 @@ class ModuleNames:
         return self._match(pattern, module) is not None
 
     def _match(self, pattern: regex.Pattern[str], module: str) -> regex.Match[str] | None:
-        left = self._deadline - time.monotonic()
         try:
-            if left > 0:
-                return pattern.fullmatch(module, timeout=left, concurrent=True)
+            return pattern.fullmatch(module, timeout=self._time_left(pattern.pattern), concurrent=True)
         except TimeoutError:
-            pass
-        raise CheckpointError(
-            f"{self._path}: matching its regular expressions takes longer than {_MATCHING_S:g} s, at "
-            f"{short_repr(pattern.pattern)}. Write the modules' names in their place"
+            raise self._too_slow(pattern.pattern) from None
+
+    def _time_left(self, pattern: str) -> float:
+        """Seconds for this pattern and those behind it."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._too_slow(pattern)
+        return left
+
+    def _too_slow(self, pattern: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: its regular expressions take longer than {_MATCHING_S:g} s, at {short_repr(pattern)}. "
+            "Write the modules' names in their place"
         )
 
 
-def _ends_with(module: str, names: str | tuple[str, ...]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _ends_with(module: str, names: frozenset[str]) -> bool:
+    """True if a name is the module's, or its last parts."""
+    parts = module.split(".")
+    return any(".".join(parts[first:]) in names for first in range(len(parts)))

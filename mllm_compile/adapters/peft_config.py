@@ -57,6 +57,7 @@ _TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _MOST_NAMES = 100_000
 _MOST_CHARACTERS = 10_000
+_MOST_OF_NAME = 1000
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ class _Reader:
 
     def text(self, key: str) -> str | None:
         value = self._fields.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.mistake(key, "a text")
+        if value is not None and not (isinstance(value, str) and len(value) <= _MOST_OF_NAME):
+            raise self.mistake(key, f"a text of up to {_MOST_OF_NAME:,} characters")
         return value or None
 
     def flag(self, key: str) -> bool:

@@ -27,7 +27,7 @@ class Adapter:
 
     Attributes:
         name: as requests name it.
-        version: from 1 on.
+        version: from 1 on; also one that is loaded behind an unload of its name has a number of its own.
         folder: the folder that it was read from, and is read from again.
         digest: of its files.
         rank: its highest.
@@ -75,6 +75,7 @@ class AdapterRegistry:
         self._lock = threading.Lock()
         self._adapters: dict[str, Adapter] = {}
         self._busy: set[str] = set()  # names that are being loaded
+        self._unloaded: dict[str, int] = {}  # name → its last version, of the names that were unloaded last
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
         """Reads an adapter and registers it; its name keeps its version where the same files were loaded before.
@@ -92,11 +93,12 @@ class AdapterRegistry:
             earlier = self._adapters.get(name)  # nobody else loads or unloads this name meanwhile
             if earlier is not None and (earlier.digest, earlier.folder) == (tensors.digest, folder):
                 return earlier
-            version = 1 if earlier is None else earlier.version + 1
+            version = 1 + (self._unloaded.get(name, 0) if earlier is None else earlier.version)
             adapter = Adapter(name, version, folder, tensors.digest, tensors.rank, tensors.num_bytes)
             self._place(adapter, tensors.matrices)
             with self._lock:
                 self._adapters[name] = adapter
+                self._unloaded.pop(name, None)
         finally:
             with self._lock:
                 self._busy.discard(name)
@@ -114,8 +116,11 @@ class AdapterRegistry:
             if name in self._busy:
                 raise RequestError(f"adapter {short_repr(name)} is being loaded; unload it when that is over")
             adapter = self._adapters.pop(name, None)
-        if adapter is None:
-            raise self._unknown(name)
+            if adapter is None:
+                raise self._unknown(name)
+            self._unloaded[name] = adapter.version
+            if len(self._unloaded) > MAX_REGISTERED:
+                del self._unloaded[next(iter(self._unloaded))]
         self._retire(adapter)
 
     def find(self, name: str) -> Adapter:

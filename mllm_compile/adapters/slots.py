@@ -53,7 +53,9 @@ class AdapterSlots(Generic[A, U]):
     def __init__(self, num_slots: int) -> None:
         self._slots: list[_Slot[A]] = [_Slot(index) for index in range(num_slots)]
         self._of_user: dict[U, _Slot[A]] = {}
-        self._waiting: dict[U, A] = {}  # in the order in which they came
+        # Adapter → the users that wait for it, both in the order in which they came.
+        self._waiting: dict[A, dict[U, None]] = {}
+        self._wanted: dict[U, A] = {}  # what each of them waits for
         self._forgotten: set[A] = set()
         self._granted: list[Granted[U]] = []
         self._loads: list[Load[A]] = []
@@ -63,13 +65,18 @@ class AdapterSlots(Generic[A, U]):
 
     def take(self, adapter: A, user: U) -> None:
         """Asks for an adapter's slot; the user is granted it now or later."""
-        self._waiting[user] = adapter
+        self._waiting.setdefault(adapter, {})[user] = None
+        self._wanted[user] = adapter
         self._plan()
 
     def leave(self, user: U) -> None:
         """Takes a user back that has ended, whether it was granted a slot or waits; once or often."""
         slot = self._of_user.pop(user, None)
-        self._waiting.pop(user, None)
+        adapter = self._wanted.pop(user, None)
+        if adapter is not None:
+            del self._waiting[adapter][user]
+            if not self._waiting[adapter]:
+                del self._waiting[adapter]
         if slot is not None:
             slot.num_users -= 1
             self._touch(slot)
@@ -96,9 +103,7 @@ class AdapterSlots(Generic[A, U]):
     def failed(self, slot: int) -> list[U]:
         """Gives up a `Load`; returns the users that waited for its adapter, and wait no more."""
         place = self._slots[slot]
-        lost = [user for user, adapter in self._waiting.items() if adapter == place.adapter]
-        for user in lost:
-            del self._waiting[user]
+        lost = [] if place.adapter is None else self._take_waiting(place.adapter)
         place.adapter, place.is_loading = None, False
         self._plan()
         return lost
@@ -123,7 +128,7 @@ class AdapterSlots(Generic[A, U]):
     @property
     def num_waiting(self) -> int:
         """Users that wait."""
-        return len(self._waiting)
+        return len(self._wanted)
 
     @property
     def in_use(self) -> list[A]:
@@ -133,7 +138,7 @@ class AdapterSlots(Generic[A, U]):
     @property
     def waited_for(self) -> list[A]:
         """The adapters that users wait for, in their order."""
-        return list(dict.fromkeys(self._waiting.values()))
+        return list(self._waiting)
 
     # --- the policy ---------------------------------------------------------------------------------------------------
 
@@ -157,15 +162,21 @@ class AdapterSlots(Generic[A, U]):
             self._grant()
 
     def _grant(self) -> None:
-        ready = {slot.adapter: slot for slot in self._slots if not (slot.is_loading or slot.is_draining)}
-        for user, adapter in list(self._waiting.items()):
-            slot = ready.get(adapter)
-            if slot is not None:
-                del self._waiting[user]
+        for slot in self._slots:
+            if slot.adapter is None or slot.is_loading or slot.is_draining:
+                continue
+            for user in self._take_waiting(slot.adapter):
                 slot.num_users += 1
                 self._of_user[user] = slot
                 self._touch(slot)
                 self._granted.append(Granted(user, slot.index))
+
+    def _take_waiting(self, adapter: A) -> list[U]:
+        """The users that wait for an adapter, and wait no more."""
+        users = list(self._waiting.pop(adapter, ()))
+        for user in users:
+            del self._wanted[user]
+        return users
 
     def _drop_forgotten(self) -> None:
         """Empties the slots of forgotten adapters without users."""
@@ -173,12 +184,12 @@ class AdapterSlots(Generic[A, U]):
             if slot.adapter in self._forgotten and slot.is_free:
                 slot.adapter, slot.is_draining = None, False
         held = {slot.adapter for slot in self._slots}
-        self._forgotten &= held | set(self._waiting.values())
+        self._forgotten &= held | self._waiting.keys()
 
     def _homeless(self) -> list[A]:
         """Adapters that users wait for and that have no slot, in the order of these users."""
         held = {slot.adapter for slot in self._slots}
-        return [adapter for adapter in self.waited_for if adapter not in held]
+        return [adapter for adapter in self._waiting if adapter not in held]
 
     def _least_used(self) -> _Slot[A] | None:
         """An empty slot, else the free one that was unused for longest."""

@@ -14,6 +14,7 @@ from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_MOST_OF_NAME = 500  # characters of a module's name, which messages have
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of names of tensors that are not served.
 _OTHERS = {
@@ -51,7 +52,8 @@ def factors_of(tensors: Mapping[str, TensorEntry], path: Path) -> dict[str, Fact
     for name, entry in tensors.items():
         suffix = next((one for one in halves if name.endswith(one)), None)
         module = name.removeprefix(PREFIX).removesuffix(suffix or "")
-        _check_name(name, path, is_known=suffix is not None and name.startswith(PREFIX) and bool(module))
+        is_known = suffix is not None and name.startswith(PREFIX) and 0 < len(module) <= _MOST_OF_NAME
+        _check_name(name, path, is_known)
         if entry.dtype not in _DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
             raise CheckpointError(
                 f"{path}: {short_repr(name)} is {_shown(entry)}; expected a matrix in float32, bfloat16 or float16"

@@ -210,7 +210,9 @@ def test_an_adapter_of_another_model_of_the_hub_is_refused(tmp_path, named, sour
         ({"rank_pattern": {"q_proj": -1}}, "rank_pattern: expected a whole number above 0"),
         ({"rank_pattern": [1]}, "rank_pattern: expected an object of names and numbers, got [1]"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform: expected a number or a list of numbers, got ['1']"),
-        ({"base_model_name_or_path": 5}, "base_model_name_or_path: expected a text, got 5"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path: expected a text of up to 1,000 characters, got 5"),
+        ({"base_model_name_or_path": "a" * 1001}, "base_model_name_or_path: expected a text of up to 1,000 characters"),
+        ({"base_model_name_or_path": "a" * 300 + "/b"}, "the adapter is of " + "a" * 300 + "/b, and org/Model-8B is"),
         ({"r": 3}, "model.layers.0.mlp.down_proj: expected rank 3, as adapter_config.json says, got 4"),
     ],
 )
@@ -365,5 +367,12 @@ def test_a_regular_expression_that_never_ends_is_refused(tmp_path, monkeypatch, 
     monkeypatch.setattr("mllm_compile.adapters.module_names._MATCHING_S", 0.05)
     pattern = r"(?:[a-z._0-9]|[a-z._0-9])*[!?]"
     folder = written(tmp_path, **{key: {pattern: 3} if key == "rank_pattern" else pattern})
-    with pytest.raises(MllmError, match=r"matching its regular expressions takes longer than 0.05 s, at '"):
+    with pytest.raises(MllmError, match=r"its regular expressions take longer than 0.05 s, at '"):
+        read_adapter(folder, BASE)
+
+
+def test_regular_expressions_without_end_are_not_all_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr("mllm_compile.adapters.module_names._MATCHING_S", 0.05)
+    folder = written(tmp_path, alpha_pattern={f"none_{number}|" + "[a-z]" * 190: 4 for number in range(2000)})
+    with pytest.raises(MllmError, match=r"its regular expressions take longer than 0.05 s, at '"):
         read_adapter(folder, BASE)
