@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
-from mllm_compile.config.schema import RuntimeConfig
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.assemble import (
     ends_of_answers,
@@ -28,9 +29,9 @@ from mllm_compile.engine.prompts import Message, Prepared, Prompt, PromptReader
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
-from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import runner_config
 from mllm_compile.text.tokenizer import Tokenizer
@@ -100,24 +101,30 @@ def open_model(config: EngineSource, *, reporter: Reporter | None = None) -> Ope
         reporter: as Engine takes it.
 
     Raises:
-        ConfigError: the config is one of several ranks, or asks for drafts.
+        ConfigError: the config has several ranks, drafts or adapters.
         MllmError: of the kind that says what is wrong with the config or the model.
     """
     source, timeline = config_or_runtime(config), timeline_of(reporter or reporter_for())
     if isinstance(source, Path):
         compiled = open_runtime(source, timeline)
-        _check(compiled.config.runtime, compiled.config.speculative.method)
+        _check(compiled.config)
     else:
-        _check(source.runtime, source.speculative.method)
+        _check(source)
         compiled = load_or_compile(source, timeline)
     return OpenModel(compiled, timeline)
 
 
-def _check(runtime: RuntimeConfig | RuntimeSection, method: str) -> None:
+def _check(config: EngineConfig | ResolvedConfig) -> None:
+    runtime, method = config.runtime, config.speculative.method
     if method != "none":
         raise ConfigError(
             f"speculative.method is {method}; expected none, as the caller makes the steps of a model that is driven "
             "by hand. Leave it out, or use Engine."
+        )
+    if config.lora.adapters:
+        raise ConfigError(
+            f"lora.adapters has {short_repr(next(iter(config.lora.adapters)))}; expected none, as the caller loads the "
+            "adapters of a model that is driven by hand. Leave it out, or use Engine."
         )
     num_ranks = runtime.tensor_parallel_size * runtime.expert_parallel_size
     if num_ranks > 1:

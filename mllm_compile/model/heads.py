@@ -36,6 +36,10 @@ def build_head_on_meta(folder: Path, dtype: torch.dtype) -> HFModel:
         said = {name: value for name, value in head.layer_config.items() if name != "model_type"}
         config = AutoConfig.for_model(head.layer_config["model_type"], **said)
         config.tie_word_embeddings = False
+        if head.block is not None and head.block.mask_token_id >= config.vocab_size:  # which the file need not name
+            raise UnsupportedModelError(
+                f"mask_token_id is {head.block.mask_token_id}; expected a token from 0 to {config.vocab_size - 1}"
+            )
         with torch.device("meta"):
             template = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_IMPLEMENTATION).model
             _check_layers(template.layers, config)

@@ -93,6 +93,10 @@ def test_the_example_prints_an_answer(eager_cache: Path, tmp_path: Path, capsys:
     [
         ({"runtime": {"tensor_parallel_size": 2}}, r"of 2 ranks; expected one.* Set runtime\.tensor_parallel_size: 1"),
         ({"speculative": {"method": "ngram"}}, r"speculative\.method is ngram; expected none.* use Engine"),
+        (
+            {"lora": {"max_adapters": 1, "adapters": {"sql": "/sql"}}},
+            r"lora\.adapters has 'sql'; expected none.* use Engine",
+        ),
     ],
 )
 def test_what_nobody_drives_by_hand_is_refused_before_it_is_compiled(tmp_path: Path, sections: Any, said: str) -> None:

@@ -174,6 +174,13 @@ def of_layers(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def of_the_usual_vocabulary() -> dict[str, Any]:
+    """The config leaves out what Transformers has as default."""
+    config = dflash_config(SIZES, mask_token_id=151_936)
+    del config["transformer_layer_config"]["vocab_size"]
+    return config
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor] | None, type[MllmError], str]] = {
     "hidden size": (
         dflash_config(SIZES | {"hidden_size": 64}),
@@ -207,6 +214,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor] | None, type[Mllm
     ),
     "no block": (dflash_config(SIZES, block_size=1), None, CheckpointError, "block_size is 1; expected 2 or more"),
     "a mask": (dflash_config(SIZES, mask_token_id=90), None, CheckpointError, "90; expected a token from 0 to 89"),
+    "a mask of the usual vocabulary": (
+        of_the_usual_vocabulary(),
+        dflash_tensors(dflash_config(SIZES)),
+        UnsupportedModelError,
+        "mask_token_id is 151936; expected a token from 0 to 151935",
+    ),
     "windows": (
         of_layers(layer_types=["sliding_attention", "full_attention"], sliding_window=8, use_sliding_window=True),
         None,
