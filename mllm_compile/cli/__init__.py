@@ -145,4 +145,7 @@ def _message_for_user(error: Exception, args: list[str]) -> str | None:
     meant = None if option is None else advice_on(option, args)
     if meant is not None:
         return f"{meant} (docs/coming-from-vllm.md)"
-    return f"{' '.join(format_message().split())} (see {path} --help)"
+    message = " ".join(format_message().split())
+    if type(error).__name__ == "UsageError" and "--lora-modules" in args:  # vLLM's takes several
+        message += "; --lora-modules takes one NAME=PATH: give it once for each"
+    return f"{message} (see {path} --help)"

@@ -7,14 +7,18 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import start_log
+
+if TYPE_CHECKING:
+    from mllm_compile.server.options import ServeOptions
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _PLACES = 4  # for adapters
@@ -80,9 +84,9 @@ def serve_command(
     log: Annotated[str, typer.Option(help="The lines of the log: text, or json for what collects logs.")] = "text",
     speculative_config: SpeculativeOption = None,
     enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="Serve adapters: the config's section lora, with places for four.")
+        bool, typer.Option("--enable-lora", help="Serve adapters: the config's section lora, else places for four.")
     ] = False,
-    max_loras: Annotated[int | None, typer.Option(help="Most adapters on the device at once.")] = None,
+    max_loras: Annotated[int | None, typer.Option(min=1, help="Most adapters on the device at once.")] = None,
     max_lora_rank: Annotated[int | None, typer.Option(help="Highest rank of an adapter.")] = None,
     lora_modules: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="An adapter's folder; may be given several times.")
@@ -98,9 +102,11 @@ def serve_command(
 ) -> None:
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
     reporter = reporter_of(verbose, quiet)  # refuses both
-    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or ())
     # A mistake is told before anything is started.
-    source = with_lora(with_speculative(config_or_runtime(model), speculative_config), lora)
+    source = with_speculative(config_or_runtime(model), speculative_config)
+    own = 0 if isinstance(source, Path) else source.lora.max_adapters
+    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
+    source = with_lora(source, lora)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
@@ -133,6 +139,8 @@ def serve_command(
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
     )
+    if isinstance(source, EngineConfig):
+        check_adapters(source, options)
     if check:
         from mllm_compile.report.serve_check import serve_check
 
@@ -143,8 +151,30 @@ def serve_command(
     run_server(options)
 
 
-def lora_keys(is_on: bool, most: int | None, rank: int | None, modules: Sequence[str]) -> dict[str, Any]:
+def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
+    """
+    Raises:
+        ConfigError: no request could name an adapter, or no client load one.
+    """
+    from mllm_compile.server.names import own_names
+
+    if options.allow_runtime_lora and not source.lora.max_adapters:
+        raise ConfigError("--allow-runtime-lora: expected --enable-lora beside it, or lora.max_adapters in the config")
+    names = own_names(options.served_names, source.model.path)
+    if same := next((name for name in source.lora.adapters if name in names), None):
+        raise ConfigError(
+            f"--lora-modules, lora.adapters: {same!r} is the model's own name, which requests mean by it. Give the "
+            "adapter another name, or the model one by --served-model-name"
+        )
+
+
+def lora_keys(
+    is_on: bool, most: int | None, rank: int | None, modules: Sequence[str], places: int = _PLACES
+) -> dict[str, Any]:
     """The keys of the section lora that options give.
+
+    Args:
+        places: for adapters, where `most` does not say it.
 
     Raises:
         ConfigError: an adapter is no NAME=PATH, or is named twice.
@@ -162,7 +192,7 @@ def lora_keys(is_on: bool, most: int | None, rank: int | None, modules: Sequence
         if wrong := next((option for option, value in given.items() if value is not None), None):
             raise ConfigError(f"{wrong}: expected --enable-lora beside it")
         return {}
-    keys: dict[str, Any] = {"max_adapters": _PLACES if most is None else most}
+    keys: dict[str, Any] = {"max_adapters": places if most is None else most}
     return keys | ({} if rank is None else {"max_rank": rank}) | ({"adapters": adapters} if adapters else {})
 
 

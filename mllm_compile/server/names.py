@@ -17,6 +17,14 @@ from mllm_compile.server.wire.messages import AdapterCard
 _SHOWN = 20  # adapters in a message
 
 
+def own_names(given: tuple[str, ...], source: str) -> tuple[str, ...]:
+    """The model's own names: those that were given, else one that is taken from its hub id or path."""
+    if given:
+        return given
+    is_name = is_hub_id(source) and not Path(source).exists()
+    return (source if is_name else source_name(source) or "model",)
+
+
 class ModelNames:
     """The names; the first one is in answers. Without --served-model-name it is known when an engine is ready."""
 
@@ -41,9 +49,7 @@ class ModelNames:
         self._source = facts.hello.model or self._source
         self._most_tokens = facts.hello.max_model_len
         self.set_adapters(facts.hello.adapters)
-        if not self._names:
-            is_name = is_hub_id(self._source) and not Path(self._source).exists()
-            self._names = (self._source if is_name else source_name(self._source) or "model",)
+        self._names = own_names(self._names, self._source)
 
     def set_adapters(self, adapters: Sequence[AdapterCard]) -> None:
         """Takes the adapters as an engine has them now."""
