@@ -66,9 +66,9 @@ class RunnerConfig:
 
     @property
     def max_sampled(self) -> int:
-        """Most rows of logits that a step samples; of captured verify steps padding is sampled, too."""
+        """Most rows of logits that a step samples."""
         runtime = self.runtime
         if runtime.deterministic:
             return runtime.max_num_batched_tokens
         num_drafted = self.speculative.most_drafted_of(runtime.max_running_requests)
-        return max(self.max_verified, min(runtime.max_running_requests + num_drafted, runtime.max_num_batched_tokens))
+        return min(runtime.max_running_requests + num_drafted, runtime.max_num_batched_tokens)

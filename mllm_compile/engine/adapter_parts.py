@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -19,23 +20,24 @@ _PARAMETER = ".weight"
 
 
 class PoolWriter:
-    """Writes adapters into the pool of a runner's device."""
+    """Writes adapters into the pool of a runner's device. The pool's memory is the runner's, which gives it back.
+
+    Attributes:
+        num_slots: how many adapters the pool holds.
+    """
 
     def __init__(self, pool: LoraPool, is_pinned: bool) -> None:
-        self._pool = pool
+        self._pool = weakref.ref(pool)
+        self._dtype = pool.dtype
         self._is_pinned = is_pinned
-
-    @property
-    def num_slots(self) -> int:
-        """How many adapters the pool holds."""
-        return self._pool.num_slots
+        self.num_slots = pool.num_slots
 
     def prepared(self, matrices: Matrices) -> Matrices:
         """The matrices in one block of pinned memory, for a GPU."""
         if not self._is_pinned:
             return matrices
         flat = torch.empty(
-            sum(one.numel() for pair in matrices.values() for one in pair), dtype=self._pool.dtype, pin_memory=True
+            sum(one.numel() for pair in matrices.values() for one in pair), dtype=self._dtype, pin_memory=True
         )
         pinned, start = {}, 0
         for weight, pair in matrices.items():
@@ -49,7 +51,9 @@ class PoolWriter:
 
     def write(self, slot: int, matrices: Matrices) -> None:
         """Replaces what is in a slot, on the stream of the steps."""
-        self._pool.write(slot, matrices)
+        pool = self._pool()
+        assert pool is not None, "a runner that takes steps has its pool"
+        pool.write(slot, matrices)
 
 
 def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterParts | None:

@@ -68,6 +68,7 @@ class AdapterQueue:
         self._post, self._schedule, self._fail = post, schedule, fail
         self._slots: AdapterSlots[Adapter, Sequence] = AdapterSlots(parts.writer.num_slots)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="mllm-adapters")
+        self._is_closed = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,8 @@ class AdapterQueue:
         self._settle()
 
     def close(self) -> None:
-        """Ends the thread that reads; what it reads now is dropped."""
+        """Ends the thread that reads; what it reads now is dropped, and nothing is read any more."""
+        self._is_closed = True
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     # --- loads --------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ class AdapterQueue:
         """Schedules what was granted, and starts loads; either may free or take slots again."""
         while True:
             granted, loads = self._slots.take_granted(), self._slots.take_loads()
-            for adapter, slot in loads:
+            for adapter, slot in () if self._is_closed else loads:
                 self._reader.submit(self._load, adapter, slot)
             for sequence, slot in granted:
                 sequence.request.adapter_slot = slot

@@ -130,17 +130,6 @@ class Engine:
         self.default_params = parts.default_params
         self.media = parts.media
         self.tower = parts.tower
-        self._adapters = None if parts.adapters is None else self._registry(parts.adapters)
-        self.builder = RequestBuilder(
-            tokenizer=parts.tokenizer,
-            vocab_size=parts.vocab_size,
-            eos_token_ids=parts.eos_token_ids,
-            default_params=parts.default_params,
-            grammars=parts.grammars,
-            media=parts.media,
-            tower=parts.tower,
-            adapters=self._adapters,
-        )
         self.core = EngineCore(
             parts.scheduler,
             parts.step_runner,
@@ -156,6 +145,17 @@ class Engine:
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
+        self._adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
+        self.builder = RequestBuilder(
+            tokenizer=parts.tokenizer,
+            vocab_size=parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            default_params=parts.default_params,
+            grammars=parts.grammars,
+            media=parts.media,
+            tower=parts.tower,
+            adapters=self._adapters,
+        )
         try:
             self.core.start()
             if self._adapters is not None and parts.config is not None:
@@ -164,15 +164,6 @@ class Engine:
         except BaseException:  # Ctrl-C, an adapter that is refused, or no thread can be started
             self._close()
             raise
-
-    def _registry(self, parts: AdapterParts) -> AdapterRegistry:
-        from mllm_compile.adapters.registry import AdapterRegistry
-
-        return AdapterRegistry(
-            parts.base,
-            lambda adapter, matrices: self.core.place_adapter(adapter, parts.writer.prepared(matrices)),
-            lambda adapter: self.core.retire_adapter(adapter),
-        )
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -410,3 +401,14 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
                 done = total - countdown.remaining
                 stage.advance(done - shown)
                 shown = done
+
+
+def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:
+    """The adapters of an engine; they hold its core, and not the engine, which ends when nobody holds it."""
+    from mllm_compile.adapters.registry import AdapterRegistry
+
+    return AdapterRegistry(
+        parts.base,
+        lambda adapter, matrices: core.place_adapter(adapter, parts.writer.prepared(matrices)),
+        core.retire_adapter,
+    )

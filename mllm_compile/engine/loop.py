@@ -524,9 +524,9 @@ class EngineCore:
         self._watched.pop(request, None)
         self._leaders.pop(request, None)
         self._recorder.completion_ended(sequence.finish_reason or "error")
-        if submission.adapter is not None and self._adapters is not None:
-            self._adapters.leave(sequence)
         self._queue(submission, 1)
+        if submission.adapter is not None and self._adapters is not None:
+            self._adapters.leave(sequence)  # behind its sibling, which finds the adapter where it is
         if submission.is_finished:
             self._unanswered.discard(submission)
             if self._submissions.get(submission.request_id) is submission:

@@ -22,7 +22,7 @@ class AdapterChanges:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._keys = itertools.count()
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, asyncio.Future[None]] = {}  # those in the engine, whose client may be gone
 
     async def load(self, name: str, path: str, *, replace: bool) -> None:
         """
@@ -42,7 +42,7 @@ class AdapterChanges:
 
     def over(self, event: AdaptersChanged) -> None:
         """Tells the client that waits for a change."""
-        waiting = self._waiting.get(event.key)
+        waiting = self._waiting.pop(event.key, None)
         if waiting is None or waiting.done():
             return
         if event.error is None:
@@ -52,7 +52,8 @@ class AdapterChanges:
 
     def fail_all(self, error: ApiError) -> None:
         """Tells all of them that the engine is gone."""
-        for waiting in self._waiting.values():
+        lost, self._waiting = self._waiting, {}
+        for waiting in lost.values():
             if not waiting.done():
                 waiting.set_exception(error)
 
@@ -60,12 +61,9 @@ class AdapterChanges:
         if len(self._waiting) >= _MOST:
             message = f"{_MOST} adapters are being loaded. Ask again later."
             raise ApiError(429, message, code="queue_full", retry_after_s=1)
-        self._waiting[key] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(command)
-            await self._waiting[key]
-        finally:
-            del self._waiting[key]
+        waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        await waiting
 
 
 def _refused(kind: str, message: str) -> ApiError:

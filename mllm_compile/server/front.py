@@ -231,6 +231,7 @@ class Front:
                 )
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
+                self.names.check(request.fields.model)  # again: its adapter may have been unloaded meanwhile
                 self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")
                 ignored = [*request.ignored, *plan.unread]
                 headers = ignored_headers(ignored)

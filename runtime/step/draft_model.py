@@ -93,11 +93,11 @@ class ModelDrafter:
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:
         """Drafts as the interface says, and waits for the device. Without memory for it drafts are empty."""
         rows = self._first_rows(asked)
+        if not rows:
+            return [()] * len(asked)
         with torch.inference_mode(), self._model.on_device():
             try:
-                self._enter_pages(asked)
-                if not rows:
-                    return [()] * len(asked)
+                self._enter_pages(rows)
                 token_ids = self._draft(rows).tolist()
             except torch.OutOfMemoryError as error:
                 logger.warning("no tokens are drafted in a step: the draft model ran out of memory (%s)", error)
@@ -124,15 +124,16 @@ class ModelDrafter:
             rows.append(DraftRow(one, ids, start, one.most if num_new == num_lacking else 0))
         return rows
 
-    def _enter_pages(self, asked: Sequence[Asked]) -> None:
-        """Enters the pages that requests get with this step, drafts or not: a captured decode enters none ahead."""
+    def _enter_pages(self, rows: Sequence[DraftRow]) -> None:
+        """Enters the pages that requests get with this step, which the step enters again."""
         page_size = self._pages.page_size
-        firsts = [one.num_computed // page_size for one in asked]
-        ends = [(one.num_computed + one.most) // page_size + 1 for one in asked]
+        firsts = [row.asked.num_computed // page_size for row in rows]
+        ends = [(row.asked.num_computed + row.asked.most) // page_size + 1 for row in rows]
         counts = np.array(ends) - np.array(firsts)
-        of_rows = np.array([one.request.row for one in asked]).repeat(counts)
+        of_rows = np.array([row.asked.request.row for row in rows]).repeat(counts)
         positions = np.concatenate([np.arange(*bounds) for bounds in zip(firsts, ends, strict=True)])
-        page_ids = np.concatenate([one.pages[first:end] for one, first, end in zip(asked, firsts, ends, strict=True)])
+        parts = zip(rows, firsts, ends, strict=True)
+        page_ids = np.concatenate([row.asked.pages[first:end] for row, first, end in parts])
         self._pages.write(of_rows, positions, page_ids)
         places, slots = self._pages.places_of(of_rows, positions), self._pages.slots_of(page_ids)
         fields = upload_fields({"page_places": places, "page_slots": slots}, self._uploads, self._model.device)

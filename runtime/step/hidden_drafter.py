@@ -101,10 +101,6 @@ class HiddenDrafter(ModelDrafter):
                 parts.append(part)
                 firsts.append(self._kept_from[request])
             self._computed[request] = start
-        self._read_kept(parts, firsts)
-
-    def _read_kept(self, parts: Sequence[Part], firsts: Sequence[int]) -> None:
-        """Makes the keys of these positions of what is kept; `firsts` as _kept_of takes them."""
         num_read = 0  # parts; a pass has as many tokens as a step
         while num_read < len(parts):
             ends = np.cumsum([len(part.token_ids) for part in parts[num_read:]])

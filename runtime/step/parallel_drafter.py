@@ -55,7 +55,8 @@ class ParallelDrafter(HiddenDrafter):
             if part is not None and part.token_ids:
                 parts.append(part)
                 firsts.append(self._kept_from[request])
-        self._read_kept(parts, firsts)
+        if parts:
+            self._read(parts, self._kept_of(parts, firsts))
 
     def end(self, request: DraftedRequest) -> None:
         super().end(request)

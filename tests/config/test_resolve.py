@@ -238,9 +238,6 @@ def test_adapters_are_refused_on_several_ranks_and_by_the_eager_model():
 def test_memory_is_kept_for_the_logits_of_drafts(num_requests, rows):
     sections = {"runtime": {"max_running_requests": num_requests}, "speculative": {"method": "auto"}}
     assert runner_config(resolved(**sections)).max_sampled == rows
-    of_gpu = runner_config(resolved(H200, **sections))
-    assert of_gpu.max_sampled == max(rows, of_gpu.max_verified)
-    assert of_gpu.max_verified == min(16 * num_requests, 256), "tokens with padding"
 
 
 def test_no_auto_is_left_and_json_keeps_everything():

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mllm_compile.cli.serve import lora_keys
+from mllm_compile.cli.serve import check_adapters, lora_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import with_lora
+from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.errors import ConfigError
+from mllm_compile.server.adapter_changes import AdapterChanges
+from mllm_compile.server.api.errors import ApiError, of_kind
+from mllm_compile.server.api.interfaces import CompletionRequest
+from mllm_compile.server.backend.process import AdapterReplacedError, EngineServer, _submission
+from mllm_compile.server.flow.writer import Outlet
+from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
-from tests.adapters.fake_device import adapter_folder
+from mllm_compile.server.supervisor import READY
+from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.messages import AdapterCard, AdaptersChanged, LoadAdapter
+from tests.adapters.fake_device import BASE, FakeDevice, adapter_folder
+from tests.fakes import fake_engine
+from tests.hang_guard import HANG_S
 from tests.server.harness import Answer, Server, fake_server
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -110,6 +126,95 @@ def test_without_leave_nothing_is_loaded(folders):
         assert server.get("/v1/models").json["data"][1]["id"] == "one"
 
 
+def test_an_adapter_that_is_unloaded_while_its_request_is_read_is_not_the_model():
+    front = Front(ServeOptions(model="m", served_names=("m",)), lambda *args: [])
+    front.supervisor.state = READY
+    front.names.set_adapters([AdapterCard("one", 1, "/one")])
+
+    async def facts(model: str | None) -> None:
+        front.names.check(model)
+
+    class Request(CompletionRequest):
+        def __init__(self) -> None:
+            super().__init__(b'{"model": "one", "prompt": [5]}')
+            self.is_quick = False
+
+        def plan(self, facts: Any) -> Any:
+            front.names.set_adapters([])
+            return SimpleNamespace(unread=(), num_bytes=0)
+
+    front.facts = facts  # type: ignore[method-assign, assignment]
+    share: Any = SimpleNamespace(num_bytes=0, hold=lambda num_bytes: None)
+    with pytest.raises(ApiError, match="the model 'one' does not exist; this server has m"):
+        asyncio.run(front.start(Request(), "cmpl-", Outlet(None), "", None, share))  # type: ignore[arg-type]
+    assert front.admission.waiting == 0
+
+
+def test_the_last_list_of_adapters_that_the_front_hears_is_the_newest():
+    """The thread that has loaded the first one is slow to tell."""
+    names: list[str] = []
+    told: list[list[str]] = []
+    tells_one, is_told = threading.Event(), threading.Event()
+
+    def send(frame: bytes) -> None:
+        event = messages.decode_event(frame)
+        assert isinstance(event, AdaptersChanged)
+        cards = [card.name for card in event.adapters]
+        if cards == ["one"]:
+            tells_one.set()
+            is_told.wait(0.2)
+        told.append(cards)
+        is_told.set()
+
+    engine: Any = SimpleNamespace(
+        load_adapter=lambda name, path, replace: names.append(name),
+        list_adapters=lambda: [SimpleNamespace(name=name, version=1, folder="/") for name in names],
+    )
+    server = EngineServer(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    first = threading.Thread(target=server._change_adapters, args=(engine, LoadAdapter(1, "one", "/", False)))
+    first.start()
+    assert tells_one.wait(HANG_S)
+    server._change_adapters(engine, LoadAdapter(2, "two", "/", False))
+    first.join()
+    assert told == [["one"], ["one", "two"]]
+
+
+def test_loads_whose_clients_are_gone_count_until_they_are_over():
+    sent: list[Any] = []
+    changes = AdapterChanges(sent.append)
+
+    async def ask() -> None:
+        for _ in range(64):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await changes.load("one", "/one", replace=False)
+        with pytest.raises(ApiError, match="64 adapters are being loaded"):
+            await changes.load("one", "/one", replace=False)
+        changes.over(AdaptersChanged(sent[0].key, []))
+        last = asyncio.ensure_future(changes.unload("one"))
+        await asyncio.sleep(0)
+        changes.fail_all(ApiError(503, "the engine is lost"))
+        with pytest.raises(ApiError, match="the engine is lost"):
+            await last
+
+    asyncio.run(ask())
+    assert len(sent) == 65
+
+
+def test_a_request_for_a_version_that_was_replaced_meanwhile_may_come_again(folders):
+    device = FakeDevice()
+    device.reading.set()
+    with fake_engine(adapters=AdapterParts(BASE, device)) as engine:
+        engine.load_adapter("one", folders / "one")
+        prompt = np.array([5, 6], dtype=np.int32).tobytes()
+        submits = [messages.Submit(1, "id", prompt, {}, 0, None, adapter=("one", version)) for version in (1, 2)]
+        assert _submission(engine, submits[0]).adapter is engine.list_adapters()[0]
+        with pytest.raises(AdapterReplacedError, match="adapter 'one' was replaced while") as raised:
+            _submission(engine, submits[1])
+    error = of_kind(type(raised.value).__name__, str(raised.value))
+    assert (error.status, error.code, error.retry_after_s) == (409, "adapter_replaced", 1)
+
+
 def test_loads_are_allowed_with_a_key_or_on_this_machine_alone():
     for options in ({"host": "0.0.0.0", "api_keys": ("k",)}, {}, {"uds": "/s"}):
         assert ServeOptions(model="m", allow_runtime_lora=True, **options).allow_runtime_lora
@@ -123,6 +228,7 @@ def test_the_options_are_the_section():
     keys = lora_keys(True, 2, 8, ["sql=/adapters/sql"])
     assert keys == {"max_adapters": 2, "max_rank": 8, "adapters": {"sql": "/adapters/sql"}}
     assert lora_keys(True, None, None, ()) == {"max_adapters": 4}
+    assert lora_keys(True, None, None, (), 8) == {"max_adapters": 8}
     source = EngineConfig.from_dict({"model": {"path": "m"}, "lora": {"max_adapters": 1, "adapters": {"law": "/law"}}})
     found = with_lora(source, keys)
     assert isinstance(found, EngineConfig)
@@ -130,6 +236,25 @@ def test_the_options_are_the_section():
     assert with_lora(source, {}) is source
     with pytest.raises(ConfigError, match=r"/r is a compiled runtime, whose config it has"):
         with_lora(Path("/r"), keys)
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "said"),
+    [
+        ({}, {"allow_runtime_lora": True}, "--allow-runtime-lora: expected --enable-lora beside it"),
+        ({"max_adapters": 1, "adapters": {"org/m": "/a"}}, {}, "'org/m' is the model's own name"),
+        ({"max_adapters": 1, "adapters": {"sql": "/a"}}, {"served_names": ("m", "sql")}, "'sql' is the model's own"),
+        ({"max_adapters": 1, "adapters": {"org/m": "/a"}}, {"served_names": ("m",), "allow_runtime_lora": True}, None),
+    ],
+)
+def test_an_adapter_that_no_request_could_name_is_refused(lora, options, said):
+    source = EngineConfig.from_dict({"model": {"path": "org/m"}, "lora": lora})
+    given = ServeOptions(model="org/m", **options)
+    if said is None:
+        check_adapters(source, given)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_adapters(source, given)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
@@ -83,6 +83,10 @@ class _StageTeller:
         self._reporter.table(title, columns, rows)
 
 
+class AdapterReplacedError(MllmError):
+    """An adapter was replaced while a request for it was on its way; another try is answered by the new version."""
+
+
 class EngineServer:
     """Serves one engine to the front.
 
@@ -94,6 +98,7 @@ class EngineServer:
         self._channel = channel
         self._is_over = threading.Event()
         self._loads = ThreadPoolExecutor(2, thread_name_prefix="mllm-loads")
+        self._telling = threading.Lock()  # the last list of adapters that the front hears is the newest
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
         """Serves until the front says Close or the engine is dead; returns the exit code."""
@@ -164,7 +169,8 @@ class EngineServer:
                 logger.exception("adapter %r met an internal error", command.name)
             error = fault
         text = None if error is None else " ".join(str(error).split())
-        self._tell(AdaptersChanged(command.key, _cards(engine), text, type(error).__name__))
+        with self._telling:
+            self._tell(AdaptersChanged(command.key, _cards(engine), text, type(error).__name__))
 
     def _begin(self, engine: Engine, events: StepEvents, forms: FormQueue, commands: Sequence[Submit]) -> None:
         """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
@@ -213,7 +219,7 @@ def _submission(engine: Engine, command: Submit) -> Submission:
         prompt, params, request_id=command.request_id, priority=command.priority, adapter=name
     )
     if submission.adapter is not None and submission.adapter.version != version:
-        raise RequestError(f"adapter {name!r} was replaced while the request was on its way. Ask again.")
+        raise AdapterReplacedError(f"adapter {name!r} was replaced while the request was on its way. Ask again.")
     return submission
 
 

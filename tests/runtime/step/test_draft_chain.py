@@ -18,7 +18,6 @@ from mllm_compile.runtime.cuda_graph import verify_check
 from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_of
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.speculation.factory import make_speculation
-from mllm_compile.runtime.step.parallel_drafter import ParallelDrafter
 from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
 from tests.runtime.cuda_graph.played_cases import capture_on_cpu, played_runner
 from tests.runtime.runner_cases import VOCAB, Loop, make_runner
@@ -143,25 +142,6 @@ def test_a_head_without_numbers_costs_no_token(played):
 
     loop = compare([{"prompt": prompt} for prompt in PROMPTS], Broken())
     assert counts(loop) == (0, 0)
-
-
-def test_passes_that_catch_up_are_no_larger_than_a_step(played, monkeypatch):
-    catch_up, read, sizes = ParallelDrafter.catch_up, ParallelDrafter._read, []
-
-    def noted(drafter, parts, hidden_states):
-        sizes.append(sum(len(part.token_ids) for part in parts))
-        read(drafter, parts, hidden_states)
-
-    def with_small_steps(drafter, batch):
-        drafter._most_tokens = 8
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ParallelDrafter, "_read", noted)
-            catch_up(drafter, batch)
-
-    monkeypatch.setattr(ParallelDrafter, "catch_up", with_small_steps)
-    loop = compare([{"prompt": prompt} for prompt in PROMPTS], BlockHead())
-    assert ahead_steps(loop) > 3
-    assert sizes == [8, 5], "they lack 4, 4, 1 and 4 tokens"
 
 
 def fails(self, batch):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from mllm_compile.runtime.config_sections import SpeculativeSection
-from tests.runtime.cuda_graph.played_cases import Model, capture_on_cpu
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 from tests.runtime.step.test_verify_steps import PARAMS, PROMPTS, seen
 
@@ -128,25 +125,6 @@ def test_a_draft_model_without_numbers_costs_drafts_alone():
     drafter = loop.runner.drafter
     buffers = [buffer for layer in range(2) for buffer in drafter.token_to_kv_pool.get_kv_buffer(layer)]
     assert not any(buffer.isnan().any() for buffer in buffers), "its pages were cleared"
-
-
-def test_pages_taken_for_drafts_in_vain_are_those_of_captured_steps(played):
-    """Steps of the first request alone are captured decodes, which enter no page ahead; with another one in the step
-    they are captured verify steps, which read the device's table alone."""
-    runner = make_runner(Model(), draft_model=_NoNumbers())
-    section = SpeculativeSection(method="draft_model", num_speculative_tokens=3)
-    runner.config = replace(runner.config, speculative=section)
-    capture_on_cpu(runner, (1, 2, 4))
-    loop = Loop(runner, num_drafted=3)
-    requests = [loop.add([7, 1, 2], max_tokens=50)]
-    while loop.scheduler.has_work():
-        if len(loop.batches) % 7 == 5 and len(requests) < 6:
-            requests.append(loop.add(PROMPTS[0], max_tokens=5))
-        loop._turn(None, overlap=False)
-    for request in requests:
-        assert request.output_token_ids == TinyModel().greedy(request.prompt_token_ids, request.max_new_tokens)
-    assert not requests[0].num_drafted_tokens
-    assert all(request.num_accepted_tokens for request in requests[1:])
 
 
 def test_a_draft_model_out_of_memory_costs_drafts_alone(monkeypatch, caplog):
