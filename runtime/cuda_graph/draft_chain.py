@@ -48,6 +48,7 @@ class DraftChain:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._ids, self._positions, self._slots, self._rows = (zeros(most_rows) for _ in range(4))
+        self._rope_lens = zeros(most_rows)  # each row is a decode
         self._seq_lens = zeros(most_rows, dtype=torch.int32)
         self._hidden = zeros(most_rows, head.model.hidden_size, dtype=head.config.dtype)
         self._drafts = zeros(num_rows, MOST_DRAFTED, dtype=torch.int32)
@@ -103,9 +104,8 @@ class DraftChain:
         num_requests, count = rows.shape[0], self.num_drafted(width)
         total = self._num_rows(num_requests, width)
         lengths = self._write_tokens(step, width)
-        tokens = TokenInputs(
-            self._ids[:total], self._positions[:total], self._slots[:total], hidden_states=self._hidden[:total]
-        )
+        given = self._ids[:total], self._positions[:total], self._slots[:total]
+        tokens = TokenInputs(*given, rope_lens=self._rope_lens[:total], hidden_states=self._hidden[:total])
         all_rows = torch.arange(total, device=head.device)
         drafted = all_rows.view(num_requests, -1)[:, -count:].flatten()
         descriptor = BatchDescriptor(total, total, GraphKind.VERIFY)

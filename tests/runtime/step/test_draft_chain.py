@@ -17,6 +17,7 @@ from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph import verify_check
 from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_of
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.factory import make_speculation
 from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
 from tests.runtime.cuda_graph.played_cases import capture_on_cpu, played_runner
@@ -132,6 +133,20 @@ def test_depths_by_cost_and_short_blocks_give_the_same_tokens(played):
     section = SpeculativeSection(method="dflash", num_speculative_tokens="by_cost")
     requests = [{"prompt": prompt, "max_tokens": 40} for prompt in PROMPTS[:2]]
     loop = compare(requests, BlockHead(most=2), section=section)
+    assert counts(loop)[1] > 0
+
+
+def test_a_head_whose_rope_follows_lengths_is_told_those_of_decodes(played):
+    class Follows(BlockHead):
+        def load(self, device):
+            return replace(super().load(device), rope=RopeLengths(8, of_each_length=True, recomputes=False))
+
+        def body(self, inputs, all_rows=None):
+            assert not inputs["rope_lens"].any()
+            return super().body(inputs, all_rows)
+
+    loop = compare([{"prompt": prompt} for prompt in PROMPTS], Follows())
+    assert ahead_steps(loop) > 3
     assert counts(loop)[1] > 0
 
 
