@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-import mllm_compile.runtime.ops.attention.rope_cache  # noqa: F401  (defines the op)
 from benchmarks.binaries import binaries_of
 from benchmarks.kernels.decode_attention_speed import PAGE_SIZE, Case, Layers, heads_of
 from benchmarks.script import need_gpu, parser_of, positive
@@ -104,6 +103,8 @@ class Step:
         Args:
             writes: new keys are written by a kernel of their own, or else by the decode if it is not folded.
         """
+        import mllm_compile.runtime.ops.attention.rope_cache  # noqa: F401  (defines the op)
+
         told = self.rope_inputs
         out = torch.zeros(told.q.shape[1:], dtype=told.q.dtype, device="cuda")
         q = torch.zeros_like(out)

@@ -21,7 +21,8 @@ def test_each_kind_is_a_field_of_a_layers_kernels_is_written_and_is_checked(kind
 
 
 def test_every_field_except_states_is_in_the_list():
-    assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state"}
+    """Those of verify steps are decodes' kernels, for several tokens."""
+    assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state", "verify"}
 
 
 # A kernel that gives each request the mean of its values. File → its text, or an old text and its replacement.

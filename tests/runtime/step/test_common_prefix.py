@@ -92,7 +92,9 @@ def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(
     runtime = SimpleNamespace(cascade_attention=True, deterministic=False)
     cascades = SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: is_captured)
     backend = SimpleNamespace(cascades=cascades)
-    runner = SimpleNamespace(config=SimpleNamespace(runtime=runtime), dp_size=1, attn_backend=backend)
+    row_state = SimpleNamespace(adapters=None)
+    config = SimpleNamespace(runtime=runtime)
+    runner = SimpleNamespace(config=config, dp_size=1, attn_backend=backend, row_state=row_state)
     pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
     launched = []
     graphs = SimpleNamespace(most_sharing=most_sharing, launch=lambda *step: launched.append(step))
@@ -102,5 +104,5 @@ def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(
     batch = SimpleNamespace(num_decodes=4, num_requests=4, prefix_lens=np.full(4, 13), rows=rows, num_new=num_new)
     plan = SimpleNamespace(fields=SimpleNamespace(req_pool_indices=rows, seq_lens=rows, out_cache_loc=rows), media=None)
     DecodePath(parts, graphs)._launch(Step(batch, plan, SamplingMode.SAMPLED))
-    ((*_, common_prefix_len, greedy_across_ranks),) = launched
+    ((*_, common_prefix_len, greedy_across_ranks, _has_lora),) = launched
     assert (common_prefix_len, greedy_across_ranks) == (shared, False)
