@@ -78,7 +78,7 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
             f"{folder} has {_PICKLE_FILE}, a pickle, which is not read. Save the adapter as {TENSOR_FILE}: "
             "save_pretrained(…, safe_serialization=True)"
         )
-    header = read_safetensors(path)
+    header = read_safetensors(path, is_kept=False)  # a server reads many, and forgets them
     factors = factors_of(header.tensors, path)
     names = ModuleNames(config, config_path)
     places = _places(factors, names, base, path)

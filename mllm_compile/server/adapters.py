@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +15,8 @@ from mllm_compile.server.endpoints import Answer
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front, ignored_headers
 from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, unless_gone
+
+logger = logging.getLogger("mllm_compile.server")
 
 _TEXT = (b"content-type", b"text/plain; charset=utf-8")
 _MOST_OF_PATH = 4096  # characters
@@ -85,6 +88,7 @@ def _changing(front: Front, change: Callable[[bytes], Coroutine[Any, Any, tuple[
             front.refused(refused, scope["path"], client_of(scope))
             await respond_error(send, refused)
         else:
+            logger.info("%s client %s", text, client_of(scope))
             await respond(send, text.encode(), headers=[_TEXT, *ignored_headers(unknown)])
 
     return answer

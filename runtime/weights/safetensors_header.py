@@ -39,8 +39,11 @@ DTYPES = {
 }
 
 
-def read_safetensors(path: Path) -> WeightHeader:
+def read_safetensors(path: Path, *, is_kept: bool = True) -> WeightHeader:
     """Reads and checks the header of `path`.
+
+    Args:
+        is_kept: it is remembered, for the next time.
 
     Raises:
         CheckpointError: the file is missing, truncated or not safetensors; the message says which and what to do.
@@ -60,7 +63,8 @@ def read_safetensors(path: Path) -> WeightHeader:
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    return WeightHeader(_tensors(path, raw, file_bytes), raw, file_bytes)
+    tensors_of = _tensors if is_kept else _tensors.__wrapped__
+    return WeightHeader(tensors_of(path, raw, file_bytes), raw, file_bytes)
 
 
 @lru_cache(maxsize=_HEADERS)

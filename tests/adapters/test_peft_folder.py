@@ -16,6 +16,7 @@ import torch
 from mllm_compile.adapters.base_model import BaseModel, RowsOf
 from mllm_compile.adapters.peft_folder import AdapterTensors, read_adapter
 from mllm_compile.errors import MllmError
+from mllm_compile.runtime.weights import safetensors_header
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from tests.adapters.folders import PREFIX, matrices, peft_fields, write_adapter
@@ -325,6 +326,12 @@ def test_a_folder_that_is_none_is_named(tmp_path):
             read_adapter(folder, BASE)
 
 
+def test_nothing_of_a_folder_is_kept(tmp_path):
+    before = safetensors_header._tensors.cache_info().currsize
+    read_adapter(written(tmp_path), BASE)
+    assert safetensors_header._tensors.cache_info().currsize == before
+
+
 def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     folder = written(tmp_path)
     (folder / "adapter_model.safetensors").unlink()
@@ -352,8 +359,8 @@ def test_a_hole_and_an_overlap_are_refused(tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     folder = written(tmp_path)
 
-    def replaced(path: Path) -> WeightHeader:
-        header = read_safetensors(path)
+    def replaced(path: Path, **options: Any) -> WeightHeader:
+        header = read_safetensors(path, **options)
         path.write_bytes(path.read_bytes().replace(b".layers.0.", b".layers.9."))
         return header
 

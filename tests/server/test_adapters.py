@@ -80,6 +80,7 @@ def test_models_lists_adapters_with_their_parent_folder_and_version(server, fold
 def test_an_adapter_is_loaded_replaced_and_unloaded_with_vllms_answers(server, folders):
     loaded = load(server, "two", folders / "two")
     assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'two' added successfully.")
+    assert "LoRA adapter 'two' added successfully. client" in server.said
     first = tokens_of(server, "two")
     twice = load(server, "two", folders / "three")
     assert (twice.status, twice.error["param"]) == (400, "lora_name")
