@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.files.json_file import json_object, read_file
 from mllm_compile.runtime.short_repr import short_repr
+
+CONFIG_FILE = "adapter_config.json"
+_MAX_BYTES = 16 << 20
 
 SERVED = (
     "LoRA of linears with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, target_modules, exclude_modules, "
@@ -88,6 +92,19 @@ class PeftConfig:
 
     def scale(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def config_of_folder(folder: Path) -> tuple[bytes, PeftConfig]:
+    """Reads an adapter's config alone: the bytes of its file, and what they say.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as read_peft_config; or the file is missing or no JSON.
+    """
+    path = folder / CONFIG_FILE
+    text = read_file(path, CheckpointError, _MAX_BYTES)
+    if text is None:
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; expected a folder as PEFT's save_pretrained writes it")
+    return text, read_peft_config(json_object(text, path, CheckpointError), path)
 
 
 def read_peft_config(fields: Mapping[str, Any], path: Path) -> PeftConfig:

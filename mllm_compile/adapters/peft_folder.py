@@ -19,18 +19,15 @@ import torch
 from mllm_compile.adapters.base_model import BaseModel, RowsOf
 from mllm_compile.adapters.base_names import check_base
 from mllm_compile.adapters.module_names import ModuleNames
-from mllm_compile.adapters.peft_config import read_peft_config
+from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import Factors, factors_of
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
-from mllm_compile.files.json_file import json_object, read_file
 from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 
-CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
-_MAX_CONFIG_BYTES = 16 << 20
 _SHOWN = 3  # names in a message
 
 # The bits of infinity, and the integers that they are read as.
@@ -68,10 +65,7 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
         CheckpointError: a file is missing, damaged or changes meanwhile, or the adapter is another model's.
     """
     config_path, path = folder / CONFIG_FILE, folder / TENSOR_FILE
-    text = read_file(config_path, CheckpointError, _MAX_CONFIG_BYTES)
-    if text is None:
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; expected a folder as PEFT's save_pretrained writes it")
-    config = read_peft_config(json_object(text, config_path, CheckpointError), config_path)
+    text, config = config_of_folder(folder)
     check_base(config.base, base.source, config_path)
     if not path.exists() and (folder / _PICKLE_FILE).exists():
         raise UnsupportedModelError(

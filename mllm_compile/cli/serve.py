@@ -15,6 +15,7 @@ from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOp
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
 from mllm_compile.errors import ConfigError
+from mllm_compile.files.user_path import user_path
 from mllm_compile.process.log_lines import start_log
 
 if TYPE_CHECKING:
@@ -155,7 +156,9 @@ def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
     """
     Raises:
         ConfigError: no request could name an adapter, or no client load one.
+        MllmError: the config of an adapter is not there, or is refused.
     """
+    from mllm_compile.adapters.peft_config import config_of_folder
     from mllm_compile.server.names import own_names
 
     if options.allow_runtime_lora and not source.lora.max_adapters:
@@ -166,6 +169,8 @@ def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
             f"--lora-modules, lora.adapters: {same!r} is the model's own name, which requests mean by it. Give the "
             "adapter another name, or the model one by --served-model-name"
         )
+    for path in source.lora.adapters.values():  # before a model is compiled for them
+        config_of_folder(user_path(path))
 
 
 def lora_keys(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mllm_compile.adapters.base_model import BaseModel
-from mllm_compile.adapters.peft_folder import CONFIG_FILE, TENSOR_FILE, read_adapter
+from mllm_compile.adapters.peft_config import CONFIG_FILE
+from mllm_compile.adapters.peft_folder import TENSOR_FILE, read_adapter
 from mllm_compile.errors import MllmError
 from tests.adapters.folders import matrices, peft_fields, write_adapter
 from tests.hostile.makers import JSON_NASTY, damaged_bytes, damaged_text

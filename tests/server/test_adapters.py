@@ -16,7 +16,7 @@ from mllm_compile.cli.serve import check_adapters, lora_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import with_lora
 from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, MllmError
 from mllm_compile.server.adapter_changes import AdapterChanges
 from mllm_compile.server.api.errors import ApiError, of_kind
 from mllm_compile.server.api.interfaces import CompletionRequest
@@ -245,16 +245,19 @@ def test_the_options_are_the_section():
         ({}, {"allow_runtime_lora": True}, "--allow-runtime-lora: expected --enable-lora beside it"),
         ({"max_adapters": 1, "adapters": {"org/m": "/a"}}, {}, "'org/m' is the model's own name"),
         ({"max_adapters": 1, "adapters": {"sql": "/a"}}, {"served_names": ("m", "sql")}, "'sql' is the model's own"),
-        ({"max_adapters": 1, "adapters": {"org/m": "/a"}}, {"served_names": ("m",), "allow_runtime_lora": True}, None),
+        ({"max_adapters": 1, "adapters": {"m/n": "/no"}}, {}, "/no has no adapter_config.json; expected a folder as"),
+        ({"max_adapters": 1}, {"served_names": ("m",), "allow_runtime_lora": True}, None),
     ],
 )
-def test_an_adapter_that_no_request_could_name_is_refused(lora, options, said):
+def test_an_adapter_that_could_not_be_served_is_refused_before_a_model_is_compiled(lora, options, said, folders):
+    if said is None:
+        lora = lora | {"adapters": {"org/m": str(folders / "one")}}
     source = EngineConfig.from_dict({"model": {"path": "org/m"}, "lora": lora})
     given = ServeOptions(model="org/m", **options)
     if said is None:
         check_adapters(source, given)
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(MllmError, match=said):
         check_adapters(source, given)
 
 
