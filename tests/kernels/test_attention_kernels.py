@@ -21,7 +21,7 @@ def test_each_kind_is_a_field_of_a_layers_kernels_is_written_and_is_checked(kind
 
 
 def test_every_field_except_states_is_in_the_list():
-    """Those of verify steps are decodes' kernels, for several tokens."""
+    """Verify steps have decodes' kernels, for several tokens."""
     assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state", "verify"}
 
 
