@@ -251,8 +251,7 @@ def _draft_runner(compiled: CompiledRuntime, timeline: Timeline) -> ModelRunner 
         return None
     settings = runner_config(drafter.config)
     if drafter.artifact.program.block is not None:
-        most_chained = min(MOST_VERIFIED, 2 * runner_config(compiled.config).max_verified)
-        settings = replace(settings, most_chained=most_chained)
+        settings = replace(settings, most_chained=MOST_VERIFIED)
     return ModelRunner(settings, model_source(drafter, timeline))
 
 

@@ -69,6 +69,8 @@ class ParallelDrafter(HiddenDrafter):
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
+        if self._block.sees_ahead:  # then each row is a request to attention
+            room = min(room, self._model.config.max_attended)
         whole = [one for one in asked if one.request in self._is_whole and one.request not in self._broken]
         found = [DraftRow(one, _newest(one.request), one.num_computed, one.most) for one in whole]
         for row in [*found, *super()._first_rows([one for one in asked if one.request not in self._is_whole])]:

@@ -13,7 +13,7 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.loaded import LoadedModel
-from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.runner_config import MOST_VERIFIED, RunnerConfig
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
@@ -145,7 +145,7 @@ def make_runner(
         num_pages=num_pages,
         forward_times_interval_s=forward_times_interval_s,
     )
-    drafter = None if draft_model is None else ModelRunner(config, draft_model)
+    drafter = None if draft_model is None else ModelRunner(replace(config, most_chained=MOST_VERIFIED), draft_model)
     runner = ModelRunner(config, model or TinyModel(), drafter=drafter)
     runner.initialize()
     return runner

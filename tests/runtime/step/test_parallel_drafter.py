@@ -138,3 +138,20 @@ def test_preempted_requests_in_chunks_get_the_same_tokens(kind, prefix_cache):
 def test_a_draft_is_no_longer_than_a_block():
     loop = compare([{"prompt": prompt} for prompt in PROMPTS], BlockHead(most=2), most=5)
     assert max(int(batch.num_new[: batch.num_decodes].max(initial=0)) for batch in loop.batches) == 3
+
+
+def test_a_pass_has_no_more_rows_than_attention_takes_requests(monkeypatch):
+    runner = make_runner(Model(), draft_model=BlockHead())
+    runner.drafter.config = replace(runner.drafter.config, most_chained=12)
+    loop, sizes, forward = Loop(runner), [], runner.drafter.forward
+
+    def noted(batch):
+        sizes.append(batch.batch_size)
+        return forward(batch)
+
+    monkeypatch.setattr(runner.drafter, "forward", noted)
+    loop.requests = [loop.add(prompt, max_tokens=12) for prompt in PROMPTS]
+    loop.run()
+    assert seen(loop) == seen(run([{"prompt": prompt} for prompt in PROMPTS], None))
+    assert len(PROMPTS) < max(sizes) <= 12
+    assert counts(loop)[1] > 0
