@@ -139,6 +139,7 @@ class ForwardBatch:
     hidden_states: torch.Tensor | None = None  # [T, hidden], of a drafter that reads them beside tokens; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
     num_verify_tokens: int = 0  # first tokens, of a verify step: those of decodes, drafts among them
+    sees_ahead: bool = False  # a request's tokens are requests of one token each that see each other (DFlash's blocks)
     greedy_across_ranks: bool = False  # likeliest tokens are all that is wanted: ranks may keep their parts of logits
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None

@@ -128,7 +128,11 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         self._planned.set(None, None, num_decodes=0)  # what fails below leaves no plan of another batch
         decodes = prefills = None
         if num_decodes:
-            rows = DecodeBatch(common.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
+            rows = DecodeBatch(
+                common.seq_lens[:num_decodes],
+                lambda window, _: pages_of(window).part(0, num_decodes),
+                behind_writes=batch.sees_ahead,
+            )
             decodes = DecodeMetadata(self._plan_decodes(batch, rows))
         if num_prefills:
             prefills = self._plan_prefills(batch, num_decodes, pages_of)

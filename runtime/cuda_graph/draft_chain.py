@@ -133,7 +133,7 @@ class DraftChain:
             extend_seq_lens_cpu=ones.cpu(),
             extend_prefix_lens_cpu=(lengths - 1).cpu(),
         )
-        batch.hidden_states = self._hidden[:total]
+        batch.hidden_states, batch.sees_ahead = self._hidden[:total], True
         of_requests = torch.arange(total, device=head.device).view(num_requests, -1)
         batch.logits_indices = of_requests[:, -count:].flatten()
         try:

@@ -118,7 +118,7 @@ class GraphRunner:
         """Runs the batch in a captured graph; None when none fits it."""
         across = batch.dp_metadata  # all ranks run the graph of the one that has most tokens
         num_tokens = batch.num_tokens if across is None else across.max_tokens_across_dp
-        is_whole = across is None and not batch.common_prefix_len
+        is_whole = across is None and not (batch.common_prefix_len or batch.sees_ahead)
         is_decode, has_lora = batch.forward_mode.is_decode_or_idle(), batch.adapter_slots is not None
         for descriptor in self.dispatcher.candidates(num_tokens, is_decode, is_whole, has_lora):
             graphs = self.kinds[descriptor.kind]

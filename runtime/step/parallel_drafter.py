@@ -120,7 +120,9 @@ class ParallelDrafter(HiddenDrafter):
         token_ids, lengths = np.array(ids, dtype=np.int64), (starts + num_new).repeat(num_new).astype(np.int32)
         positions = np.arange(token_ids.size) + (starts - (np.cumsum(num_new) - num_new)).repeat(num_new)
         ones = np.ones(token_ids.size, dtype=np.int32)
-        return self._extend(token_ids, of_row.repeat(num_new), ones, lengths - ones, positions)
+        batch = self._extend(token_ids, of_row.repeat(num_new), ones, lengths - ones, positions)
+        batch.sees_ahead = True
+        return batch
 
     def _hidden_of(self, rows: Sequence[DraftRow], is_read: np.ndarray) -> torch.Tensor:
         """[T, hidden] of all rows: those that are kept of `is_read` ones; of the others what masks have."""

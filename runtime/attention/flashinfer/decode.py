@@ -31,6 +31,7 @@ class DecodeBatch:
 
     seq_lens: torch.Tensor  # [R] int32, on the device
     list_pages: PageLister
+    behind_writes: bool = False  # a row may have keys of the same step beside its own
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class SplitGroup(GroupDecode):
         self._space.load(self._group, self._decoders)
 
     def plan(self, decodes: DecodeBatch) -> SplitDecode:
-        return self._space.prepare(self._group, self._decoders, decodes.seq_lens)
+        return self._space.prepare(self._group, self._decoders, decodes.seq_lens, decodes.behind_writes)
 
     def plan_verify(self, num_tokens: int, seq_lens: torch.Tensor) -> SplitDecode:
         """The wrapper for rows of a verify step, `num_tokens` of each request: they are attended together, or each as a

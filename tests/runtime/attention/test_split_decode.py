@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer import decode as flashinfer_decode
-from mllm_compile.runtime.attention.flashinfer.decode import SplitGroup
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeBatch, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.shapes import pays_together
 from mllm_compile.runtime.attention.layer import PerLayerParameters
@@ -142,6 +142,8 @@ def test_behind_writes_nothing_rotates_and_no_kernel_starts_early(space_and_deco
         version = space._fence._version
         decode.run(torch.zeros(num_requests, 8, 16), pages, torch.empty(num_requests, 8, 16))
         assert space._fence._version == version + (num_requests > 4), "a piece has a kernel ahead that waits"
+        batch = DecodeBatch(lengths, lambda window, place: None, behind_writes=True)
+        assert not SplitGroup(group, decoders, (), space).plan(batch).fuses_rope
     assert given == [{"starts_early": False}]
 
 

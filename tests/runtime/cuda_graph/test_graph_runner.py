@@ -47,11 +47,12 @@ def graphs_of(serves_mixed: bool = True, **sizes: tuple[int, ...]) -> GraphRunne
     return graphs
 
 
-def batch_of(num_tokens=5, mode=ForwardMode.DECODE, common_prefix_len=0, dp_metadata=None):
+def batch_of(num_tokens=5, mode=ForwardMode.DECODE, common_prefix_len=0, dp_metadata=None, sees_ahead=False):
     return SimpleNamespace(
         forward_mode=mode,
         num_tokens=num_tokens,
         common_prefix_len=common_prefix_len,
+        sees_ahead=sees_ahead,
         dp_metadata=dp_metadata,
         adapter_slots=None,
     )
@@ -75,6 +76,7 @@ def test_a_step_runs_piece_by_piece_where_a_whole_graph_serves_it_slowly(serves,
     graphs = graphs_of(serves, MIXED=(8,), PIECEWISE=(6,))
     assert graphs.run(batch_of(mode=ForwardMode.MIXED)) == runs
     assert graphs.run(batch_of(num_tokens=9, mode=ForwardMode.EXTEND)) is None
+    assert graphs.run(batch_of(mode=ForwardMode.EXTEND, sees_ahead=True)) == "PIECEWISE of 6"
 
 
 def test_ranks_with_requests_of_their_own_run_the_pieces_of_the_one_that_has_most_tokens():

@@ -147,6 +147,7 @@ def test_a_pass_has_no_more_rows_than_attention_takes_requests(monkeypatch):
 
     def noted(batch):
         sizes.append(batch.batch_size)
+        assert batch.sees_ahead is bool((batch.input_ids == MASK).any())
         return forward(batch)
 
     monkeypatch.setattr(runner.drafter, "forward", noted)
