@@ -64,8 +64,12 @@ def _tables(section: list[str]) -> list[tuple[int, int]]:
 
 @cache
 def age_of(commit: str) -> tuple[int, int] | None:
-    """(commits, days) since a commit; None: the history lacks it."""
+    """(commits, days) since a commit; None: the history that leads to HEAD lacks it.
+
+    A clone of a folder on the same disk has objects of removed branches as well; another clone has not.
+    """
     try:
+        _git("merge-base", "--is-ancestor", commit, "HEAD")
         date = _git("show", "-s", "--format=%ct", f"{commit}^{{commit}}")
         count = _git("rev-list", "--count", f"{commit}..HEAD")
     except (OSError, subprocess.CalledProcessError):
