@@ -35,8 +35,10 @@ from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
 from mllm_compile.bench.timing.rounds import with_range
 from mllm_compile.bench.trace.device_events import Occupancy, device_events, times_by_name
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
+from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.requests import RequestBuilder
+from mllm_compile.engine.steps import Steps
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.captured.mixed import CapturedMixed
@@ -64,7 +66,7 @@ from mllm_compile.runtime.step.sampling import StepSampling
 PARTS: tuple[tuple[int, type, str], ...] = (
     (0, RequestBuilder, "build"),
     (0, EngineCore, "submit"),
-    (0, EngineCore, "_admit"),
+    (0, LiveRequests, "admit"),
     (0, Scheduler, "schedule"),
     (0, StepRunner, "submit"),
     (1, Planner, "plan"),
@@ -87,7 +89,7 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (1, StepSampling, "follow_rows"),
     (1, Sampler, "__call__"),
     (1, ReqToTokenPool, "write_page_slots"),
-    (0, EngineCore, "_finish_step"),
+    (0, Steps, "_finish"),
     (1, StepHandle, "wait"),
     (1, Scheduler, "update"),
     (1, Countdown, "on_end"),

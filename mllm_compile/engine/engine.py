@@ -32,6 +32,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
+    from mllm_compile.adapters.peft_folder import Matrices
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
@@ -407,8 +408,10 @@ def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:
     """The adapters of an engine; they hold its core, and not the engine, which ends when nobody holds it."""
     from mllm_compile.adapters.registry import AdapterRegistry
 
-    return AdapterRegistry(
-        parts.base,
-        lambda adapter, matrices: core.place_adapter(adapter, parts.writer.prepared(matrices)),
-        core.retire_adapter,
-    )
+    queue = core.adapters
+
+    def place(adapter: Adapter, matrices: Matrices) -> None:
+        prepared = parts.writer.prepared(matrices)
+        core.between_steps(lambda: queue.place(adapter, prepared))
+
+    return AdapterRegistry(parts.base, place, lambda adapter: core.post(lambda: queue.retire(adapter)))

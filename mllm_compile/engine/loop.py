@@ -1,12 +1,8 @@
-"""The engine's one thread: takes requests in, runs steps, hands tokens out.
+"""The engine's one thread: takes callers' commands between two steps, runs steps, and tells all of its end.
 
 EngineCore owns the scheduler and the step runner; only its thread touches them while it runs. Callers put commands
-into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the wait
-for step n's tokens, so the device is not idle while the host works. Free of torch: any StepSubmitter will do.
-
-When a step fails, its requests end with an error and their pages come back. The others go on if the device still
-answers; else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:
-runtime/schedule/scheduler.py, sequences.py.
+into an inbox; the thread takes them between two steps. However the thread ends, all waiting callers are told; when the
+device does not answer any more, the engine is dead and says why. Read next: steps.py, live_requests.py.
 """
 
 from __future__ import annotations
@@ -20,24 +16,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mllm_compile.engine import end_errors
-from mllm_compile.engine.outputs import FinishReason
-from mllm_compile.engine.sequences import Sequence, StepSink, Submission
+from mllm_compile.engine.live_requests import LiveRequests
+from mllm_compile.engine.sequences import StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
-from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.engine.steps import Steps, StepSubmitter
+from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
-from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.step.output import StepOutput
 
 if TYPE_CHECKING:
-    from mllm_compile.adapters.peft_folder import Matrices
-    from mllm_compile.adapters.registry import Adapter
     from mllm_compile.engine.adapter_queue import AdapterParts, AdapterQueue
 
 logger = logging.getLogger("mllm_compile.engine")
@@ -51,31 +42,6 @@ _CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
 
 def _nothing() -> None:
     """The default of an optional callback."""
-
-
-class StepHandle(Protocol):
-    """A step that was launched."""
-
-    def wait(self) -> StepOutput:
-        """Blocks until its tokens are on the host; raises the device's errors."""
-
-
-class StepSubmitter(Protocol):
-    """Runs steps in the order in which they are submitted; runtime/step/runner.py has the real one."""
-
-    def submit(self, batch: ScheduledBatch) -> StepHandle:
-        """Launches a step without waiting for it, nor for the one before.
-
-        Raises:
-            DeviceMemoryError: it does not fit; it has not happened, and later steps can.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    batch: ScheduledBatch
-    handle: StepHandle
-    launched: float  # time.monotonic() before its launch
 
 
 class _Call(Generic[T]):
@@ -132,7 +98,6 @@ class EngineCore:
         adapters: AdapterParts | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._check_device = check_device
         self._check_idle = check_idle
         self._prepare_thread = prepare_thread
         self._shutdown = shutdown
@@ -145,7 +110,6 @@ class EngineCore:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
         self._end_error: EngineDeadError | None = None  # set once: no step will run after it
-        self._unanswered: set[Submission] = set()  # taken, and not yet told their end
         self._is_closing = False
         self._giving_back = threading.RLock()
         self._closes_itself = False  # `close` was called on the engine's own thread
@@ -153,29 +117,13 @@ class EngineCore:
 
         # Used by the engine's thread alone.
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
-        self._in_flight: _Step | None = None
-        # time.monotonic() when the tokens of the last step came, or when there was work again after that.
-        self._busy_since = 0.0
-        # The last step, its result, and when its tokens came.
-        self._uncounted: tuple[ScheduledBatch, UpdateResult, float] | None = None
-        self._submissions: dict[str, Submission] = {}
-        self._live: dict[Request, Sequence] = {}  # what the scheduler holds
-        self._watched: dict[Request, Sequence] = {}  # running requests whose every token matters
-        # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
-        self._leaders: dict[Request, Submission] = {}
-
-        self._adapters = None if adapters is None else self._adapter_queue(adapters)
-        self._step_sink: StepSink | None = None
+        self._requests = LiveRequests(scheduler, self._recorder, self.post, adapters)
+        self._steps = Steps(scheduler, self._requests, self._recorder, check_device)
         self._stopped_unseen = end_errors.stopped_unseen()
 
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
         _cores.add(self)
-
-    def _adapter_queue(self, parts: AdapterParts) -> AdapterQueue:
-        from mllm_compile.engine.adapter_queue import AdapterQueue
-
-        return AdapterQueue(parts, self._post_if_alive, self._schedule, self._fail)
 
     def start(self) -> None:
         """Starts the thread; once, before anything else but `close`."""
@@ -190,7 +138,7 @@ class EngineCore:
 
     def tell_steps(self, sink: StepSink) -> None:
         """Tells `sink` of every step from now on; before the first submission."""
-        self._step_sink = sink
+        self._steps.sink = sink
 
     @property
     def end_error(self) -> EngineDeadError | None:
@@ -225,19 +173,19 @@ class EngineCore:
                 raise error.with_traceback(None)
             if self._is_closing:
                 raise end_errors.closed()
-            self._unanswered.update(arrived)
+            self._requests.arrive(arrived)
             self._inbox.append(lambda: self._admit(arrived))
             self._condition.notify()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests with finish_reason 'abort'; ids that are not, or no longer, there are passed over."""
         ids = list(request_ids)
-        self._post_if_alive(lambda: self._abort(ids))
+        self.post(lambda: self._requests.abort(ids))
 
     def withdraw(self, submissions: Iterable[Submission]) -> None:
         """Aborts these submissions of the caller's, never another request that has the same id."""
         withdrawn = list(submissions)
-        self._post_if_alive(lambda: self._withdraw(withdrawn))
+        self.post(lambda: self._requests.withdraw(withdrawn))
 
     def stats(self) -> EngineStats:
         """Figures as they are between two steps; after the end, the last ones.
@@ -255,28 +203,34 @@ class EngineCore:
         """
         self._call(self._scheduler.flush_prefix_cache)
 
-    def place_adapter(self, adapter: Adapter, matrices: Matrices) -> None:
-        """Brings an adapter to the device if there is room, between two steps.
+    @property
+    def adapters(self) -> AdapterQueue:
+        """The requests that wait for their adapters; for commands to the engine's thread."""
+        queue = self._requests.adapters
+        assert queue is not None, "an engine without adapters has no use for it"
+        return queue
+
+    def between_steps(self, function: Callable[[], T]) -> T:
+        """Runs a function on the engine's thread between two launches; a step may still be in flight.
 
         Raises:
             EngineDeadError: the engine is closed or dead.
-            Exception: what the device says.
+            Exception: the function's.
         """
-        queue = self._adapters
-        assert queue is not None, "an engine without adapters has none to place"
 
-        def place() -> None:
+        def alive() -> T:
             if self._end_error is not None:
                 raise self._end_error.with_traceback(None)
-            queue.place(adapter, matrices)
+            return function()
 
-        self._call(place)
+        return self._call(alive)
 
-    def retire_adapter(self, adapter: Adapter) -> None:
-        """Gives an adapter's place back when its last request has ended; no new one may name it."""
-        queue = self._adapters
-        if queue is not None:
-            self._post_if_alive(lambda: queue.retire(adapter))
+    def post(self, command: Callable[[], None]) -> None:
+        """Has the engine's thread run a command, later; none after its end."""
+        with self._condition:
+            if self.end_error is None:
+                self._inbox.append(command)
+                self._condition.notify()
 
     def close(self) -> None:
         """Aborts all requests, waits for the step in flight, ends the thread and gives memory back; once or often."""
@@ -311,12 +265,6 @@ class EngineCore:
         self._condition = threading.Condition()
         self._end_error = self._end_error or end_errors.forked()
 
-    def _post_if_alive(self, command: Callable[[], None]) -> None:
-        with self._condition:
-            if self.end_error is None:
-                self._inbox.append(command)
-                self._condition.notify()
-
     def _call(self, function: Callable[[], T]) -> T:
         self.check_process()  # a fork's copy of the figures and of the cache is nobody's
         call = _Call(function)
@@ -339,11 +287,11 @@ class EngineCore:
         try:
             self._prepare_thread()
             while self._take_commands():
-                self._step(runner)
-                if self._step_sink is not None:
-                    self._step_sink.flush()
-            self._finish_step_in_flight()
-            self._abort(list(self._submissions))
+                self._has_news |= self._steps.run(runner)
+                self._steps.flush()
+                self._log_figures()
+            self._steps.finish()
+            self._requests.abort_all()
             error = end_errors.closed()
         except EngineDeadError as dead:
             error = dead
@@ -355,8 +303,8 @@ class EngineCore:
         finally:
             # The error that callers get holds this frame, and the engine what prepared the thread.
             self._prepare_thread = _nothing
-            if self._adapters is not None:
-                self._adapters.close()
+            if self._requests.adapters is not None:
+                self._requests.adapters.close()
             del runner
             self._surely_end(error)
         if self._closes_itself:
@@ -364,14 +312,14 @@ class EngineCore:
 
     def _take_commands(self) -> bool:
         """Carries out callers' commands; blocks while idle. False: the engine is to end."""
-        has_work = self._in_flight is not None or self._scheduler.has_work()
+        has_work = self._steps.has_work()
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):
                 # Release the GIL first, so that the thread waiting for the last tokens runs.
                 self._condition.wait(_IDLE_GRACE_S)
             is_idle = not (has_work or self._inbox or self._is_closing)
         if is_idle:
-            self._count_step()
+            self._steps.count()
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
                 self._surely_could_go_on()
@@ -381,7 +329,7 @@ class EngineCore:
             self._inbox.clear()
             is_closing = self._is_closing
         if is_idle:
-            self._busy_since = time.monotonic()
+            self._steps.work_is_back()
         self._carry_out_commands()
         return not is_closing
 
@@ -395,15 +343,10 @@ class EngineCore:
         except MllmError as fault:
             raise end_errors.lost_while_idle(fault) from fault
 
-    def _count_step(self) -> None:
-        """Counts the last step in the figures, if it was not."""
-        step, self._uncounted = self._uncounted, None
-        if step is not None:
-            self._recorder.step_over(*step)
-
     def _figures(self) -> EngineStats:
-        self._count_step()
-        adapters = None if self._adapters is None else self._adapters.stats()
+        self._steps.count()
+        queue = self._requests.adapters
+        adapters = None if queue is None else queue.stats()
         return self._recorder.snapshot(self._scheduler.stats(), adapters)
 
     def _carry_out_commands(self) -> None:
@@ -425,240 +368,20 @@ class EngineCore:
             self._commands += self._inbox
             self._inbox.clear()
         with suppress(BaseException):
-            self._count_step()
+            self._steps.count()
         while self._commands:  # calls are answered; submissions are refused, now that _end_error is set
             with suppress(BaseException):
                 self._commands[0]()
             self._commands.popleft()
-        for submission in list(self._unanswered):
-            with suppress(BaseException):
-                self._fail(submission, error)
-            submission.engine_ended(error)  # for what could not be told as it should be
-            self._unanswered.discard(submission)
-        if self._step_sink is not None:
-            with suppress(BaseException):
-                self._step_sink.flush()
-        step, self._in_flight = self._in_flight, None
-        if step is not None:  # the memory that it works in is given back next
-            with suppress(BaseException):
-                _wait_quietly(step.handle)
+        self._requests.tell_all(error)
+        with suppress(BaseException):
+            self._steps.flush()
+        with suppress(BaseException):
+            self._steps.drop()  # the memory that it works in is given back next
 
     def _admit(self, submissions: list[Submission]) -> None:
-        for submission in submissions:
-            if self._end_error is not None:
-                return  # all that wait are told
-            if submission.request_id in self._submissions:
-                message = f"request id {submission.request_id!r} is in use; give each live request an id of its own"
-                submission.refuse(RequestError(message))
-                self._unanswered.discard(submission)
-            else:
-                self._submissions[submission.request_id] = submission
-                self._add_first(submission)
-
-    def _add_first(self, submission: Submission) -> None:
-        """Queues the completions of a new submission, siblings later where they can share the first one's prompt.
-
-        No more of them at once than can run: a later request waits for these, not for all that were asked for.
-        """
-        config = self._scheduler.config
-        shares = config.enable_prefix_cache and len(submission.prompt_token_ids) > config.page_size
-        if len(submission.sequences) > 1 and shares:
-            self._leaders[submission.sequences[0].request] = submission
-            self._queue(submission, 1)
-        else:
-            self._queue(submission, config.max_running_requests)
-
-    def _queue(self, submission: Submission, count: int) -> None:
-        """Queues up to `count` more of its completions."""
-        for _ in range(min(count, len(submission.unqueued))):
-            if submission.unqueued:  # else it failed with one of them
-                self._add(submission.unqueued.popleft())
-
-    def _add(self, sequence: Sequence) -> None:
-        adapter = sequence.submission.adapter
-        if adapter is None or self._adapters is None:
-            self._schedule(sequence)
-        else:
-            self._adapters.take(adapter, sequence)
-
-    def _schedule(self, sequence: Sequence) -> None:
-        request = sequence.request
-        try:
-            self._scheduler.add(request)
-        except RequestError as error:
-            self._fail(sequence.submission, error)
-            return
-        self._live[request] = sequence
-        if sequence.is_watched:
-            self._watched[request] = sequence
-
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            submission = self._submissions.get(request_id)
-            if submission is not None:
-                self._end_submission(submission, "abort")
-
-    def _withdraw(self, submissions: list[Submission]) -> None:
-        for submission in submissions:
-            if self._submissions.get(submission.request_id) is submission:
-                self._end_submission(submission, "abort")
-
-    def _fail(self, submission: Submission, error: MllmError) -> None:
-        submission.failure = error
-        self._end_submission(submission, "error")
-
-    def _end_submission(self, submission: Submission, reason: FinishReason) -> None:
-        """Ends every completion that still runs."""
-        submission.unqueued.clear()
-        for sequence in submission.sequences:
-            if sequence.finish_reason is None:
-                if sequence.request in self._live:  # else it was not queued yet
-                    self._scheduler.abort(sequence.request)
-                sequence.end(reason)
-                self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Forgets a completion whose end was told."""
-        request, submission = sequence.request, sequence.submission
-        self._live.pop(request, None)
-        self._watched.pop(request, None)
-        self._leaders.pop(request, None)
-        self._recorder.completion_ended(sequence.finish_reason or "error")
-        self._queue(submission, 1)
-        if submission.adapter is not None and self._adapters is not None:
-            self._adapters.leave(sequence)  # behind its sibling, which finds the adapter where it is
-        if submission.is_finished:
-            self._unanswered.discard(submission)
-            if self._submissions.get(submission.request_id) is submission:
-                del self._submissions[submission.request_id]
-
-    # --- steps --------------------------------------------------------------------------------------------------------
-
-    def _step(self, runner: StepSubmitter) -> None:
-        """Launches the next step, if there is one, then waits for the one before it."""
-        batch = self._scheduler.schedule()
-        launched = None
-        if batch is not None:
-            _forget_prompt_logprobs(batch)
-            now = time.monotonic()
-            try:
-                launched = _Step(batch, runner.submit(batch), now)
-            except Exception as error:
-                self._finish_step_in_flight()
-                self._steps_failed([batch], error)
-                return
-        previous, self._in_flight = self._in_flight, launched
-        if previous is not None:
-            self._finish_step(previous)
-            self._has_news = True
-        self._log_figures()
-
-    def _finish_step_in_flight(self) -> None:
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._finish_step(step)
-
-    def _finish_step(self, step: _Step) -> None:
-        """Waits for a step and hands its tokens out; the one launched after it stays in flight."""
-        self._count_step()  # the one before: this one's first tokens did not wait for that
-        batch = step.batch
-        try:
-            output = step.handle.wait()
-        except Exception as error:
-            lost = [batch]
-            later, self._in_flight = self._in_flight, None
-            if later is not None:
-                _wait_quietly(later.handle)
-                lost.append(later.batch)
-            self._steps_failed(lost, error)
-            return
-        now = time.monotonic()
-        host_seconds = max(step.launched - self._busy_since, 0.0)
-        self._scheduler.step_took(batch, now - self._busy_since - host_seconds, host_seconds)
-        self._busy_since = now
-        result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist(), output.runs)
-        output.record_logprobs(result.accepted, result.counts)
-        if self._step_sink is not None:
-            self._step_sink.on_step(batch, output, result)
-        for request in result.broken:
-            self._break(request)
-        if self._leaders:
-            self._release_siblings(batch, result.accepted)
-        if self._watched:
-            for index, row in enumerate(result.accepted):
-                sequence = self._watched.get(batch.requests[row])
-                if sequence is not None:
-                    num_dropped = self._advance(sequence)
-                    if num_dropped and result.counts is not None:
-                        result.counts[index] -= num_dropped
-        for request in result.finished:
-            sequence = self._live.get(request)
-            if sequence is not None:  # not watched, else it is gone already
-                sequence.end()
-                self._forget(sequence)
-        if self._step_sink is not None:
-            self._step_sink.flush()
-        self._scheduler.finish_update()  # while the threads that were told wake up
-        self._uncounted = batch, result, now
-
-    def _break(self, request: Request) -> None:
-        """Fails the submission of a request that the scheduler ended because it has no next token."""
-        if request.is_broken:
-            self._recorder.logits_were_no_numbers()
-        sequence = self._live.get(request)
-        if sequence is not None:
-            failure = end_errors.no_token(request)
-            logger.log(
-                logging.ERROR if request.is_broken else logging.INFO, "request %s: %s", request.request_id, failure
-            )
-            self._fail(sequence.submission, failure)
-
-    def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:
-        """Queues the siblings of every first completion that has its first token: the prompt's KV is cached before
-        they are scheduled."""
-        for row in accepted:
-            submission = self._leaders.pop(batch.requests[row], None)
-            if submission is not None:
-                self._queue(submission, self._scheduler.config.max_running_requests - 1)
-
-    def _advance(self, sequence: Sequence) -> int:
-        """Looks at a watched sequence's new tokens; how many were dropped behind a stop string."""
-        num_tokens = len(sequence.request.output_token_ids)
-        try:
-            stop_string = sequence.advance()
-        except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
-            failure = end_errors.no_text(error)
-            logger.warning("request %s: %s", sequence.request.request_id, failure)
-            self._fail(sequence.submission, failure)
-            return 0
-        if stop_string is not None:
-            self._scheduler.end_at(sequence.request, sequence.num_taken, stop_string)
-        if sequence.finish_reason is not None:
-            self._forget(sequence)
-        return num_tokens - len(sequence.request.output_token_ids)
-
-    # --- failures -----------------------------------------------------------------------------------------------------
-
-    def _steps_failed(self, batches: list[ScheduledBatch], error: Exception) -> None:
-        """Ends the requests of lost steps.
-
-        Raises:
-            EngineDeadError: the device does not answer any more.
-        """
-        shape = f"{batches[0].num_requests} requests and {batches[0].num_tokens} tokens"
-        logger.error("a step of %s failed", shape, exc_info=error)
-        end_errors.drop_locals(error)
-        lost = [request for batch in batches for request in self._scheduler.fail(batch)]
-        try:
-            self._check_device()
-        except Exception as fault:
-            raise end_errors.device_lost(shape, error, fault) from error
-        failure = end_errors.step_failed(shape, error)
-        for request in lost:
-            sequence = self._live.get(request)
-            if sequence is not None:
-                self._fail(sequence.submission, failure)
-        logger.warning("%d requests ended with an error; the engine goes on", len(lost))
+        if self._end_error is None:  # else all that wait are told
+            self._requests.admit(submissions)
 
     def _log_figures(self) -> None:
         now = time.monotonic()
@@ -679,18 +402,3 @@ def _cut_off() -> None:
 
 
 os.register_at_fork(after_in_child=_cut_off)
-
-
-def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
-    """Forgets a preempted prompt's scores: it is computed, and scored, from its start again."""
-    for request in batch.admitted:
-        if request.needs_prompt_logprobs:
-            request.prompt_logprobs.clear()
-
-
-def _wait_quietly(handle: StepHandle) -> None:
-    """Waits for a step whose result is of no use, so that nothing of it runs any more."""
-    try:
-        handle.wait()
-    except Exception as error:
-        logger.debug("the step after the failed one failed too: %s", error)

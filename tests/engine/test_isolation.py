@@ -108,7 +108,7 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
     engine = fake_engine(runner, shutdown=shutdown, **ROOM_FOR_ENDLESS)
     stream = engine.stream("abc", params(max_tokens=ENDLESS))
     next(stream)
-    engine.core._post_if_alive(engine.close)
+    engine.core.post(engine.close)
     until(lambda: events)
     assert events == [("mllm-engine", False)], "no step runs any more"
     assert list(stream)[-1].finish_reason == "abort"

@@ -61,7 +61,7 @@ def test_tokens_come_with_their_rows_and_no_request_is_watched_by_itself():
         for key, prompt in enumerate(prompts):
             assert front.tokens[key, 0] == expected_tokens(prompt, 7)
             assert front.ends[key].reasons == [("length", None)]
-        assert not engine.core._watched
+        assert not engine.core._requests._watched
 
 
 def test_each_completion_of_a_prompt_has_its_own_row_and_end():

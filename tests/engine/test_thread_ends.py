@@ -49,7 +49,7 @@ class Callers:
         ]
         until(lambda: runner.batches)
         self.calls.append(start(engine.flush_prefix_cache))
-        until(lambda: len(engine.core._unanswered) == 6)
+        until(lambda: len(engine.core._requests._unanswered) == 6)
         self._gate = runner.gate
 
     def results(self):
@@ -112,8 +112,8 @@ WAYS_TO_FAIL_WHILE_TELLING = {
     "the log": (loop.logger, "exception"),
     "the scheduler": ("core._scheduler", "abort"),
     "the figures": ("core._recorder", "completion_ended"),
-    "the ends": ("core", "_fail"),
-    "all of it": ("core", "_end_submission"),
+    "the ends": ("core._requests", "fail"),
+    "all of it": ("core._requests", "_end_submission"),
 }
 
 
@@ -158,7 +158,7 @@ def test_being_interrupted_while_telling_does_not_stop_it(monkeypatch):
 def test_a_thread_that_is_gone_without_a_word_takes_no_request():
     with fake_engine() as engine:
         engine.core._surely_end = lambda error: None
-        engine.core._post_if_alive(raises(SystemExit))
+        engine.core.post(raises(SystemExit))
         engine.core._thread.join(HANG_S)
         assert not engine.is_alive
         with pytest.raises(EngineDeadError, match="its reason could not be told"):
@@ -172,7 +172,7 @@ def test_a_command_behind_the_one_that_ended_the_thread_is_answered():
         runner.gate.clear()
         busy, _ = start(engine.generate, "abc", params())
         until(lambda: len(runner.batches) == 2)
-        engine.core._post_if_alive(raises(Panic))
+        engine.core.post(raises(Panic))
         late = [start(engine.generate, [7], params()), start(engine.stats)]
         until(lambda: len(engine.core._inbox) == 3)
         runner.gate.set()
