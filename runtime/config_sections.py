@@ -27,6 +27,9 @@ Switch = Literal[
     "paged_attention",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
+# The scores whose softmax log-probabilities are of: the model's logits, those over the temperature, what the draw has.
+LogprobsMode = Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dflash", "mtp"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]
@@ -73,6 +76,7 @@ class RuntimeSection:
     expert_stats: bool
     skip_compiled: bool
     seed: int
+    logprobs_mode: LogprobsMode
     max_step_ms: MaxStepMs
     cascade_attention: bool
     without: tuple[Switch, ...]

@@ -13,10 +13,11 @@ import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
+from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.process.log_lines import start_log
+from mllm_compile.runtime.config_sections import LOGPROBS_MODES
 
 if TYPE_CHECKING:
     from mllm_compile.server.options import ServeOptions
@@ -98,6 +99,10 @@ def serve_command(
             "--allow-runtime-lora", help="Clients may load adapters of this machine's folders, and unload them."
         ),
     ] = False,
+    logprobs_mode: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
+    ] = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -107,7 +112,8 @@ def serve_command(
     source = with_speculative(config_or_runtime(model), speculative_config)
     own = 0 if isinstance(source, Path) else source.lora.max_adapters
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
-    source = with_lora(source, lora)
+    runtime = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
+    source = with_runtime(with_lora(source, lora), runtime)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
@@ -139,6 +145,7 @@ def serve_command(
         speculative=speculative_config,
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
+        runtime=runtime,
     )
     if isinstance(source, EngineConfig):
         check_adapters(source, options)

@@ -27,7 +27,7 @@ from mllm_compile.config.names import check_adapter_name, is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
-from mllm_compile.runtime.config_sections import DtypeName, GraphMode, SpeculativeMethod, Switch
+from mllm_compile.runtime.config_sections import DtypeName, GraphMode, LogprobsMode, SpeculativeMethod, Switch
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 MAX_PAGE_SIZE = 256
@@ -218,6 +218,10 @@ class RuntimeConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of requests that bring none, and of dummy weights."""
+
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """Distribution of the log-probabilities of requests that name none: the model's own (raw), after bias, penalties
+    and temperature (tempered), or that of the draw, after filters too (processed)."""
 
     @field_validator("without")
     @classmethod

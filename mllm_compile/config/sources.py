@@ -105,6 +105,21 @@ def with_lora(source: EngineConfig | Path, keys: Mapping[str, Any]) -> EngineCon
     return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"lora": section})
 
 
+def with_runtime(source: EngineConfig | Path, keys: Mapping[str, Any]) -> EngineConfig | Path:
+    """The source with these keys in its section `runtime`, which options of their names give.
+
+    Raises:
+        ConfigError: a key is wrong, or the source is a runtime's folder: its config is fixed.
+    """
+    if not keys:
+        return source
+    if isinstance(source, Path):
+        option = f"--{next(iter(keys)).replace('_', '-')}"
+        raise ConfigError(f"{option}: {source} is a compiled runtime, whose config it has; give its model")
+    section = source.runtime.model_dump(exclude_unset=True) | dict(keys)
+    return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"runtime": section})
+
+
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     Raises:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from mllm_compile.engine import end_errors
 from mllm_compile.engine.outputs import (
     CompletionOutput,
@@ -114,6 +116,8 @@ class StreamBuilder:
             output.logprobs = (output.logprobs or []) + [self._scores.as_dict(entry) for entry in delta.logprobs]
             new = sum(entry.logprob for entry in delta.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + new
+        if self._submission.params.has_sampling_mask:
+            output.sampling_mask = (output.sampling_mask or []) + _masks(delta.logprobs)
 
     def _text(self, delta: Delta) -> str:
         detokenizer = self._detokenizers[delta.index]
@@ -162,7 +166,13 @@ def _completion(sequence: Sequence, decoder: Decoder | None, scores: _ScoreReade
     if params.logprobs is not None:
         output.logprobs = [scores.as_dict(entry) for entry in request.output_logprobs]
         output.cumulative_logprob = sum(entry.logprob for entry in request.output_logprobs)
+    if params.has_sampling_mask:
+        output.sampling_mask = _masks(request.output_logprobs)
     return output
+
+
+def _masks(scores: Seq[TokenScores]) -> list[np.ndarray]:
+    return [one.kept for one in scores if one.kept is not None]
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:

@@ -67,6 +67,8 @@ class CompletionOutput:
         token_ids: every sampled token, also the one that ended the completion.
         cumulative_logprob: sum of the sampled tokens' log-probabilities, if asked for.
         logprobs: for each token a mapping of ids, the sampled one and alternatives; None unless asked for.
+        sampling_mask: for each token the ids that the filters kept, [≤ V] int32 ascending; None unless asked for, and
+            where the request has no filter.
         finish_reason: None while it runs; "error" when it was refused or a step failed.
         stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
     """
@@ -76,6 +78,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[Mapping[int, Logprob]] | None = None
+    sampling_mask: list[np.ndarray] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

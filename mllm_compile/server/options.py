@@ -38,6 +38,7 @@ class ServeOptions:
         speculative: --speculative-config; None: as the config says.
         lora: keys of the section lora that options give.
         allow_runtime_lora: clients may load and unload adapters.
+        runtime: keys of the section runtime that options give.
     """
 
     model: str
@@ -64,6 +65,7 @@ class ServeOptions:
     speculative: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
     allow_runtime_lora: bool = False
+    runtime: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

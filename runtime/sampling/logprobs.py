@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens and of the most probable ones, under the model's own distribution.
+"""Log-probabilities of given tokens and of the most probable ones: the log-softmax of scores.
 
-"Raw" as vLLM's default: of the logits as the model gave them, before bias, penalties, temperature and filters. Used for
-sampled tokens and, with the next prompt token as the target of each row, for prompts.
+A sampled token is scored by its request's mode (scored.py), and a prompt by the model's logits, with the next prompt
+token as the target of each row.
 
 Shape legend: S rows, V vocab, K alternatives.
 """

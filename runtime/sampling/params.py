@@ -13,6 +13,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mllm_compile.runtime.config_sections import LOGPROBS_MODES, LogprobsMode
 from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.short_repr import short_repr
@@ -124,8 +125,12 @@ class SamplingParams:
         max_tokens: Most output tokens; None: as many as the context leaves.
         ignore_eos: Go on after the end-of-sequence token.
         logprobs: Return the log-probability of each output token and of this many alternatives, 0 to 20; -1: of the
-            whole vocabulary, up to 256 MiB. They are the model's own, before all of the above.
-        prompt_logprobs: The same for the prompt's tokens but the first; 0 to 20.
+            whole vocabulary, up to 256 MiB.
+        logprobs_mode: Their distribution: "raw_logprobs" the model's own, before all of the above,
+            "tempered_logprobs" after all but the filters, "processed_logprobs" after all of it; None: as the engine's
+            runtime.logprobs_mode says.
+        return_sampling_mask: Return the tokens that the filters kept, with each token's log-probability.
+        prompt_logprobs: Raw log-probabilities of the prompt's tokens but the first, and alternatives; 0 to 20.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Make text; stop needs it.
         structured_outputs: The form of the output. Refused beside ignore_eos, allowed_token_ids and bad_words.
@@ -153,6 +158,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None
+    return_sampling_mask: bool = False
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -211,7 +218,12 @@ class SamplingParams:
         hint = "Use -1 for the whole vocabulary, None for none."
         self._integer("logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, hint=hint)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
-        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
+            raise refused("logprobs_mode", f"{', '.join(LOGPROBS_MODES)} or None", self.logprobs_mode)
+        if self.return_sampling_mask and self.logprobs is None:
+            raise refused("return_sampling_mask", "logprobs beside it", self.logprobs, "Ask for logprobs=0.")
+        flags = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+        for field in (*flags, "return_sampling_mask"):
             if not isinstance(getattr(self, field), bool):
                 raise refused(field, "True or False", getattr(self, field))
         if self.stop and not self.detokenize:
@@ -232,6 +244,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True if each token is the most probable one, with no draw."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_sampling_mask(self) -> bool:
+        """True if the kept tokens are returned, and are not the whole vocabulary."""
+        is_filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.return_sampling_mask and is_filtered and not self.is_greedy
 
     @property
     def has_penalties(self) -> bool:

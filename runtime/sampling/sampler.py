@@ -26,6 +26,7 @@ from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE, NO_TOKEN, NONE_ALLOWED
 from mllm_compile.runtime.sampling.penalties import PenaltyParams, apply_penalties
+from mllm_compile.runtime.sampling.scored import DrawScores
 from mllm_compile.runtime.sampling.state import RowParams, SamplingFlags, SamplingState
 from mllm_compile.runtime.sampling.token_masks import TokenMask
 
@@ -38,12 +39,14 @@ class SamplerOutput:
 
     Attributes:
         token_ids: [S] int64, each under V, or NO_TOKEN or NONE_ALLOWED.
-        logprobs: Of token_ids and flags.max_logprobs alternatives, by the model's own distribution; None when
-            flags.max_logprobs is.
+        logprobs: Of token_ids and flags.max_logprobs alternatives, by the modes of rows; None when flags.max_logprobs
+            is.
+        scores: The scores of the draw.
     """
 
     token_ids: torch.Tensor
     logprobs: TokenLogprobs | None
+    scores: DrawScores
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,14 @@ class Sampler:
             drafted: [S, K] int64, of a verify step: the drafted tokens that a row stands behind, NO_TOKEN behind them.
                 Then the tokens are counted by `record_runs`, once it is known which are accepted.
         """
-        token_ids = self._choose(logits, state, rows, flags, positions, mask, drafted)
+        token_ids, scores = self._choose(logits, state, rows, flags, positions, mask, drafted)
         if flags.changes_logits or mask is not None:
             are_forbidden = (token_ids == NO_TOKEN) & _is_finite(logits.amax(dim=-1))
             token_ids = torch.where(are_forbidden, NONE_ALLOWED, token_ids)
-        logprobs = None if flags.max_logprobs is None else token_logprobs(logits, token_ids, flags.max_logprobs)
-        return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
+        logprobs = None
+        if flags.max_logprobs is not None:
+            logprobs = token_logprobs(state.scored(scores, rows), token_ids, flags.max_logprobs)
+        return SamplerOutput(token_ids=token_ids, logprobs=logprobs, scores=scores)
 
     def _choose(
         self,
@@ -116,9 +121,13 @@ class Sampler:
         positions: torch.Tensor,
         mask: TokenMask | None,
         drafted: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, DrawScores]:
+        given, filtered = logits, None
         if flags.all_greedy and not flags.changes_logits:
-            return _most_probable(self._pieces, logits if mask is None else mask.forbid_others(logits))
+            if flags.modes and flags.modes != ("raw_logprobs",):
+                state.flush()
+            logits = logits if mask is None else mask.forbid_others(logits)
+            return _most_probable(self._pieces, logits), DrawScores(given, logits)
         state.flush()
         params = state.gather(rows)
         if flags.changes_logits:
@@ -128,7 +137,7 @@ class Sampler:
         if flags.all_greedy:
             token_ids = _most_probable(self._pieces, logits)
         else:
-            token_ids = _draw(
+            token_ids, filtered = _draw(
                 self._pieces,
                 logits,
                 params.temperature,
@@ -144,7 +153,7 @@ class Sampler:
             state.counts.record(params.count_row, token_ids.clamp(min=0))
         if flags.needs_bad_words and drafted is None:
             state.phrases.record(params.rows, token_ids.clamp(min=0))
-        return token_ids
+        return token_ids, DrawScores(given, logits, filtered)
 
     def record_runs(
         self,
@@ -202,7 +211,7 @@ def sample_tokens(
     if positions is None:
         positions = torch.zeros_like(seeds)
     is_greedy = temperatures < GREEDY_TEMPERATURE
-    drawn = _draw(
+    drawn, _ = _draw(
         pieces,
         logits,
         torch.where(is_greedy, 1.0, temperatures),
@@ -274,12 +283,13 @@ def _draw(
     log_min_ps: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-) -> torch.Tensor:
-    """One token a row from what temperature and filters leave, or NO_TOKEN. [S, V] → [S] int64."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One token a row from what temperature and filters leave, or NO_TOKEN; and DrawScores.filtered.
+    [S, V] → [S] int64."""
     is_filtered = top_ks is not None or top_ps is not None or log_min_ps is not None
     # Logits with penalties or biases are float32, whatever the type of the program's own logits is.
     if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
-        return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
+        return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0], None
     scores = padded_scores(logits, temperatures)
     has_token = _is_finite(scores.amax(dim=-1))  # of NaN torch makes NaN
     if is_filtered:
@@ -290,7 +300,7 @@ def _draw(
         drawn = draw_tokens(scores, seeds, positions)
     else:
         drawn = pieces.from_scores([scores, seeds.long(), positions.long()])[0]
-    return torch.where(has_token, drawn, NO_TOKEN)
+    return torch.where(has_token, drawn, NO_TOKEN), scores if is_filtered else None
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:

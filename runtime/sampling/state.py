@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mllm_compile.runtime.config_sections import LOGPROBS_MODES, LogprobsMode
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.lora.rows import AdapterRows
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.penalties import TokenCounts
+from mllm_compile.runtime.sampling.scored import DrawScores
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases, TokenBiases
 
 # Parameters in two tables, and what those hold for a row without a request: greedy, everything off. Temperature and
@@ -43,8 +45,9 @@ SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_gree
 class SamplingFlags:
     """The features that some running request uses: they decide which operations a step has, never a row's result.
 
-    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities. The step
-    runner computes log-probabilities of the whole vocabulary (`needs_all_logprobs`) for the rows that want them alone.
+    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities; `modes` are
+    of the requests that do. The step runner computes log-probabilities of the whole vocabulary (`needs_all_logprobs`),
+    and kept tokens (`needs_masks`), for the rows that want them alone.
     The default is a greedy step; SamplingFlags(all_greedy=False) serves any mix of greedy and plain temperature rows.
     """
 
@@ -59,7 +62,9 @@ class SamplingFlags:
     needs_top_p: bool = False
     needs_min_p: bool = False
     max_logprobs: int | None = None
+    modes: tuple[LogprobsMode, ...] = ()
     needs_all_logprobs: bool = False
+    needs_masks: bool = False
 
     @property
     def needs_filters(self) -> bool:
@@ -138,6 +143,9 @@ class SamplingState:
         self._active: dict[int, tuple[SamplingParams, list[str]]] = {}  # with its features
         self._uses: Counter[str] = Counter()  # feature → active rows that use it
         self._num_logprobs: Counter[int] = Counter()  # alternatives → active rows that want as many
+        self._num_modes: Counter[LogprobsMode] = Counter()  # mode → active rows that want log-probabilities by it
+        self._host_modes = np.zeros(max_reqs, np.int64)  # index into LOGPROBS_MODES
+        self._modes = upload(self._host_modes.copy(), self.device)
 
     def set_request(
         self,
@@ -149,6 +157,7 @@ class SamplingState:
         output_token_ids: Sequence[int] = (),
         stop_ids: Collection[int] = (),
         bad_phrases: Sequence[Sequence[int]] = (),
+        default_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """Take over the parameters of a request that was admitted, or re-admitted after a preemption.
 
@@ -163,6 +172,7 @@ class SamplingState:
             output_token_ids: Already generated, when it was preempted; penalties and bad_words look at them.
             stop_ids: Tokens that min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
             bad_phrases: The tokens of params.bad_words, none of them empty.
+            default_mode: Used when params.logprobs_mode is None.
         """
         if row in self._active:
             self._release(row)
@@ -170,20 +180,24 @@ class SamplingState:
         count_row = self.counts.allocate(prompt_token_ids, output_token_ids) if params.has_penalties else 0
         self._host_floats[row] = (
             1.0 if is_greedy else params.temperature,
-            params.top_p,
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            1.0 if is_greedy else params.top_p,
+            math.log(params.min_p) if params.min_p > 0 and not is_greedy else -math.inf,
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
         )
         seed = default_seed if params.seed is None else params.seed
-        self._host_ints[row] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
+        top_k = 0 if is_greedy else params.top_k
+        self._host_ints[row] = (seed, top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
         features = _features(params)
         self._active[row] = params, features  # from here on what fails is taken back when the row has another request
         for feature in features:
             self._uses[feature] += 1
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] += 1
+            mode = params.logprobs_mode or default_mode
+            self._num_modes[mode] += 1
+            self._host_modes[row] = LOGPROBS_MODES.index(mode)
         self._changed()
         if params.logit_bias is not None:
             self.biases.set(row, params.logit_bias)
@@ -219,6 +233,8 @@ class SamplingState:
             )
         self._floats.copy_(upload(_transposed(self._host_floats), self.device))
         self._ints.copy_(upload(_transposed(self._host_ints), self.device))
+        if len(self.flags.modes) > 1:
+            self._modes.copy_(upload(self._host_modes.copy(), self.device))
         self._is_stale = False
 
     @property
@@ -232,12 +248,21 @@ class SamplingState:
         ints = dict(zip(_NEUTRAL_INTS, self._ints[:, rows].unbind(0), strict=True))
         return RowParams(rows=rows, **floats, **ints)
 
+    def scored(self, scores: DrawScores, rows: torch.Tensor) -> torch.Tensor:
+        """The scores that log-probabilities of these rows are of, [S, V]. Rows [S] int64, as of the last flush."""
+        modes = self.flags.modes
+        if modes == ("raw_logprobs",):
+            return scores.logits
+        return scores.of_modes(modes, self._modes[rows], self._floats[TEMPERATURE][rows])
+
     def _release(self, row: int) -> None:
         params, features = self._active.pop(row)
         for feature in features:
             self._uses[feature] -= 1
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] -= 1
+            self._num_modes[LOGPROBS_MODES[self._host_modes[row]]] -= 1
+            self._host_modes[row] = 0
         if params.has_penalties:
             self.counts.free(int(self._host_ints[row, list(_NEUTRAL_INTS).index("count_row")]))
         if params.logit_bias is not None:
@@ -276,7 +301,9 @@ class SamplingState:
             needs_top_p=uses["top_p"] > 0,
             needs_min_p=uses["min_p"] > 0,
             max_logprobs=max((number for number, rows in self._num_logprobs.items() if rows), default=None),
+            modes=tuple(mode for mode in LOGPROBS_MODES if self._num_modes[mode]),
             needs_all_logprobs=uses["all_logprobs"] > 0,
+            needs_masks=uses["masks"] > 0,
         )
 
 
@@ -296,6 +323,7 @@ def _features(params: SamplingParams) -> list[str]:
         "allowed": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "all_logprobs": params.logprobs == ALL_LOGPROBS,
+        "masks": params.has_sampling_mask,
         "top_k": is_random and params.top_k > 0,
         "top_p": is_random and params.top_p < 1,
         "min_p": is_random and params.min_p > 0,

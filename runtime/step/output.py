@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities of one position, by the model's own distribution.
+    """Log-probabilities of one position, by the distribution that the request's logprobs_mode says.
 
     Attributes:
         token_id: the token that was sampled, or is in the prompt.
@@ -26,6 +26,7 @@ class TokenScores:
         rank: 1 when no token is likelier.
         top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.
         of_all: [V] float32, log-probabilities by token id, if the whole vocabulary's were asked for.
+        kept: ids of the tokens that filters kept, [≤ V] int32 ascending, if they were asked for.
     """
 
     token_id: int
@@ -33,6 +34,7 @@ class TokenScores:
     rank: int
     top: tuple[tuple[int, float], ...]
     of_all: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +47,10 @@ class ScoreTable:
     top_token_ids: np.ndarray  # [N, K] int64
     top_logprobs: np.ndarray  # [N, K] float32
 
-    def row(self, index: int, num_top: int, of_all: np.ndarray | None = None) -> TokenScores:
-        """One token's scores with its `num_top` alternatives, and the whole vocabulary's ([V])."""
+    def row(
+        self, index: int, num_top: int, of_all: np.ndarray | None = None, kept: np.ndarray | None = None
+    ) -> TokenScores:
+        """One token's scores with its `num_top` alternatives, the whole vocabulary's ([V]), and kept tokens' bits."""
         return TokenScores(
             token_id=int(self.token_ids[index]),
             logprob=float(self.logprobs[index]),
@@ -59,6 +63,7 @@ class ScoreTable:
                 )
             ),
             of_all=of_all,
+            kept=None if kept is None else np.flatnonzero(np.unpackbits(kept)).astype(np.int32),
         )
 
 
@@ -76,6 +81,7 @@ class StepOutput:
         prompt_scores: prompt tokens' scores, None when no row of the step has any.
         prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
         all_scores: row of `scores` → log-probabilities of the whole vocabulary, [V] float32, for requests that asked.
+        kept: row of `scores` → a bit for each token that filters kept, for requests that asked.
         runs: all tokens of a verify step; None: each row has one.
     """
 
@@ -86,6 +92,7 @@ class StepOutput:
     prompt_scores: ScoreTable | None
     prompt_rows: np.ndarray
     all_scores: dict[int, np.ndarray] = field(default_factory=dict)
+    kept: dict[int, np.ndarray] = field(default_factory=dict)
     runs: TokenRuns | None = None
 
     @property
@@ -122,5 +129,5 @@ class StepOutput:
                 if request.params.logprobs is not None:
                     num_top = max(request.params.logprobs, 0)
                     for index in range(first, first + count):
-                        scores = self.scores.row(index, num_top, self.all_scores.get(index))
+                        scores = self.scores.row(index, num_top, self.all_scores.get(index), self.kept.get(index))
                         request.output_logprobs.append(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,22 @@ from mllm_compile.runtime.step.plan import StepPlan
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import HostSlot
 
-AllScores = tuple[np.ndarray, torch.Tensor]  # which of the sampled tokens [F], and [F, V] of each
+ForSome = tuple[np.ndarray, torch.Tensor]  # which of the sampled tokens [F], and [F, …] of each
+
+
+@dataclass(frozen=True, slots=True)
+class SampledScores:
+    """Scores of a step's sampled tokens on the device, as far as requests want them.
+
+    Attributes:
+        table: of each token.
+        of_all: [F, V] float32 log-probabilities of the whole vocabulary.
+        kept: [F, ⌈V / 8⌉] uint8: a bit for each token that filters kept (scored.packed_bits).
+    """
+
+    table: TokenLogprobs | None = None
+    of_all: ForSome | None = None
+    kept: ForSome | None = None
 
 
 class StepResults:
@@ -29,21 +45,19 @@ class StepResults:
         self,
         buffer: StagingBuffer | HostSlot,
         tokens: np.ndarray | None,
-        scores: TokenLogprobs | None,
+        scores: SampledScores,
         prompt_scores: TokenLogprobs | None = None,
-        all_scores: AllScores | None = None,
     ) -> None:
         """
         Args:
             buffer: the host's memory of the step.
             tokens: [S] int64, a part of it that is being written; of a verify step AcceptedTokens.packed.
-            all_scores: as StepSampling.score_all gives them.
         """
         self._buffer = buffer
         self._tokens = tokens
-        self._scores = None if scores is None else _download(scores)
+        self._scores = None if scores.table is None else _download(scores.table)
         self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
-        self._all_scores = None if all_scores is None else (all_scores[0], _to_host([all_scores[1]])[0])
+        self._of_all, self._kept = _download_some(scores.of_all), _download_some(scores.kept)
         self._buffer.record()
 
     @property
@@ -58,11 +72,11 @@ class StepResults:
 
     def fetch_all(self) -> dict[int, np.ndarray]:
         """Scores of the whole vocabulary by sampled token: [V] float32, to be kept. Called after `fetch`."""
-        if self._all_scores is None:
-            return {}
-        places, scores = self._all_scores
-        # Copies: the whole step's pinned memory would stay with one of them.
-        return {place: scores[index].numpy().copy() for index, place in enumerate(places.tolist())}
+        return _by_token(self._of_all)
+
+    def fetch_kept(self) -> dict[int, np.ndarray]:
+        """SampledScores.kept by sampled token, likewise."""
+        return _by_token(self._kept)
 
     def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
         """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
@@ -128,6 +142,7 @@ class StepHandle:
             prompt_scores=_table(targets, prompt_scores, plan.score_indices),
             prompt_rows=plan.prompt_rows,
             all_scores=self._results.fetch_all(),
+            kept=self._results.fetch_kept(),
         )
 
 
@@ -162,6 +177,17 @@ def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, ro
 def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
     """Copies on the host in ScoreTable's order, in flight until the stream gets there; CPU tensors as they are."""
     return _to_host([scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs])
+
+
+def _download_some(scores: ForSome | None) -> ForSome | None:
+    return None if scores is None else (scores[0], _to_host([scores[1]])[0])
+
+
+def _by_token(scores: ForSome | None) -> dict[int, np.ndarray]:
+    """Copies by sampled token: a view would keep the whole step's pinned memory."""
+    if scores is None:
+        return {}
+    return {place: scores[1][index].numpy().copy() for index, place in enumerate(scores[0].tolist())}
 
 
 def _to_host(columns: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ Shape legend: S sampled rows, N prompt positions, V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,14 +21,15 @@ from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.sampling.acceptance import AcceptedTokens, accept, accept_synthetically, drafted_before
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
-from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.sampling.scored import DrawScores, packed_bits
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.grammar_rows import GrammarRows, SampledStep
 from mllm_compile.runtime.step.plan import RunPlan, StepPlan
-from mllm_compile.runtime.step.results import AllScores, StepHandle, StepResults
+from mllm_compile.runtime.step.results import ForSome, SampledScores, StepHandle, StepResults
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class StepSampling:
                 output_token_ids=request.output_token_ids,
                 stop_ids=request.stop_ids if request.grammar is None else (),  # the grammar's mask forbids them
                 bad_phrases=request.bad_phrases,
+                default_mode=self._runner.config.runtime.logprobs_mode,
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
@@ -117,7 +120,8 @@ class StepSampling:
         mask: TokenMask | None,
     ) -> StepResults:
         """Chooses the tokens of `sampled_rows` (StepFields.sampled); scores prompts, which need `fields`."""
-        tokens = scores = prompt_scores = all_scores = accepted = None
+        tokens = prompt_scores = accepted = None
+        scores = SampledScores()
         logits = output.next_token_logits
         if plan.sampled.size:
             rows, positions = sampled_rows
@@ -126,8 +130,8 @@ class StepSampling:
             else:
                 drafted = self._drafted_before(plan, fields, rows.shape[0])
                 sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask, drafted)
-                tokens, scores = sampled.token_ids, sampled.logprobs
-                all_scores = self.score_all(batch, plan, logits)
+                tokens = sampled.token_ids
+                scores = self._scores(batch, plan, sampled.logprobs, sampled.scores, rows)
         kept_rows, newest = sampled_rows[0], tokens
         if tokens is not None and plan.runs is not None and fields is not None:
             kept_rows, accepted = self._accept(plan.runs, fields, sampled_rows, tokens, mask)
@@ -140,7 +144,7 @@ class StepSampling:
         token_ids = None
         if tokens is not None:
             token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
-        results = StepResults(buffer, token_ids, scores, prompt_scores, all_scores)
+        results = StepResults(buffer, token_ids, scores, prompt_scores)
         if newest is not None:  # behind what the host waits for
             self._keep_tokens(kept_rows, newest)
             if not output.is_partial_vocab:
@@ -151,7 +155,7 @@ class StepSampling:
 
     def sample_captured(
         self, batch: ScheduledBatch, plan: StepPlan, step: CapturedVerify, loop: VerifyLoop, mask: TokenMask | None
-    ) -> tuple[TokenLogprobs | None, AllScores | None]:
+    ) -> SampledScores:
         """Chooses the tokens of a captured verify step in place of its graph, and accepts by them; their scores."""
         flags, count = self.state.flags, batch.num_requests
         places = torch.arange(step.rows.shape[0], device=step.rows.device).view(count, -1)
@@ -162,14 +166,17 @@ class StepSampling:
         tokens = sampled.token_ids.view(places.shape)
         accepted = loop.accept(tokens, None if mask is None else mask.draft_ids)
         self._sampler.record_runs(self.state, step.rows[places[:, 0]], flags, *accepted)
-        return sampled.logprobs, self.score_all(batch, plan, step.logits)
+        return self._scores(batch, plan, sampled.logprobs, sampled.scores, step.rows)
 
     def score(
-        self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[TokenLogprobs | None, AllScores | None]:
-        """Scores of tokens [S] that a graph has chosen of logits [S, V], as far as requests want them."""
+        self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
+    ) -> SampledScores:
+        """Scores of tokens [S] that a graph has chosen of logits [S, V], as far as the requests of `rows` want them."""
         most = self.state.flags.max_logprobs
-        return None if most is None else token_logprobs(logits, tokens, most), self.score_all(batch, plan, logits)
+        if most is None:
+            return SampledScores()
+        scores = DrawScores(logits, logits)  # a graph chooses plainly
+        return self._scores(batch, plan, token_logprobs(self.state.scored(scores, rows), tokens, most), scores, rows)
 
     def follow(self, plan: StepPlan, output: LogitsProcessorOutput, fields: StepFields[torch.Tensor]) -> None:
         """Launches what ranks do together behind the model, on a rank that follows."""
@@ -185,14 +192,25 @@ class StepSampling:
                 torch.empty(plan.runs.requests.size, dtype=torch.int64, device=self._last_tokens.device)
             )
 
-    def score_all(self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor) -> AllScores | None:
-        """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""
-        if not self.state.flags.needs_all_logprobs:
-            return None
-        of_requests = [batch.requests[row].params.logprobs == ALL_LOGPROBS for row in plan.sampled.tolist()]
-        wanted = np.flatnonzero(of_requests)
-        indices = upload(plan.token_indices[wanted], logits.device)
-        return wanted, all_logprobs(logits.index_select(0, indices))
+    def _scores(
+        self,
+        batch: ScheduledBatch,
+        plan: StepPlan,
+        table: TokenLogprobs | None,
+        scores: DrawScores,
+        rows: torch.Tensor,
+    ) -> SampledScores:
+        """The table, and what is of the whole vocabulary, for the sampled rows that want it."""
+        flags, of_all, kept = self.state.flags, None, None
+        if flags.needs_all_logprobs:
+            scored = self.state.scored(scores, rows)
+            wanted, part = _rows_of(batch, plan, scored, lambda params: params.logprobs == ALL_LOGPROBS)
+            of_all = wanted, all_logprobs(part)
+        if flags.needs_masks and scores.filtered is not None:
+            filtered = scores.filtered[:, : scores.logits.shape[1]]
+            wanted, part = _rows_of(batch, plan, filtered, lambda params: params.has_sampling_mask)
+            kept = wanted, packed_bits(part > -torch.inf)
+        return SampledScores(table, of_all, kept)
 
     def launched(self, handle: StepHandle) -> None:
         """Notes the step that was launched last."""
@@ -243,6 +261,14 @@ class StepSampling:
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
+
+
+def _rows_of(
+    batch: ScheduledBatch, plan: StepPlan, values: torch.Tensor, is_wanted: Callable[[SamplingParams], bool]
+) -> ForSome:
+    """The sampled tokens whose requests want it, and their rows of values [S, …]."""
+    wanted = np.flatnonzero([is_wanted(batch.requests[row].params) for row in plan.sampled.tolist()])
+    return wanted, values.index_select(0, upload(plan.token_indices[wanted], values.device))
 
 
 def _runs_of(runs: RunPlan, fields: StepFields[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -275,6 +275,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "skip_compiled": True,
         "state_dtype": "bfloat16",
         "seed": 7,
+        "logprobs_mode": "processed_logprobs",
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}

@@ -129,6 +129,7 @@ DEFAULTS = RuntimeSection(
     expert_stats=False,
     skip_compiled=False,
     seed=0,
+    logprobs_mode="raw_logprobs",
 )
 
 

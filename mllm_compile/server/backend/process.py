@@ -253,13 +253,14 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
     )
 
 
-def _make_engine(model: str, speculative: str, lora: str) -> MakeEngine:
+def _make_engine(model: str, speculative: str, lora: str, runtime: str) -> MakeEngine:
     def make(reporter: Reporter) -> Engine:
-        from mllm_compile.config.sources import config_or_runtime, with_lora, with_speculative
+        from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
         from mllm_compile.engine.engine import Engine
 
         source = with_speculative(config_or_runtime(model), speculative or None)
-        return Engine(with_lora(source, json.loads(lora)), reporter=reporter)
+        source = with_runtime(with_lora(source, json.loads(lora)), json.loads(runtime))
+        return Engine(source, reporter=reporter)
 
     return make
 
@@ -273,8 +274,8 @@ def channel_at(descriptor: str) -> Channel:
 
 def main() -> None:
     """Entry point of the process: MODEL, the channel's descriptor, how much to show, the format of lines,
-    --speculative-config or nothing, and the keys of the section lora that options give."""
-    model, descriptor, how, log, speculative, lora = sys.argv[1:]
+    --speculative-config or nothing, and the keys of the sections lora and runtime that options give."""
+    model, descriptor, how, log, speculative, lora, runtime = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     reporter: Reporter = NullReporter()
@@ -283,7 +284,7 @@ def main() -> None:
     elif how != "quiet":
         reporter = reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
-        code = EngineServer(channel_at(descriptor)).run(_make_engine(model, speculative, lora), reporter)
+        code = EngineServer(channel_at(descriptor)).run(_make_engine(model, speculative, lora, runtime), reporter)
     sys.exit(code)
 
 

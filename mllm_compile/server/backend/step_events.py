@@ -148,4 +148,5 @@ class StepEvents:
 
 
 def _scores(scores: TokenScores) -> Scores:
-    return Scores(scores.token_id, scores.logprob, scores.rank, list(scores.top))
+    kept = None if scores.kept is None else scores.kept.tobytes()
+    return Scores(scores.token_id, scores.logprob, scores.rank, list(scores.top), kept)

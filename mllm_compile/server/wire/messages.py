@@ -148,6 +148,7 @@ class Scores(msgspec.Struct, array_like=True):
     logprob: float
     rank: int
     top: Alternatives
+    kept: bytes | None = None  # int32 ids that filters kept
 
 
 class End(msgspec.Struct, array_like=True):

@@ -59,8 +59,8 @@ class DecodePath(StepPath):
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
             return sampling.sample(batch, plan, output, (decode.rows, decode.seq_lens), mask=mask)
-        scores, all_scores = sampling.score(batch, plan, decode.logits, decode.tokens)
+        scores = sampling.score(batch, plan, decode.logits, decode.tokens, decode.rows)
         if step.choice is SamplingMode.SAMPLED:
             self._runner.broadcast_tokens()  # followers are told of this ahead of the masks
         tokens = decode.slot.tokens[: plan.fields.req_pool_indices.size]
-        return StepResults(decode.slot, tokens, scores, all_scores=all_scores)
+        return StepResults(decode.slot, tokens, scores)

@@ -17,13 +17,12 @@ from mllm_compile.runtime.device.staging import StagingBuffer
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.ops.tokens.verify_fields import DRAFT_FIELD, VERIFY_FIELDS
 from mllm_compile.runtime.ranks.records import SamplingMode
-from mllm_compile.runtime.sampling.logprobs import TokenLogprobs
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import RunPlan, StepPlan
-from mllm_compile.runtime.step.results import AllScores, StepResults
+from mllm_compile.runtime.step.results import SampledScores, StepResults
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
@@ -92,10 +91,10 @@ class VerifyPath(StepPath):
         if not sampling.state.flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             scores = sampling.sample_captured(batch, plan, launched, loop, mask)
         else:
-            scores = sampling.score(batch, plan, launched.logits, launched.tokens)
+            scores = sampling.score(batch, plan, launched.logits, launched.tokens, launched.rows)
             if step.choice is SamplingMode.SAMPLED and self._runner.communicator is not None:
                 loop.accept(launched.tokens.view(count, width), None)  # others were told ahead of the masks
-        results = VerifyResults(*loop.results(count), width, *scores)
+        results = VerifyResults(*loop.results(count), width, scores)
         if launched.behind is not None:
             launched.behind.replay()
         return results
@@ -156,15 +155,14 @@ class VerifyResults(StepResults):
         buffer: StagingBuffer,
         results: np.ndarray,
         num_tokens: int,
-        scores: TokenLogprobs | None,
-        all_scores: AllScores | None,
+        scores: SampledScores,
     ) -> None:
         """
         Args:
             buffer, results: as VerifyLoop.results gives them.
             num_tokens: C.
         """
-        super().__init__(buffer, None, scores, all_scores=all_scores)
+        super().__init__(buffer, None, scores)
         self._results, self._num_tokens = results, num_tokens
 
     def tokens(self) -> np.ndarray:

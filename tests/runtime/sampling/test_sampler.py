@@ -29,6 +29,7 @@ from tests.runtime.sampling.sampling_cases import (
 )
 
 GREEDY = SamplingParams(temperature=0)
+RAW = ("raw_logprobs",)
 NUM_DRAWS = 20_000
 DISTRIBUTIONS = {
     "plain": (SamplingParams(), []),
@@ -299,7 +300,7 @@ def test_flags_say_what_the_active_slots_use_and_no_more():
     state.set_request(1, GREEDY, PROMPT, 0)
     assert state.flags == SamplingFlags(all_greedy=True, any_greedy=True)
     state.set_request(2, SamplingParams(top_k=5, logprobs=0), PROMPT, 0)
-    assert state.flags == SamplingFlags(all_greedy=False, needs_top_k=True, max_logprobs=0)
+    assert state.flags == SamplingFlags(all_greedy=False, needs_top_k=True, max_logprobs=0, modes=RAW)
     state.set_request(3, SamplingParams(top_p=0.5, min_p=0.1, min_tokens=1, logprobs=7), PROMPT, 0)
     state.set_request(4, SamplingParams(presence_penalty=1, logit_bias={1: 1}), PROMPT, 0)
     assert state.flags == SamplingFlags(
@@ -311,10 +312,11 @@ def test_flags_say_what_the_active_slots_use_and_no_more():
         needs_top_p=True,
         needs_min_p=True,
         max_logprobs=7,
+        modes=RAW,
     )
     for row in (1, 3, 4):
         state.clear(row)
-    assert state.flags == SamplingFlags(all_greedy=False, any_greedy=False, needs_top_k=True, max_logprobs=0)
+    assert state.flags == SamplingFlags(all_greedy=False, any_greedy=False, needs_top_k=True, max_logprobs=0, modes=RAW)
     state.set_request(2, GREEDY, PROMPT, 0)
     assert state.flags == SamplingFlags()
 

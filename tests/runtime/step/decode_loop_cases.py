@@ -22,6 +22,7 @@ OTHERS = [
     {"logprobs": 2},
     {"logprobs": 3, "temperature": 1.0},
     {"logprobs": -1},
+    {"logprobs": 1, "temperature": 0.7, "logprobs_mode": "tempered_logprobs"},
     {"allowed_token_ids": [2, 3, 5, 7, 11, 13, 17, 19], "temperature": 1.0},
     {"allowed_token_ids": [2, 3, 5], "bad_words": ["of these tokens"], "bad_phrases": ((2, 2), (3, 5, 3), (5, 5))},
 ]

@@ -126,6 +126,8 @@ PARAMS = {
     "allowed_token_ids": SAMPLED | {"allowed_token_ids": list(range(0, VOCAB, 2))},
     "logprobs": SAMPLED | {"logprobs": 3},
     "all logprobs": {"logprobs": -1},
+    "processed logprobs": SAMPLED | {"logprobs": 1, "logprobs_mode": "processed_logprobs", "presence_penalty": 0.5},
+    "kept tokens": SAMPLED | {"logprobs": 0, "top_p": 0.8, "return_sampling_mask": True},
     "prompt_logprobs": SAMPLED | {"prompt_logprobs": 2, "logprobs": 0},
     "bad_words": SAMPLED | {"bad_words": ["some"], "bad_phrases": PHRASES},
     "greedy with penalties": {"frequency_penalty": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3},
