@@ -54,13 +54,12 @@ class DrawScores:
         if mode == "raw_logprobs":
             return self.logits
         if mode == "tempered_logprobs" or self.filtered is None:
-            scores: torch.Tensor = self.adjusted * temperatures.reciprocal()[:, None]  # as padded_scores does
-            return scores
+            return self.adjusted * temperatures.reciprocal()[:, None]  # as padded_scores does
         return self.filtered[:, : self.logits.shape[1]]
 
 
 def packed_bits(is_kept: torch.Tensor) -> torch.Tensor:
     """[S, V] bool → [S, ⌈V / 8⌉] uint8, the first token in the highest bit, as numpy.unpackbits reads them."""
-    padded = torch.nn.functional.pad(is_kept, (0, -is_kept.shape[1] % 8)).unflatten(-1, (-1, 8))
+    padded = torch.nn.functional.pad(is_kept, (0, -is_kept.shape[1] % 8))
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=is_kept.device)
-    return (padded * weights).sum(dim=-1, dtype=torch.uint8)
+    return (padded.view(is_kept.shape[0], -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
