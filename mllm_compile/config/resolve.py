@@ -160,11 +160,6 @@ def _speculative(
 
 def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
     """The section; its targets stay open where they are `auto`: they show when the model is compiled."""
-    if asked.max_adapters and runtime.num_ranks > 1:
-        raise ConfigError(
-            f"lora.max_adapters is {asked.max_adapters}, and the model is on {runtime.num_ranks} ranks: adapters are "
-            "served on one. Use one rank, or merge an adapter into its model."
-        )
     if asked.max_adapters and runtime.skip_compiled:
         raise ConfigError(
             f"lora.max_adapters is {asked.max_adapters}, and runtime.skip_compiled is set: the eager model takes no "

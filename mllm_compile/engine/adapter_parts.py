@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,9 +12,12 @@ from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraTarget
+from mllm_compile.runtime.lora.wire import pack
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.store.opened import CompiledRuntime
+
+Tell = Callable[[Iterable[memoryview]], None]
 
 _PARAMETER = ".weight"
 
@@ -22,12 +25,15 @@ _PARAMETER = ".weight"
 class PoolWriter:
     """Writes adapters into the pool of a runner's device. The pool's memory is the runner's, which gives it back.
 
+    Args:
+        tell: sends other ranks a message, which they take in the order of steps; None without other ranks.
+
     Attributes:
         num_slots: how many adapters the pool holds.
     """
 
-    def __init__(self, pool: LoraPool, is_pinned: bool) -> None:
-        self._pool = weakref.ref(pool)
+    def __init__(self, pool: LoraPool, is_pinned: bool, tell: Tell | None = None) -> None:
+        self._pool, self._tell = weakref.ref(pool), tell
         self._dtype = pool.dtype
         self._is_pinned = is_pinned
         self.num_slots = pool.num_slots
@@ -50,14 +56,21 @@ class PoolWriter:
         return pinned
 
     def write(self, slot: int, matrices: Matrices) -> None:
-        """Replaces what is in a slot, on the stream of the steps."""
+        """Replaces what is in a slot, on all ranks, on the stream of the steps; behind an error none may use it."""
         pool = self._pool()
         assert pool is not None, "a runner that takes steps has its pool"
+        if self._tell is not None:
+            pool.check(matrices)  # ranks that follow end by an error
+            self._tell(pack(slot, matrices))
         pool.write(slot, matrices)
 
 
-def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterParts | None:
-    """The parts; None: the program has no places for adapters."""
+def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | None) -> AdapterParts | None:
+    """The parts; None: the program has no places for adapters.
+
+    Args:
+        tell: as PoolWriter's.
+    """
     if runner.model.lora is None:
         return None
     config, pool = compiled.config, runner.model.lora.pool
@@ -69,7 +82,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner) -> AdapterPart
         max_rank=pool.max_rank,
         dtype=pool.dtype,
     )
-    return AdapterParts(base, PoolWriter(pool, is_pinned=runner.device.type == "cuda"))
+    return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))
 
 
 def _elsewhere(targets: Iterable[LoraTarget]) -> dict[str, tuple[RowsOf, ...]]:

@@ -129,7 +129,8 @@ def _load(
                 else DataParallelScheduler(limits, num_ranks, speculation)
             )
             _remember(compiled, runner, plan, timeline)
-            files, tower, adapters = text_files(compiled), tower_of(runner), adapter_parts(compiled, runner)
+            files, tower = text_files(compiled), tower_of(runner)
+            adapters = adapter_parts(compiled, runner, None if group is None else group.tell)
             if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
                 timeline.announce(f"images will be refused: {tower}")
             eos_token_ids = ends_of_answers(defaults, tokenizer, runner.vocab_size, timeline)

@@ -99,6 +99,7 @@ def _follow(
     from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.runtime.device.cpu_threads import use_threads
     from mllm_compile.runtime.model_runner import ModelRunner
+    from mllm_compile.runtime.ranks.records import StepRecord
     from mllm_compile.runtime.sampling.sampler import Sampler
     from mllm_compile.runtime.step.follower import FollowingStepRunner
     from mllm_compile.store.artifact import open_artifact
@@ -121,7 +122,10 @@ def _follow(
     stages = tuple((span.name, span.start_s, span.end_s) for span in timeline.spans)
     lines.send(Answer(READY, began=process_start(), stages=stages))
     while (record := ring.next()) is not None:
-        steps.follow(record)
+        if isinstance(record, StepRecord):
+            steps.follow(record)
+        else:
+            steps.take_adapter(record)
         ring.done()
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -244,9 +244,21 @@ class RankGroup:
         """
         self.check()
         self._in_step = True
+        self._loaded_ring().write(record, self.check)
+
+    def tell(self, message: Iterable[memoryview]) -> None:
+        """Sends the followers a message behind the steps that were announced.
+
+        Raises:
+            DeviceError: one has ended.
+        """
+        self.check()
+        self._loaded_ring().write_message(message, self.check)
+
+    def _loaded_ring(self) -> RingWriter:
         if self._ring is None:
             raise RuntimeError("followers run steps when they have loaded: call load() first")
-        self._ring.write(record, self.check)
+        return self._ring
 
     def launched(self) -> None:
         """Notes that this rank has launched what it announced."""

@@ -1,5 +1,7 @@
 """A ring of records in memory that ranks' processes share: rank 0 writes, each follower reads all of them in order.
 
+A record is a step, or a part of a message between two steps, which may be longer than a record.
+
 The memory has no name: it is there as long as a process has it open. A follower waits at an event descriptor, and takes
 no processor while idle. Behind the last record is an empty one, which says that it is the end.
 """
@@ -10,7 +12,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,8 @@ from mllm_compile.runtime.ranks.records import StepRecord, read_step, write_step
 _SLOTS = 8
 _WORDS = 64  # of the header: a word for each rank, how many records it has read, then one for each, how often it beat
 _PAGE = mmap.PAGESIZE
-_SIZE_BYTES = 8  # of a record's size, ahead of it
+_HEADER_BYTES = 16  # ahead of a record: its size and its kind, int64
+_STEP, _PART, _LAST = range(3)  # kinds: the last part of a message is one of its own
 _POLL_S = 0.0002
 
 
@@ -64,7 +67,7 @@ class RingWriter:
         Raises:
             OSError: there is no room for it.
         """
-        slot_bytes = -(-(most_bytes + _SIZE_BYTES) // _PAGE) * _PAGE
+        slot_bytes = -(-(most_bytes + _HEADER_BYTES) // _PAGE) * _PAGE
         self._descriptor = os.memfd_create("mllm-ranks", os.MFD_CLOEXEC)
         self._events: list[int] = []
         try:
@@ -89,19 +92,30 @@ class RingWriter:
         Args:
             check: called while followers are so far behind that there is no room; raises where they come no more.
         """
-        while self._written - int(self._read_counts.min()) >= _SLOTS:
-            check()
-            time.sleep(_POLL_S)
-        slot = self._memory.slot(self._written)
-        size = write_step(slot[_SIZE_BYTES:], record)
-        np.frombuffer(slot, dtype=np.int64, count=1)[0] = size
-        self._publish()
+        self._publish(write_step(self._free_record(check), record), _STEP)
+
+    def write_message(self, parts: Iterable[memoryview], check: Callable[[], None]) -> None:
+        """Writes a message for all followers, behind the steps that were written.
+
+        Args:
+            parts: its bytes in order; some.
+            check: as of `write`.
+        """
+        record, filled = self._free_record(check), 0
+        for part in parts:
+            while part:
+                if filled == len(record):
+                    self._publish(filled, _PART)
+                    record, filled = self._free_record(check), 0
+                taken = part[: len(record) - filled]
+                record[filled : filled + len(taken)] = taken
+                filled, part = filled + len(taken), part[len(taken) :]
+        self._publish(filled, _LAST)
 
     def end(self) -> None:
         """Writes the empty record, if there is room: a follower that is stuck is ended otherwise."""
-        if not self._is_closed and self._written - int(self._read_counts.min()) < _SLOTS:
-            np.frombuffer(self._memory.slot(self._written), dtype=np.int64, count=1)[0] = 0
-            self._publish()
+        if not self._is_closed and self._has_room:
+            self._publish(0, _STEP)
 
     @property
     def beats(self) -> np.ndarray:
@@ -112,7 +126,19 @@ class RingWriter:
     def _read_counts(self) -> np.ndarray:
         return self._memory.words[: self._num_followers]
 
-    def _publish(self) -> None:
+    @property
+    def _has_room(self) -> bool:
+        return self._written - int(self._read_counts.min()) < _SLOTS
+
+    def _free_record(self, check: Callable[[], None]) -> memoryview:
+        """The place of the next record, without its header."""
+        while not self._has_room:
+            check()
+            time.sleep(_POLL_S)
+        return self._memory.slot(self._written)[_HEADER_BYTES:]
+
+    def _publish(self, size: int, kind: int) -> None:
+        np.frombuffer(self._memory.slot(self._written), dtype=np.int64, count=2)[:] = size, kind
         self._written += 1
         for event in self._events:
             os.eventfd_write(event, 1)
@@ -137,15 +163,25 @@ class RingReader:
         self._event, self._follower = place.event, place.follower
         self._read = 0
 
-    def next(self) -> StepRecord | None:
-        """Waits for a record; None: there will be none."""
-        os.eventfd_read(self._event)
-        slot = self._memory.slot(self._read)
-        size = int(np.frombuffer(slot, dtype=np.int64, count=1)[0])
-        return read_step(slot[_SIZE_BYTES : _SIZE_BYTES + size]) if size else None
+    def next(self) -> StepRecord | bytearray | None:
+        """Waits for a step or a message; None: there will be none."""
+        message = bytearray()
+        while True:
+            os.eventfd_read(self._event)
+            slot = self._memory.slot(self._read)
+            size, kind = np.frombuffer(slot, dtype=np.int64, count=2).tolist()
+            if not size:
+                return None
+            record = slot[_HEADER_BYTES : _HEADER_BYTES + size]
+            if kind == _STEP:
+                return read_step(record)
+            message += record
+            if kind == _LAST:
+                return message
+            self.done()
 
     def done(self) -> None:
-        """Gives the last record's room back."""
+        """Gives the room of the last record back."""
         self._read += 1
         self._memory.words[self._follower] = self._read
 

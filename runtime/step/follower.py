@@ -1,9 +1,10 @@
-"""The steps of a rank that follows: it runs the model as rank 0 does, and leaves the choice of tokens to it."""
+"""The steps of a rank that follows, and the messages between them: it does as rank 0, which alone chooses tokens."""
 
 from __future__ import annotations
 
 import torch
 
+from mllm_compile.runtime.lora.wire import unpack
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.step.paths.base import Step
 from mllm_compile.runtime.step.runner import StepRunner
@@ -23,3 +24,10 @@ class FollowingStepRunner(StepRunner):
             plan = self._planner.with_scored(plan, record.scored_indices)
             path.follow(Step(batch, plan, record.choice))
             self._pools.save_states(batch.state_saves)
+
+    def take_adapter(self, message: bytearray) -> None:
+        """Puts this rank's part of an adapter into a slot, behind the steps that were launched."""
+        lora = self._runner.model.lora
+        assert lora is not None, "rank 0 sends adapters of a program that takes some"
+        with torch.inference_mode(), self._runner.on_device():
+            lora.pool.write(*unpack(message, lora.pool.dtype))

@@ -38,12 +38,12 @@ def check_divides(state_layers: Sequence[object]) -> None:
 def ubatch_slices(batch: ForwardBatch, least_tokens: int) -> tuple[UBatchSlice, UBatchSlice] | None:
     """The halves of a step with prompts; None: it runs whole.
 
-    Whole are steps of fewer than `least_tokens`, steps with features of images, whose blocks see ahead, and steps with
-    half of their requests decodes: a shared prefix is read once for all of them.
+    Whole are steps of fewer than `least_tokens`, steps with adapters, steps with features of images, whose blocks see
+    ahead, and steps with half of their requests decodes: a shared prefix is read once for all of them.
     """
     if not batch.forward_mode.is_prefill() or batch.num_tokens < max(2, least_tokens):
         return None
-    if batch.media is not None or batch.mrope_positions is not None:
+    if batch.media is not None or batch.mrope_positions is not None or batch.adapter_slots is not None:
         return None
     common = CommonAttentionMetadata.of(batch)
     starts = common.query_start_loc_cpu.numpy()

@@ -224,12 +224,7 @@ def test_the_section_of_adapters_is_asked_for_again_as_it_was():
         assert runner_config(one).lora == one.lora
 
 
-def test_adapters_are_refused_on_several_ranks_and_by_the_eager_model():
-    for size in ("tensor_parallel_size", "expert_parallel_size"):
-        with pytest.raises(
-            ConfigError, match=r"lora.max_adapters is 2, and the model is on 2 ranks: adapters are serv"
-        ):
-            resolved(H200, lora={"max_adapters": 2}, runtime={size: 2})
+def test_adapters_are_refused_by_the_eager_model():
     with pytest.raises(ConfigError, match=r"and runtime.skip_compiled is set: the eager model takes no adapters"):
         resolved(lora={"max_adapters": 2}, runtime={"skip_compiled": True})
 

@@ -150,15 +150,12 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     ),
     "recurrent states": ("works", check_states),
     "quantised weights": ("works", check_quantised),
+    "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
     "experts, embeddings, the head": (
         "refused",
         refused("'target_parameters' .adapters of experts", lambda *given: load_changed(*given, EXPERTS)),
     ),
     "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
-    "several ranks": (
-        "refused",
-        refused("the model is on 2 ranks", partial(open_with, runtime={"tensor_parallel_size": 2})),
-    ),
     "`skip_compiled`": (
         "refused",
         refused("runtime.skip_compiled", partial(open_with, runtime={"skip_compiled": True})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -115,6 +116,31 @@ def test_followers_read_every_step_in_order_and_the_writer_waits_for_the_slowest
         thread.join()
     writer.close()
     assert steps == [list(range(20))] * 2
+
+
+def test_messages_of_any_length_come_between_steps_and_share_their_order():
+    writer = RingWriter(num_followers=1, most_bytes=1024)
+    reader = RingReader(writer.place(0))
+    long = [bytes([index % 251]) * (3001 + index) for index in range(30)]  # many times what a record holds
+    read: list[object] = []
+
+    def follow() -> None:
+        while (record := reader.next()) is not None:
+            read.append(record.batch.step_id if isinstance(record, StepRecord) else bytes(record))
+            reader.done()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    writer.write(StepRecord(batch(1)), lambda: None)
+    writer.write_message([memoryview(part) for part in long], lambda: None)
+    writer.write_message([memoryview(b""), memoryview(b"short")], lambda: None)
+    writer.write(StepRecord(batch(2)), lambda: None)
+    while not writer._has_room or writer._read_counts.min() < writer._written:
+        time.sleep(0.001)
+    writer.end()
+    thread.join()
+    writer.close()
+    assert read == [1, b"".join(long), b"short", 2]
 
 
 def test_a_writer_that_waits_for_a_rank_that_is_gone_hears_of_it():

@@ -48,7 +48,7 @@ class ForwardPath(StepPath):
         self._pools.add_new_pages(plan.fields, step.batch)
         batch = plan.rank_batch or step.batch
         self._follow_lengths(batch, plan)
-        num_adapters = self._add_adapters(batch, plan)
+        num_adapters = self._add_adapters(step.batch, batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self._media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
@@ -79,13 +79,17 @@ class ForwardPath(StepPath):
             plan.fields.rope_lens = np.zeros_like(plan.fields.positions)
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
 
-    def _add_adapters(self, batch: ScheduledBatch, plan: StepPlan) -> int:
-        """Adds the slots of tokens' adapters, where a request has one; returns how many adapters there are."""
-        if self._runner.row_state.adapters is None or not batch.has_adapters:
+    def _add_adapters(self, whole: ScheduledBatch, batch: ScheduledBatch, plan: StepPlan) -> int:
+        """Adds the slots of tokens' adapters, where a request of any rank has one: all ranks run the same program.
+
+        Returns:
+            How many adapters there are.
+        """
+        if self._runner.row_state.adapters is None or not whole.has_adapters:
             return 0
         plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
         plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)
-        return np.unique(batch.adapter_slots[batch.adapter_slots >= 0]).size
+        return np.unique(whole.adapter_slots[whole.adapter_slots >= 0]).size
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
         """The arrays on the device; inputs of the model in the graphs' own places if they fit."""

@@ -7,6 +7,7 @@ import torch
 
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name
+from mllm_compile.runtime.lora.wire import pack, unpack
 
 CPU = torch.device("cpu")
 QKV = "attn.q+v.weight"
@@ -50,6 +51,15 @@ def test_a_rank_takes_its_part():
         part.write(1, {"attn.q.weight": (a, b), "attn.v.weight": (a, b)})
         rows = b[2 * rank : 2 * rank + 2]
         assert torch.equal(slot_of(part)[1][:, :2], torch.cat([rows, rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_that_follow_read_the_slot_and_factors_that_were_packed(dtype):
+    sent = {"attn.q.weight": factors(), "attn.v.weight": factors(3)}
+    sent = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in sent.items()}
+    slot, found = unpack(bytearray(b"".join(pack(7, sent))), dtype)
+    assert slot == 7 and found.keys() == sent.keys()
+    assert all(torch.equal(one, other) for name in sent for one, other in zip(found[name], sent[name], strict=True))
 
 
 def test_bytes_are_those_of_the_buffers():

@@ -62,9 +62,10 @@ def test_a_step_is_cut_between_requests_near_the_middle_or_inside_one(new, slice
         ([*[1] * 12, 8], {"forward_mode": ForwardMode.MIXED}),  # decodes are more than half
         ([16], {"media": MediaInputs(torch.zeros(16, 4), torch.zeros(16, dtype=torch.bool))}),
         ([16], {"mrope_positions": torch.zeros(3, 16, dtype=torch.int64)}),
+        ([16], {"adapter_slots": torch.zeros(16, dtype=torch.int32)}),
     ],
 )
-def test_small_steps_decodes_and_images_stay_whole(new, fields):
+def test_small_steps_decodes_images_and_adapters_stay_whole(new, fields):
     assert ubatch_slices(batch_of(new, **fields), 16) is None
 
 
