@@ -1,11 +1,13 @@
-"""Adds what adapters change to the outputs of linears, in the program that serves requests with adapters."""
+"""Adds what adapters change to outputs of linears and of the embedding, in the program for requests with adapters."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import operator
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from mllm_compile.passes.base import (
     LORA,
@@ -25,6 +27,7 @@ from mllm_compile.passes.base import (
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
+    has_input,
     identifier,
     input_node,
     is_call,
@@ -33,10 +36,11 @@ from mllm_compile.passes.match.nodes import (
     linear_operands,
 )
 from mllm_compile.passes.match.quantised import match_quantised_linear
-from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, Ranges, a_name, b_name
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, Ranges, TargetKind, a_name, b_name
 from mllm_compile.runtime.ops import op
 
 SLOTS_INPUT = "adapter_slots"
+TOKENS, ROWS = "input_ids", "logits_indices"  # inputs
 
 
 class AddLora(GraphPass):
@@ -52,6 +56,9 @@ class AddLora(GraphPass):
     After::
 
         qkv = mllm.add_lora(linear(x, packed_weight), x, lora_A, lora_B, adapter_slots, [0, 24], [16, 8])
+
+    The head takes adapter_slots[logits_indices], one for each row. Behind an embedding it is
+    mllm.add_lora_of_ids, which takes a row of A for each id.
 
     Requires: gm.meta[LORA], which the program for adapters alone has. Linears packed and cut over ranks: a sum over
         ranks is behind the linear, so that each adds its part.
@@ -102,25 +109,43 @@ class _Adapters:
         found = _source_and_weight(node)
         if found is None:
             return False
-        source, weight = found
-        linear = weight.meta["weight_name"]
+        source, weight, is_embedding = found
+        linear = self._own_name(weight.meta["weight_name"], is_embedding)
         parts = self._parts(linear, int(node.meta["val"].shape[-1]))
-        if not parts or not self._is_of_tokens(node):
+        rows_of = self._rows_of(node)
+        if not parts or rows_of is None:
             return False
-        a, b = self._inputs_of(linear, source, weight, parts)
+        kind: TargetKind = "embedding" if is_embedding else "linear" if rows_of == TOKENS else "head"
+        like = node if is_embedding else source
+        inputs = int(weight.meta["val"].shape[0] if is_embedding else source.meta["val"].shape[-1])
+        a, b = self._inputs_of(linear, like, inputs, weight, parts, kind)
         readers = list(node.users)
         starts, rows = [part.start for _, part in parts], [part.rows for _, part in parts]
+        slots = self._slots_input()
         with self._gm.graph.inserting_after(node):
-            added = call(self._gm.graph, op("add_lora"), node, source, a, b, self._slots_input(), starts, rows)
+            if rows_of == ROWS:
+                slots = call(self._gm.graph, operator.getitem, slots, (input_node(self._gm, ROWS),))
+        with self._gm.graph.inserting_after(slots if rows_of == ROWS else node):
+            if is_embedding:
+                added = call(self._gm.graph, op("add_lora_of_ids"), node, source, a, b, slots)
+            else:
+                added = call(self._gm.graph, op("add_lora"), node, source, a, b, slots, starts, rows)
         added.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         for reader in readers:
             reader.replace_input_with(node, added)
         return True
 
-    def _is_of_tokens(self, node: fx.Node) -> bool:
-        """True for a linear of a step's T tokens: the head is of rows, and experts' are of a part of the tokens."""
-        (size,) = input_node(self._gm, "input_ids").meta["val"].shape
-        return [str(one) for one in node.meta["val"].shape[:-1] if is_symbolic(one)] == [str(size)]
+    def _own_name(self, name: str, is_embedding: bool) -> str:
+        """The name of a linear's weight; a head's own one, where the embedding has it too."""
+        is_tied = not is_embedding and self._wish.tied_head and self._weight_of(name) == self._wish.embedding
+        return self._wish.tied_head if is_tied else name
+
+    def _rows_of(self, node: fx.Node) -> str | None:
+        """The input that is as long as what a linear is of: a step's T tokens, or the head's rows of them. Experts'
+        are of a part of the tokens."""
+        sizes = [str(one) for one in node.meta["val"].shape[:-1] if is_symbolic(one)]
+        inputs = (TOKENS, ROWS) if has_input(self._gm, ROWS) else (TOKENS,)
+        return next((name for name in inputs if sizes == [str(input_node(self._gm, name).meta["val"].shape[0])]), None)
 
     def _parts(self, linear: str, outputs: int) -> list[tuple[str, PackedPart]]:
         """The linear's parts that adapters may change, each with the name of its weight."""
@@ -133,22 +158,30 @@ class _Adapters:
         return tensor if quantised is None else quantised.weight_name
 
     def _inputs_of(
-        self, linear: str, source: fx.Node, weight: fx.Node, parts: list[tuple[str, PackedPart]]
+        self,
+        linear: str,
+        like: fx.Node,
+        inputs: int,
+        weight: fx.Node,
+        parts: list[tuple[str, PackedPart]],
+        kind: TargetKind,
     ) -> tuple[fx.Node, fx.Node]:
         """The placeholders of A and B; made once for linears that share a weight."""
         if linear not in self._inputs:
-            rank, inputs = self._wish.max_rank, int(source.meta["val"].shape[-1])
-            buffers = LoraBuffers(linear, rank * len(parts), inputs, sum(part.rows for _, part in parts))
+            rank, outputs = self._wish.max_rank, sum(part.rows for _, part in parts)
+            a_shape = (inputs, rank) if kind == "embedding" else (rank * len(parts), inputs)
+            buffers = LoraBuffers(linear, *a_shape, outputs)
             self._buffers.append(buffers)
-            self._add_targets(linear, inputs, parts)
-            like = source.meta["val"]
-            self._dtypes.append(like.dtype)
-            shapes = {a_name(linear): (buffers.a_rows, inputs), b_name(linear): (buffers.b_rows, rank)}
-            a, b = (self._placeholder(name, like, shape, weight) for name, shape in shapes.items())
+            self._add_targets(linear, inputs, parts, weight.meta["weight_name"], kind)
+            self._dtypes.append(like.meta["val"].dtype)
+            shapes = {a_name(linear): a_shape, b_name(linear): (outputs, rank)}
+            a, b = (self._placeholder(name, like.meta["val"], shape, weight) for name, shape in shapes.items())
             self._inputs[linear] = a, b
         return self._inputs[linear]
 
-    def _add_targets(self, linear: str, inputs: int, parts: list[tuple[str, PackedPart]]) -> None:
+    def _add_targets(
+        self, linear: str, inputs: int, parts: list[tuple[str, PackedPart]], stored_in: str, kind: TargetKind
+    ) -> None:
         start = 0
         for index, (name, part) in enumerate(parts):
             by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in self._cuts.get(name, ())}
@@ -164,6 +197,9 @@ class _Adapters:
                     part.rows,
                     by_dim.get(0, ()),
                     by_dim.get(1, ()),
+                    stored_in=stored_in,
+                    stored_start=part.start,
+                    kind=kind,
                 )
             )
             start += part.rows
@@ -178,23 +214,27 @@ class _Adapters:
     def _slots_input(self) -> fx.Node:
         """The input that says which adapter each token has."""
         if self._slots is None:
-            positions = input_node(self._gm, "input_ids")
-            with self._gm.graph.inserting_after(positions):
+            ids = input_node(self._gm, TOKENS)
+            with self._gm.graph.inserting_after(ids):
                 self._slots = self._gm.graph.placeholder(SLOTS_INPUT)
             self._slots.meta["input_name"] = SLOTS_INPUT
-            self._slots.meta["val"] = torch.empty_like(positions.meta["val"], dtype=torch.int32)
+            self._slots.meta["val"] = torch.empty_like(ids.meta["val"], dtype=torch.int32)
         return self._slots
 
 
-def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The input of a linear of a stored weight, and the weight or its values."""
-    if is_call(node, LINEAR):
+def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """The input of a linear of a stored weight, and the weight or its values; and of an embedding, with True."""
+    source: Any
+    is_embedding = is_call(node, functional.embedding)
+    if is_embedding:
+        source, weight = node.args[:2]
+    elif is_call(node, LINEAR):
         source, weight, _ = linear_operands(node)
     elif (quantised := match_quantised_linear(node)) is not None:
         source, weight = quantised.source, quantised.values
     else:
         return None
-    return (source, weight) if is_weight(weight) else None
+    return (source, weight, is_embedding) if is_weight(weight) else None
 
 
 def _whole(ranges: Ranges | None, size: int) -> int:

@@ -155,11 +155,18 @@ def part_of_rank(tensor: Any, cuts: tuple[WeightCut, ...], rank: int) -> Any:
 
 @dataclass(frozen=True)
 class LoraWish:
-    """The names of weights that adapters may change; and how many adapters memory is for, each up to this rank."""
+    """The names of weights that adapters may change; and how many adapters memory is for, each up to this rank.
+
+    Attributes:
+        embedding: the embedding's weight.
+        tied_head: the head's own name, where its weight is the embedding's: adapters change them apart.
+    """
 
     weights: frozenset[str]
     num_slots: int
     max_rank: int
+    embedding: str = ""
+    tied_head: str = ""
 
 
 @dataclass(frozen=True)

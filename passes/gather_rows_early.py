@@ -64,8 +64,8 @@ class GatherRowsEarly(GraphPass):
 
 
 def _gather_of(rows: fx.Node) -> fx.Node | None:
-    """The only reader of the rows if it is x[:, rows, :] of hidden states, else None."""
-    readers = [node for node in rows.users if not is_symbolic(node.meta.get("val"))]
+    """The only reader of the rows if it is x[:, rows, :] of hidden states, else None; inputs may be gathered too."""
+    readers = [node for node in rows.users if not (is_symbolic(node.meta.get("val")) or _is_of_input(node))]
     if len(readers) != 1 or not is_call(readers[0], operator.getitem) or not isinstance(readers[0].args[0], fx.Node):
         return None
     source: Any = readers[0].args[0]
@@ -76,6 +76,12 @@ def _gather_of(rows: fx.Node) -> fx.Node | None:
         return None
     is_of_tokens = index.index(rows) == _token_dim(source.meta["val"]) == source.meta["val"].dim() - 2
     return readers[0] if is_of_tokens else None
+
+
+def _is_of_input(node: fx.Node) -> bool:
+    """True for input[rows], which the head reads as it is."""
+    source = node.args[0]
+    return is_call(node, operator.getitem) and isinstance(source, fx.Node) and "input_name" in source.meta
 
 
 class _Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from mllm_compile.passes.add_lora import AddLora
 from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import called_pieces, is_op, rewrite_pieces, takes_kernels
+from mllm_compile.passes.match.nodes import call, called_pieces, is_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS, num_splits, takes_lora
@@ -31,7 +32,8 @@ class LaunchLora(GraphPass):
         shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False)
         y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows)
 
-    with True in variants for few tokens. A piece with adapters and no such variant gets one.
+    with True in variants for few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids
+    the first is a gather of rows of A.
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
@@ -60,24 +62,41 @@ def _few(piece: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _is_taken(node: fx.Node) -> bool:
-    if not is_op(node, "add_lora") or not takes_kernels(node):
+    if not is_op(node, "add_lora", "add_lora_of_ids") or not takes_kernels(node):
         return False
+    return takes_lora(int(node.meta["val"].shape[-1]), *_outputs(node))
+
+
+def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
+    """The first output of each part, and how many there are."""
     operands: Any = node.args
-    return takes_lora(int(node.meta["val"].shape[-1]), *operands[5:])
+    return operands[5:] if is_op(node, "add_lora") else ([0], [int(node.meta["val"].shape[-1])])
 
 
 def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
     if not _is_taken(node):
         return False
     operands: Any = node.args
-    y, x, a, b, slots, starts, rows = operands
-    splits = num_splits(int(x.meta["val"].shape[-1]), is_few)
-    shape = splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]
+    y, x, a, b, slots = operands[:5]
     with graph.inserting_before(node):
-        shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few))
-        shrunk.meta["val"] = x.meta["val"].new_empty(shape, dtype=torch.float32)
-        expanded = graph.call_function(op("lora_expand"), (y, shrunk, b, slots, starts, rows))
+        shrunk = _shrunk(graph, x, a, slots, is_few) if is_op(node, "add_lora") else _gathered(graph, x, a, slots)
+        expanded = graph.call_function(op("lora_expand"), (y, shrunk, b, slots, *_outputs(node)))
     expanded.meta.update(node.meta)
     node.replace_all_uses_with(expanded)
     graph.erase_node(node)
     return True
+
+
+def _shrunk(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool) -> fx.Node:
+    splits = num_splits(int(x.meta["val"].shape[-1]), is_few)
+    shape = splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]
+    shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few))
+    shrunk.meta["val"] = x.meta["val"].new_empty(shape, dtype=torch.float32)
+    return shrunk
+
+
+def _gathered(graph: fx.Graph, ids: fx.Node, a: fx.Node, slots: fx.Node) -> fx.Node:
+    """[1, T, r] of the ids' rows of A; any slot's where a token has none."""
+    flat, some = call(graph, torch.reshape, ids, (-1,)), call(graph, torch.clamp, slots, 0)
+    rows = call(graph, operator.getitem, a, (some, flat))
+    return call(graph, torch.unsqueeze, rows, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mllm_compile.check.adapters import adding
 from mllm_compile.runtime.lora.pool import Factors, LoraPool
 
 
@@ -25,14 +26,18 @@ def random_factors(pool: LoraPool, seed: int, rank: int | None = None, only: Seq
 
 @contextmanager
 def merged(model: Any, factors: Factors) -> Iterator[Any]:
-    """The model with W + B A in the place of each weight W."""
+    """The model with W + B A in the place of each weight W, of its embedding and its head as hooks."""
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
-    before = {name: parameters[name].detach().clone() for name in factors}
+    ends = model.get_input_embeddings(), model.get_output_embeddings()  # one weight may be both
+    apart = {name: pair for name, pair in factors.items() if model.get_submodule(name.removesuffix(".weight")) in ends}
+    before = {name: parameters[name].detach().clone() for name in factors if name not in apart}
     with torch.no_grad():
-        for name, (a, b) in factors.items():
+        for name in before:
+            a, b = factors[name]
             parameters[name] += b @ a
     try:
-        yield model
+        with adding(model, apart):
+            yield model
     finally:
         with torch.no_grad():
             for name, weight in before.items():

@@ -1,13 +1,17 @@
-"""The linears of a served model that adapters may change, and names that its modules have elsewhere."""
+"""The weights of a served model that adapters may change, and names that its modules have elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+ReadRows = Callable[[str, int, int], "torch.Tensor | None"]
+_ROWS = 4096  # read at once
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,15 @@ class BaseModel:
 
     Attributes:
         source: the model as it was asked for: a hub id or a path.
-        targets: weight → (outputs, inputs), of each linear that adapters may change.
+        targets: weight → (outputs, inputs), of each that adapters may change; the inputs of an embedding are ids.
         modules: names of all its modules with a weight.
         elsewhere: module as a checkpoint or an adapter calls it → the rows of weights that it is, where that is not the
             weight of its own name.
         max_rank: the highest rank that there is room for.
         dtype: the type in which adapters lie on the device.
+        embedding, head: the weights among the targets that are theirs; "" where it is no target.
+        read: gives [start, start + rows) of a target's weight as the checkpoint has it, in float32 on the CPU; None
+            where it has it otherwise.
     """
 
     source: str
@@ -46,6 +53,9 @@ class BaseModel:
     elsewhere: Mapping[str, tuple[RowsOf, ...]]
     max_rank: int
     dtype: torch.dtype
+    embedding: str = ""
+    head: str = ""
+    read: ReadRows = lambda *_: None
 
     def rows_of(self, module: str) -> tuple[RowsOf, ...]:
         """The rows of targets that a module is; () if it is none."""
@@ -57,4 +67,21 @@ class BaseModel:
     @property
     def target_names(self) -> list[str]:
         """Last parts of the names of modules that adapters may change."""
-        return sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in self.targets})
+        return sorted({module_of(weight).rpartition(".")[2] for weight in self.targets})
+
+
+def module_of(weight: str) -> str:
+    """The module whose weight this is."""
+    return weight.removesuffix(".weight")
+
+
+def is_copy(copy: torch.Tensor, weight: str, shape: tuple[int, int], base: BaseModel) -> bool:
+    """True if a matrix is a weight of the model, in its type or rounded to the copy's."""
+    if tuple(copy.shape) != shape:
+        return False
+    for start in range(0, shape[0], _ROWS):
+        part = copy[start : start + _ROWS]
+        stored = base.read(weight, start, len(part))
+        if stored is None or not (stored.to(part.dtype).equal(part) or stored.equal(part.float())):
+            return False
+    return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,13 +35,14 @@ class ModuleNames:
     Args:
         config: the adapter's.
         path: its file, for messages.
+        not_linear: modules that all-linear does not mean.
 
     Raises:
         CheckpointError: a regular expression is malformed; from the methods too, where matching takes too long.
     """
 
-    def __init__(self, config: PeftConfig, path: Path) -> None:
-        self._config = config
+    def __init__(self, config: PeftConfig, path: Path, not_linear: Collection[str] = ()) -> None:
+        self._config, self._not_linear = config, not_linear
         self._path = path
         self._deadline = time.monotonic() + _MATCHING_S
         targets, excluded = config.target_modules, config.exclude_modules
@@ -64,7 +66,7 @@ class ModuleNames:
         elif _ends_with(module, self._excluded_names):
             return False
         if self._is_all_linear:
-            return not module.endswith("lm_head")
+            return not module.endswith("lm_head") and module not in self._not_linear
         if self._targets is not None:
             return self._fits(self._targets, module)
         return _ends_with(module, self._target_names) and self._is_in_layers(module)

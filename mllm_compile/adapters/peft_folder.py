@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mllm_compile.adapters.base_model import BaseModel, RowsOf
+from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_of
 from mllm_compile.adapters.base_names import check_base
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
-from mllm_compile.adapters.tensor_names import Factors, factors_of
+from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
@@ -73,11 +73,13 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
             "save_pretrained(…, safe_serialization=True)"
         )
     header = read_safetensors(path, is_kept=False)  # a server reads many, and forgets them
-    factors = factors_of(header.tensors, path)
-    names = ModuleNames(config, config_path)
+    file = tensors_of(header.tensors, path)
+    factors = file.factors
+    names = ModuleNames(config, config_path, [module_of(weight) for weight in (base.embedding, base.head)])
     places = _places(factors, names, base, path)
     _check_layout(header, path)
     data = _read_whole(path, header)
+    _check_copies(data, file, base, path)
     with ThreadPoolExecutor(1, thread_name_prefix="hash adapter") as beside:
         digest = beside.submit(
             lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:32]
@@ -109,6 +111,10 @@ def _places(
                 f"{path}: {module}: expected rank {names.rank(module)}, as {CONFIG_FILE} says, got {one.rank}"
             )
         _check_shape(module, one, found, base, path)
+        if one.is_embedding != (found[0].weight == base.embedding):
+            kinds = "lora_embedding_A and B", "lora_A and B"
+            expected, got = kinds if not one.is_embedding else kinds[::-1]
+            raise CheckpointError(f"{path}: {module}: expected {expected}, got {got}. Download it again")
         for rows in found:
             other = taken.setdefault((rows.weight, rows.start), module)
             if other != module:
@@ -155,6 +161,23 @@ def _check_complete(places: Mapping[str, tuple[RowsOf, ...]], names: ModuleNames
             f"{path} lacks tensors of {', '.join(missing[:_SHOWN])}{more}, which {CONFIG_FILE} targets. Download it "
             "again, or name only what was trained in target_modules"
         )
+
+
+def _check_copies(data: np.ndarray, file: AdapterFile, base: BaseModel, path: Path) -> None:
+    """PEFT saves an embedding or a head whole beside its factors; it must be the base model's."""
+    for module, entry in file.copies.items():
+        weight = f"{module}.weight"
+        if module not in file.factors or weight not in (base.embedding, base.head):
+            raise UnsupportedModelError(
+                f"{path}: {module} is a weight of the base model, which is not read of an adapter. Save the adapter "
+                "without it, or merge it into its model"
+            )
+        copy, rows = _tensor(data, entry), base.targets[weight]
+        if not is_copy(copy, weight, rows if weight == base.head else rows[::-1], base):
+            raise UnsupportedModelError(
+                f"{path}: its copy of {weight} is not that of {base.source}; trained or resized ones are not served. "
+                "Save it with save_embedding_layers=False where they are the same, else merge it into its model"
+            )
 
 
 def _check_layout(header: WeightHeader, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random adapters that the self-check compares a program with: in its memory, and as hooks of Transformers' linears."""
+"""Random adapters that the self-check compares a program with: in its memory, and as hooks of Transformers' modules."""
 
 from __future__ import annotations
 
@@ -34,16 +34,29 @@ class AdapterCase:
 
     @contextmanager
     def added(self, model: Any, slot: int) -> Iterator[None]:
-        """Lets the model's linears add what the adapter in `slot` changes; nothing for -1."""
-        with ExitStack() as hooks:
-            for weight, (a, b) in self._factors.get(slot, {}).items():
-                linear = model.get_submodule(weight.removesuffix(".weight"))
-                hooks.callback(linear.register_forward_hook(_adding(a, b)).remove)
+        """Lets the model's modules add what the adapter in `slot` changes; nothing for -1."""
+        with adding(model, self._factors.get(slot, {})):
             yield
+
+
+@contextmanager
+def adding(model: Any, factors: Factors) -> Iterator[None]:
+    """Lets the model's modules add what an adapter changes."""
+    with ExitStack() as hooks:
+        for weight, (a, b) in factors.items():
+            module = model.get_submodule(weight.removesuffix(".weight"))
+            add = _adding_of_ids if isinstance(module, torch.nn.Embedding) else _adding
+            hooks.callback(module.register_forward_hook(add(a, b)).remove)
+        yield
 
 
 def _adding(a: torch.Tensor, b: torch.Tensor) -> Any:
     return lambda _, inputs, output: output + inputs[0] @ a.T @ b.T
+
+
+def _adding_of_ids(a: torch.Tensor, b: torch.Tensor) -> Any:
+    # Some embeddings multiply what they read.
+    return lambda module, inputs, output: output + a.T[inputs[0]] @ b.T * getattr(module, "embed_scale", 1.0)
 
 
 def _random_factors(layout: LoraLayout, seed: int, rank: int, dtype: torch.dtype, device: str) -> Factors:

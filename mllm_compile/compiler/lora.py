@@ -1,18 +1,21 @@
 """The program for adapters of a config with `lora`: the model's, with what adapters change behind its linears.
 
+The embedding and the head are changed where lora.targets names them alone.
+
 It is traced apart from the program for requests without adapters, which stays as it is; pieces that are alike are
 shared with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from mllm_compile.adapters.peft_config import ALL_LINEAR
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.lowering import pass_target, rewrite_graph
@@ -20,6 +23,7 @@ from mllm_compile.compiler.program_builder import build_program, size_symbols
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.kernels.cuda import kernels_of
+from mllm_compile.model.hf_model import tied_head
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -54,16 +58,21 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         reporter.announce("its text is served without images: they are not served beside adapters")
         lowered = lowered.without_images()
     hf_model = lowered.hf_model
-    linears = _linears(hf_model)
-    wanted = frozenset(name for name in linears if _is_wanted(name, config.lora.targets))
+    linears, others = _linears(hf_model), _embedding_and_head(hf_model)
+    _check_ranks(config, others)
+    wanted = frozenset(
+        name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
+    )
     with reporter.stage("trace for adapters"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
-    trace.graph_module.meta[LORA] = LoraWish(wanted, config.lora.max_adapters, config.lora.max_rank)
+    trace.graph_module.meta[LORA] = LoraWish(
+        wanted, config.lora.max_adapters, config.lora.max_rank, others[0] if others else "", tied_head(hf_model.model)
+    )
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
         graph, reports, left_out = rewrite_graph(config, lowered.built, trace)
     layout: LoraLayout = with_sources(graph.meta[LORA_LAYOUT], lowered.built.table or {})
-    _check_found(config.lora.targets, linears, [target.weight for target in layout.targets])
+    _check_found(config.lora.targets, [*linears, *others], [target.weight for target in layout.targets])
     program = build_program(graph)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
@@ -102,8 +111,26 @@ def _linears(hf_model: HFModel) -> list[str]:
     return [f"{name}.weight" for name, one in modules if isinstance(one, torch.nn.Linear) and one is not head]
 
 
-def _is_wanted(weight: str, targets: Iterable[str]) -> bool:
-    return not targets or _module(weight) in targets
+def _embedding_and_head(hf_model: HFModel) -> tuple[str, ...]:
+    """The weights of both, by names of their own also where they are one."""
+    if hf_model.model.get_output_embeddings() is None:
+        return ()
+    embedding, head = hf_model.embedding_and_head()
+    return embedding, tied_head(hf_model.model) or head
+
+
+def _check_ranks(config: ResolvedConfig, others: Iterable[str]) -> None:
+    """Refuses an embedding and a head that ranks have parts of."""
+    names, ranks = set(map(_module, others)) & set(config.lora.targets), config.runtime.num_ranks
+    if names and ranks > 1:
+        raise ConfigError(
+            f"lora.targets has {', '.join(map(repr, sorted(names)))}, and the model is on {ranks} ranks: there "
+            "adapters change linears alone. Leave it out, or use one rank."
+        )
+
+
+def _is_wanted(weight: str, targets: Collection[str], is_linear: bool) -> bool:
+    return _module(weight) in targets or (is_linear and (not targets or ALL_LINEAR in targets))
 
 
 def _module(weight: str) -> str:
@@ -113,14 +140,14 @@ def _module(weight: str) -> str:
 
 def _check_found(asked: tuple[str, ...], linears: list[str], found: list[str]) -> None:
     served, known = ({_module(name) for name in names} for names in (found, linears))
-    missing = [name for name in asked if name not in served]
+    missing = [name for name in asked if name not in served and name != ALL_LINEAR]
     if not missing and served:
         return
     what = f"lora.targets has {', '.join(map(repr, missing))}" if missing else "the section lora is set"
     why = (
         "which the model computes otherwise than as a linear"
         if missing and set(missing) <= known
-        else "which no linear of this model is called"
+        else "which no linear of this model is called, nor its embedding or head"
         if missing
         else "and the model has no linear that adapters may change"
     )

@@ -307,7 +307,8 @@ class LoraConfig(Section):
     """Highest rank of an adapter."""
 
     targets: Auto | NameList = "auto"
-    """Last parts of the names of modules that adapters may change, such as q_proj. auto: every linear that can be."""
+    """Last parts of the names of modules that adapters may change, such as q_proj, embed_tokens or lm_head; all-linear
+    is every linear but the head. auto: all-linear."""
 
     adapters: dict[str, PathText] = {}
     """Adapters to begin with: a folder as PEFT writes it, by the name that requests use."""
@@ -317,7 +318,7 @@ class LoraConfig(Section):
     def _some_targets(cls, targets: Auto | tuple[str, ...]) -> Auto | tuple[str, ...]:
         if targets == "auto":
             return targets
-        if not targets or not all(re.fullmatch(r"\w+", name) for name in targets):
+        if not targets or not all(re.fullmatch(r"\w+|all-linear", name) for name in targets):
             raise ValueError(f"auto, or last parts of modules' names such as q_proj; got {show(targets)}")
         return _without_repeats(targets)
 

@@ -9,9 +9,10 @@ import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf
 from mllm_compile.adapters.peft_folder import Matrices
+from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.runtime.lora.pool import LoraPool
-from mllm_compile.runtime.lora.target import LoraTarget
+from mllm_compile.runtime.lora.target import LoraTarget, TargetKind
 from mllm_compile.runtime.lora.wire import pack
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.weights.spec import WeightSpec
@@ -81,8 +82,15 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         elsewhere=_elsewhere(pool.targets.values()),
         max_rank=pool.max_rank,
         dtype=pool.dtype,
+        embedding=_weight_of_kind(pool, "embedding"),
+        head=_weight_of_kind(pool, "head"),
+        read=StoredWeights(compiled.artifact.weights, compiled.weights_root, pool.targets).read,
     )
     return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))
+
+
+def _weight_of_kind(pool: LoraPool, kind: TargetKind) -> str:
+    return next((name for name, target in pool.targets.items() if target.kind == kind), "")
 
 
 def _elsewhere(targets: Iterable[LoraTarget]) -> dict[str, tuple[RowsOf, ...]]:

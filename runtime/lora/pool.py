@@ -68,7 +68,9 @@ class LoraPool:
             raise ValueError(f"expected a slot of 0 to {self.num_slots - 1}, got {slot}")
         self.check(factors)
         for name, target in self.targets.items():
-            a = self.buffers[a_name(target.linear)][slot].narrow(0, target.part * self.max_rank, self.max_rank)
+            a = self.buffers[a_name(target.linear)][slot]
+            turned = a.T if target.kind == "embedding" else a
+            a = turned.narrow(0, target.part * self.max_rank, self.max_rank)
             b = self.buffers[b_name(target.linear)][slot].narrow(0, target.start, target.rows)
             given = factors.get(name)
             rank = 0 if given is None else given[0].shape[0]

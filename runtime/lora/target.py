@@ -1,7 +1,8 @@
 """The places of adapters (LoRA) in a program: the weights that they change, and the buffers of their factors.
 
 An adapter adds B · A · x to a linear's W · x. Factors of `num_slots` adapters are in memory at once, each padded to
-`max_rank` with zeros. Linears that are packed into one have their A rows one part behind the other. Free of torch.
+`max_rank` with zeros. Linears that are packed into one have their A rows one part behind the other. An embedding's A
+lies turned, a row for each token id. Free of torch.
 
 Shape legend: N outputs, K inputs of a linear; r max_rank; P parts of it that adapters may change.
 """
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 Ranges = tuple[tuple[tuple[int, int], ...], ...]  # of each rank, (start, length) in order; () where it is not cut
+
+TargetKind = Literal["linear", "head", "embedding"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -38,6 +42,8 @@ class LoraTarget:
         start, rows: its rows of B', of a rank.
         output_ranges, input_ranges: the outputs and inputs that each rank has.
         sources: the checkpoint's modules that it is made of, where it is not one of its own name.
+        stored_in, stored_start: the program's weight that it is in, and its first row there.
+        kind: what reads the weight. The buffers of an embedding are [slots, K, r] and [slots, N, r].
     """
 
     weight: str
@@ -50,6 +56,9 @@ class LoraTarget:
     output_ranges: Ranges = ()
     input_ranges: Ranges = ()
     sources: tuple[SourceRows, ...] = ()
+    stored_in: str = ""
+    stored_start: int = 0
+    kind: TargetKind = "linear"
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,11 @@ def filled(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
         ),
         (renamed("base_model.model.", ""), "is no tensor of an adapter; expected names such as base_model.model."),
         (renamed("lora_A.weight", "lora_A.default.weight"), "is no tensor of an adapter"),
-        (renamed("lora_A.weight", "lora_embedding_A"), "is an adapter of an embedding, which is not served"),
+        (renamed("lora_A.weight", "lora_embedding_A"), "has one of the two factors of model.layers.0.self_attn.q_proj"),
+        (
+            lambda tensors: tensors.update({f"{PREFIX}model.norm.base_layer.weight": torch.zeros(6, 5)}),
+            "model.norm is a weight of the base model, which is not read of an adapter",
+        ),
         (renamed("lora_A.weight", "lora_magnitude_vector"), "is DoRA, which is not served"),
         (renamed("lora_A.weight", "lora_B.bias"), "is a bias, which is not served"),
         (
@@ -383,3 +387,60 @@ def test_regular_expressions_without_end_are_not_all_compiled(tmp_path, monkeypa
     folder = written(tmp_path, alpha_pattern={f"none_{number}|" + "[a-z]" * 190: 4 for number in range(2000)})
     with pytest.raises(MllmError, match=r"its regular expressions take longer than 0.05 s, at '"):
         read_adapter(folder, BASE)
+
+
+ENDS = {"model.embed_tokens": (5, 11), "lm_head": (11, 5)}
+TABLE = torch.arange(55.0).view(11, 5) / 7
+
+
+def ends(folder: Path, **changes: torch.Tensor) -> Path:
+    """An adapter of an embedding and a head with copies of both, as PEFT saves it; other tensors by their suffix."""
+    tensors = matrices(ENDS)
+    for half in "AB":
+        tensors[f"{PREFIX}model.embed_tokens.lora_embedding_{half}"] = tensors.pop(
+            f"{PREFIX}model.embed_tokens.lora_{half}.weight"
+        )
+    copies = {f"{PREFIX}{module}.base_layer.weight": TABLE.clone() for module in ENDS}
+    return write_adapter(folder, tensors | copies | changes, peft_fields(["embed_tokens", "lm_head"]))
+
+
+def with_ends(**changes: Any) -> BaseModel:
+    own = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    targets = {f"{module}.weight": shape for module, shape in ENDS.items()}
+    read = {"read": lambda weight, start, rows: TABLE[start : start + rows].to(torch.bfloat16).float()}
+    return BaseModel(**vars(BASE) | {"targets": {**BASE.targets, **targets}} | own | read | changes)
+
+
+def test_an_embedding_and_a_head_may_come_with_copies_of_the_base_model_s(tmp_path):
+    copies = {f"{PREFIX}{module}.base_layer.weight": TABLE.to(torch.bfloat16) for module in ENDS}
+    adapter = read_adapter(ends(tmp_path, **copies), with_ends())
+    assert {weight: tuple((up @ down).shape) for weight, (down, up) in adapter.matrices.items()} == {
+        f"{module}.weight": shape for module, shape in ENDS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "said"),
+    [
+        ({}, {}, "its copy of lm_head.weight is not that of org/Model-8B; trained or resized"),
+        ({}, {"read": lambda *_: None}, "its copy of lm_head.weight is not that of"),
+        ({"lm_head.base_layer.weight": torch.zeros(12, 5)}, {}, "its copy of lm_head.weight is not that of"),
+        ({"lm_head.lora_embedding_A": torch.zeros(4, 5)}, {}, "has one of the two factors of lm_head"),
+    ],
+)
+def test_a_copy_that_is_not_the_base_model_s_is_refused(tmp_path, changes, base, said):
+    same = {f"{PREFIX}{module}.base_layer.weight": TABLE.to(torch.bfloat16) for module in ENDS} if changes else {}
+    folder = ends(tmp_path, **same | {f"{PREFIX}{name}": tensor for name, tensor in changes.items()})
+    with pytest.raises(MllmError, match=re.escape(said)):
+        read_adapter(folder, with_ends(**base))
+
+
+def test_factors_of_an_embedding_that_have_a_linear_s_names_are_refused(tmp_path):
+    with pytest.raises(MllmError, match="expected lora_embedding_A and B, got lora_A and B"):
+        read_adapter(write_adapter(tmp_path, matrices(ENDS), peft_fields(["embed_tokens", "lm_head"])), with_ends())
+
+
+def test_all_linears_are_neither_the_embedding_nor_the_head(tmp_path):
+    folder = written(tmp_path)
+    write_adapter(folder, matrices(SHAPES), peft_fields("all-linear"))
+    assert read_adapter(folder, with_ends()).matrices.keys() == BASE.targets.keys()

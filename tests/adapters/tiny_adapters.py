@@ -25,10 +25,13 @@ class Adapters:
 
     Args:
         some: ends of the names of those that the second one changes.
+        changes: of the model's config.
     """
 
-    def __init__(self, folder: Path, model_type: str = "qwen3", some: Sequence[str] = ("q_proj", "v_proj")) -> None:
-        self.model = save_tiny_model(tiny_config(model_type, vocab_size=VOCAB), folder / "model")
+    def __init__(
+        self, folder: Path, model_type: str = "qwen3", some: Sequence[str] = ("q_proj", "v_proj"), **changes: Any
+    ) -> None:
+        self.model = save_tiny_model(tiny_config(model_type, vocab_size=VOCAB, **changes), folder / "model")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TINY / name, folder / "model")
         self.folder = folder
@@ -37,8 +40,13 @@ class Adapters:
             for name, module in self.model.named_modules()
             if isinstance(module, torch.nn.Linear) and name != "lm_head"
         }
+        self._embeddings = [
+            name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Embedding)
+        ]
         self.factors: dict[str | None, Factors] = {None: {}}
         self._write("all", shapes, "all-linear", rank=8, lora_alpha=4)
+        shapes |= {"lm_head": (VOCAB, self.model.config.hidden_size)}
+        shapes |= dict.fromkeys(self._embeddings, (self.model.config.hidden_size, VOCAB))
         chosen = {module: shape for module, shape in shapes.items() if module.endswith(tuple(some))}
         self._write("some", chosen, some, rank=3, lora_alpha=6, use_rslora=True)
 
@@ -47,9 +55,12 @@ class Adapters:
         scale = fields["lora_alpha"] / (rank**0.5 if fields.get("use_rslora") else rank)
         tensors, factors = {}, {}
         for module, (outputs, inputs) in shapes.items():
-            down = torch.randn(rank, inputs, generator=chance) / inputs**0.5
+            down = torch.randn(rank, inputs, generator=chance)
+            down /= 1 if module in self._embeddings else inputs**0.5
             up = torch.randn(outputs, rank, generator=chance) * 0.1
-            tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = down, up
+            suffixes = ("_embedding_A", "_embedding_B") if module in self._embeddings else ("_A.weight", "_B.weight")
+            for suffix, factor in zip(suffixes, (down, up), strict=True):
+                tensors[f"{PREFIX}{module}.lora{suffix}"] = factor
             factors[f"{module}.weight"] = (down, up * scale)
         self.factors[name] = factors
         write_adapter(self.folder / name, tensors, peft_fields(targets, rank, **fields))

@@ -91,6 +91,12 @@ def check_states(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_section(engine, with_states, cache)
 
 
+def check_ends(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    """One weight is both; the second adapter changes each apart, in a batch with one that changes neither."""
+    tied = Adapters(adapters.folder / "ends", some=("embed_tokens", "lm_head", "up_proj"), tie_word_embeddings=True)
+    with_section(engine, tied, cache, lora={"targets": ["all-linear", "embed_tokens", "lm_head"]})
+
+
 def check_quantised(engine: Engine, adapters: Adapters, cache: Path) -> None:
     """Numbers are nearer to those of the adapter than its own change is large."""
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -151,7 +157,8 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "recurrent states": ("works", check_states),
     "quantised weights": ("works", check_quantised),
     "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
-    "experts, embeddings, the head": (
+    "the embedding, the head": ("works", check_ends),
+    "experts": (
         "refused",
         refused("'target_parameters' .adapters of experts", lambda *given: load_changed(*given, EXPERTS)),
     ),

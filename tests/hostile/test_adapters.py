@@ -15,12 +15,28 @@ from mllm_compile.adapters.base_model import BaseModel
 from mllm_compile.adapters.peft_config import CONFIG_FILE
 from mllm_compile.adapters.peft_folder import TENSOR_FILE, read_adapter
 from mllm_compile.errors import MllmError
-from tests.adapters.folders import matrices, peft_fields, write_adapter
+from tests.adapters.folders import PREFIX, matrices, peft_fields, write_adapter
 from tests.hostile.makers import JSON_NASTY, damaged_bytes, damaged_text
 from tests.hostile.seeds import cases, repeat_with
 
 SHAPES = {f"model.layers.{layer}.self_attn.{name}_proj": (6, 5) for layer in range(2) for name in "qv"}
-BASE = BaseModel("m", {f"{one}.weight": shape for one, shape in SHAPES.items()}, SHAPES, {}, 8, torch.float32)
+TABLE = torch.arange(35.0).view(7, 5)
+_ENDS = {"embed_tokens": (5, 7), "lm_head": (7, 5)}
+_TARGETS = {f"{one}.weight": shape for one, shape in (SHAPES | _ENDS).items()}
+BASE = BaseModel(
+    *("m", _TARGETS, SHAPES | _ENDS, {}, 8, torch.float32, "embed_tokens.weight", "lm_head.weight"),
+    lambda _, start, rows: TABLE[start : start + rows],
+)
+
+
+def tensors_of_ends() -> dict[str, torch.Tensor]:
+    """Of an embedding and a head, with a copy of it."""
+    tensors = matrices(_ENDS)
+    names = {f"embed_tokens.lora_{half}.weight": f"embed_tokens.lora_embedding_{half}" for half in "AB"}
+    found = {f"{PREFIX}{new}": tensors.pop(f"{PREFIX}{old}") for old, new in names.items()}
+    return tensors | found | {f"{PREFIX}lm_head.base_layer.weight": TABLE}
+
+
 _PATTERNS = ["(", "(a+)+$", ".*", "[", "(?i)q", "q_proj|v_proj", "\\", "(?P<x>a)(?P=x)", "a{99}{99}{99}", "\ud800"]
 
 
@@ -47,8 +63,8 @@ def changed_tensors(chance: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_adapters(count: int, tmp_path: Path) -> None:
-    fields = peft_fields(["q_proj", "v_proj"], rank_pattern={r"layers\.1\..*": 4})
-    whole = write_adapter(tmp_path, matrices(SHAPES), fields) / TENSOR_FILE
+    fields = peft_fields(["q_proj", "v_proj", "embed_tokens", "lm_head"], rank_pattern={r"layers\.1\..*": 4})
+    whole = write_adapter(tmp_path, matrices(SHAPES) | tensors_of_ends(), fields) / TENSOR_FILE
     tensors, num_read = whole.read_bytes(), 0
     for number, chance in cases("adapters", count):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
@@ -10,7 +11,7 @@ from mllm_compile.passes.base import LORA, LORA_LAYOUT, WEIGHT_CUTS, WEIGHT_FACT
 from mllm_compile.passes.match.nodes import LINEAR, is_op
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout
-from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, text
+from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, model_of_layers, text
 
 QKV = "layers.0.attn.q+k+v.weight"
 
@@ -55,8 +56,41 @@ def test_without_adapters_the_graph_stays():
     assert LORA_LAYOUT not in gm.meta
 
 
-def test_the_head_and_weights_that_a_scale_is_in_are_left_alone():
-    gm = model("head.weight", "layers.0.attn.v.weight", "layers.0.attn.o.weight")
+def test_the_head_takes_the_slots_of_its_rows():
+    gm = apply(AddLora(), model("head.weight"))
+    (node,) = added(gm)
+    slots, index = node.args[4].args
+    assert (slots.meta["input_name"], index[0].meta["input_name"]) == ("adapter_slots", "logits_indices")
+    assert node.args[4].meta["val"].shape == index[0].meta["val"].shape
+    (target,) = layout(gm).targets
+    assert (target.kind, target.outputs, target.inputs) == ("head", VOCAB, HIDDEN)
+
+
+def test_an_embedding_takes_a_row_of_the_first_factor_for_each_id():
+    gm = apply(AddLora(), model("embed.weight"))
+    (node,) = (one for one in gm.graph.nodes if is_op(one, "add_lora_of_ids"))
+    assert [tuple(arg.meta["val"].shape) for arg in node.args[2:4]] == [(3, VOCAB, 4), (3, HIDDEN, 4)]
+    (target,) = layout(gm).targets
+    assert (target.kind, target.outputs, target.inputs) == ("embedding", HIDDEN, VOCAB)
+
+
+@pytest.mark.parametrize("is_head", [False, True], ids=["embedding", "head"])
+def test_of_tied_weights_each_reader_has_factors_of_its_own(is_head):
+    builder = GraphBuilder()
+    x = builder.embed()
+    rows = builder.call(torch.index_select, x, 0, builder.rows)
+    tied = next(node for node in builder.graph.nodes if node.meta.get("weight_name") == "embed.weight")
+    gm = builder.canonical(builder.call(LINEAR, rows, tied, None))
+    wanted = "head.weight" if is_head else "embed.weight"
+    gm.meta[LORA] = LoraWish(frozenset({wanted}), 3, 4, embedding="embed.weight", tied_head="head.weight")
+    gm = apply(AddLora(), gm)
+    (target,) = layout(gm).targets
+    assert (target.weight, target.linear, target.stored_in) == (wanted, wanted, "embed.weight")
+    assert target.kind == ("head" if is_head else "embedding")
+
+
+def test_weights_that_a_scale_is_in_are_left_alone():
+    gm = model("layers.0.attn.v.weight", "layers.0.attn.o.weight")
     gm.meta[WEIGHT_FACTORS] = {"layers.0.attn.v.weight": WeightFactor("v_scale", is_divided=True)}
     assert [one.weight for one in layout(apply(AddLora(), gm)).targets] == ["layers.0.attn.o.weight"]
 

@@ -21,7 +21,9 @@ from mllm_compile.passes.variants import add_variants, copy_of
 from tests.passes.support import stand_ins
 from tests.passes.support.graph_builder import apply, assert_values_hold, model_of_layers, run
 
-WEIGHTS = [f"layers.{layer}.attn.{name}.weight" for layer in range(2) for name in "qo"]
+OF_LAYERS = [f"layers.{layer}.attn.{name}.weight" for layer in range(2) for name in "qo"]
+WEIGHTS = ["embed.weight", *OF_LAYERS]
+OPS = "add_lora", "add_lora_of_ids", "lora_shrink", "lora_expand"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,8 +45,8 @@ def pieces() -> fx.GraphModule:
 def calls(gm: fx.GraphModule, name: str) -> list[str]:
     piece = gm.get_submodule(name)
     assert isinstance(piece, fx.GraphModule)
-    found = (nodes.is_op(node, "add_lora", "lora_shrink", "lora_expand") and node.target for node in piece.graph.nodes)
-    return [str(target).split(".")[1] for target in found if target]
+    found = (node.target for node in piece.graph.nodes if nodes.is_op(node, *OPS))
+    return [str(target).split(".")[1] for target in found]
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -58,7 +60,7 @@ def test_the_kernels_have_the_numbers_of_the_op(tokens):
         small = after.meta[VARIANTS].get(name, {})
         assert set(small) == ({64} if calls(after, name) else set())
         assert all(calls(after, variant) == calls(after, name) for variant in small.values())
-        assert "add_lora" not in calls(after, name)
+        assert not {"add_lora", "add_lora_of_ids"} & set(calls(after, name))
     assert LaunchLora()(after).matches == 0
 
 

@@ -190,7 +190,7 @@ def lora_expand(
     """y + B of each token's slot times what lora_shrink gave of it.
 
     Args:
-        y: [..., N] of T tokens; shrunk: [S, T, P * r] float32; b: [L, sum of rows, r]; slots: [T] int32.
+        y: [..., N] of T tokens; shrunk: [S, T, P * r] of any type; b: [L, sum of rows, r]; slots: [T] int32.
         starts, rows: [P] the outputs of each part; takes_lora says which are taken.
 
     Returns:

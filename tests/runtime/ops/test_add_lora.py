@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.runtime.ops.lora.reference import add_lora_on_cpu, add_lora_reference
+from mllm_compile.runtime.ops.lora.reference import add_lora_of_ids, add_lora_on_cpu, add_lora_reference
 
 STARTS, ROWS, INPUTS, OUTPUTS, RANK = [0, 24], [16, 8], 20, 32, 4
 
@@ -43,3 +43,17 @@ def test_a_token_without_an_adapter_keeps_its_numbers_whatever_the_others_hold()
     found = torch.ops.mllm.add_lora(y, x, a, b, slots, STARTS, ROWS)
     assert torch.equal(found[0, slots < 0], y[0, slots < 0])
     assert found[0, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("op", [add_lora_of_ids, torch.ops.mllm.add_lora_of_ids])
+def test_each_id_has_the_row_of_its_token_s_adapter(op):
+    generator = torch.Generator().manual_seed(3)
+    y, a, b = (torch.randn(shape, generator=generator) for shape in ((1, 5, 6), (2, 9, RANK), (2, 6, RANK)))
+    ids, slots = torch.tensor([[8, 0, 3, 3, 8]]), torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
+    expected = y.clone()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, token] += b[slot] @ a[slot, ids[0, token]]
+    found = op(y, ids, a, b, slots)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.equal(found[0, 1], y[0, 1])

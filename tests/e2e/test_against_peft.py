@@ -1,0 +1,91 @@
+"""Adapters that PEFT made and saved: an engine has PEFT's log-probabilities, in a batch that mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.config.schema import EngineConfig
+from tests.model.tiny_configs import save_tiny_model, tiny_config
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.slow
+
+PROMPTS = ([41, 30, 77, 102, 5, 90, 12, 5], [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34)))
+SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+ENDS = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
+
+
+Said = tuple[torch.Tensor, list[int]]
+
+
+def saved(model: Any, folder: Path, fields: Mapping[str, Any]) -> list[Said]:
+    """Saves a random adapter of the model; returns what the model says with it of each prompt."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **fields))
+    chance = torch.Generator().manual_seed(len(folder.name))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=chance))
+            elif "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.15)
+        found = [said_of(adapted, prompt) for prompt in PROMPTS]
+    adapted.save_pretrained(folder)
+    adapted.unload()
+    return found
+
+
+def said_of(model: Any, prompt: Sequence[int]) -> Said:
+    """Log-probabilities of the prompt's tokens but the first, and its likeliest answer."""
+    ids = list(prompt)
+    for _ in range(SCORED.max_tokens or 1):
+        logits = model(torch.tensor([ids])).logits[0]
+        ids.append(int(logits[-1].argmax()))
+    of_prompt = logits[: len(prompt) - 1].log_softmax(-1)
+    return of_prompt.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0], ids[len(prompt) :]
+
+
+def check(
+    folder: Path, model_type: str, targets: Sequence[str], adapters: Sequence[Mapping[str, Any]], **changes: Any
+) -> None:
+    model = save_tiny_model(tiny_config(model_type, **changes), folder / "model")
+    with torch.no_grad():
+        expected = {None: [said_of(model, prompt) for prompt in PROMPTS]}
+    names = [chr(ord("a") + index) for index in range(len(adapters))]
+    for name, fields in zip(names, adapters, strict=True):
+        expected[name] = saved(model, folder / name, fields)
+    sections = {
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu", "max_model_len": 64, "max_running_requests": 8, "page_size": 4},
+        "lora": {"max_adapters": 2, "max_rank": 8, "targets": list(targets)},
+        "cache": {"dir": str(folder / "cache")},
+    }
+    with Engine(EngineConfig.from_dict(sections)) as engine:
+        for name in names:
+            engine.load_adapter(name, folder / name)
+        order = [(name, index) for index in range(len(PROMPTS)) for name in expected]
+        answers = engine.generate([list(PROMPTS[i]) for _, i in order], SCORED, adapter=[name for name, _ in order])
+    for (name, index), answer in zip(order, answers, strict=True):
+        told = torch.tensor([next(iter(one.values())).logprob for one in answer.prompt_logprobs or [] if one])
+        assert torch.allclose(told, expected[name][index][0], atol=1e-4), (name, index)
+        assert answer.token_ids == expected[name][index][1], (name, index)
+        if name is not None:
+            assert (told - expected[None][index][0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_the_embedding_and_the_head(model_type: str, is_tied: bool, tmp_path: Path) -> None:
+    check(
+        tmp_path,
+        model_type,
+        ["all-linear", "embed_tokens", "lm_head"],
+        [{"r": 8, "lora_alpha": 4} | ENDS, {"r": 3, "use_rslora": True, "target_modules": ["lm_head"]}],
+        tie_word_embeddings=is_tied,
+    )
