@@ -112,7 +112,15 @@ def _is_head_in_panels(node: fx.Node, weight_schemes: WeightSchemes) -> bool:
 
 def _is_head(node: fx.Node) -> bool:
     """True for a linear of the rows whose logits are wanted, which nothing but views and pointwise steps follow."""
-    return any(user.op == "output" for user in _reached(node))
+    logits = _logits(node.graph)
+    return node is logits or logits in _reached(node)
+
+
+def _logits(graph: fx.Graph) -> fx.Node:
+    """The output's first value; hidden states may follow it, which drafters read."""
+    outputs: Any = graph.output_node().args[0]
+    logits: fx.Node = outputs[0]
+    return logits
 
 
 def _reached(node: fx.Node) -> set[fx.Node]:
@@ -204,7 +212,7 @@ def _choosing_linears(gm: fx.GraphModule) -> set[fx.Node]:
     """Linears that logits, or the choice of experts, come from without another linear between."""
     experts = (match_expert_linear(node) for node in gm.graph.nodes)
     choices: list[Any] = [linear.ids for linear in experts if linear is not None]
-    found, seen, wanted = set(), set(), [gm.graph.output_node(), *choices]
+    found, seen, wanted = set(), set(), [_logits(gm.graph), *choices]
     while wanted:
         node = wanted.pop()
         if is_call(node, LINEAR):

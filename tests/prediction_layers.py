@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,19 @@ import torch
 
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
+from tests.tiny_vision import save_vision_model
 
 # Those whose checkpoints hold the layer as `mtp.`; others number it behind the model's own.
 OF_ITS_OWN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+KINDS_OF_LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 
 
-def save_with_prediction_layer(architecture: str, folder: Path) -> Any:
+def save_with_prediction_layer(architecture: str, folder: Path, **changes: Any) -> Any:
     """Writes a random float32 model and its prediction layer, in the format that such checkpoints have; returns its
-    config."""
+    config, with these `changes`."""
     from safetensors.torch import load_file, save_file
 
-    config = config_of_architecture(architecture, eos_token_id=None, bos_token_id=None)
+    config = config_of_architecture(architecture, eos_token_id=None, bos_token_id=None, **changes)
     first = config.num_hidden_layers
     one_more = copy.deepcopy(config)
     one_more.num_hidden_layers = first + 1
@@ -35,14 +38,7 @@ def save_with_prediction_layer(architecture: str, folder: Path) -> Any:
         f"mtp.layers.0.{name.removeprefix(start)}" if is_of_its_own and name.startswith(start) else name: tensor
         for name, tensor in load_file(path).items()
     }
-    names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-    if is_of_its_own:
-        start, names = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-    torch.manual_seed(5)
-    size = config.hidden_size
-    *norms, projection = (f"{start}{name}.weight" for name in names)
-    tensors |= {name: (0.0 if is_of_its_own else 1.0) + 0.3 * torch.randn(size) for name in norms}
-    tensors[projection] = torch.randn(size, 2 * size) * (2 * size) ** -0.5
+    tensors |= _around_the_layer("mtp." if is_of_its_own else start, config.hidden_size, is_of_its_own)
     if architecture == "deepseek_v3":  # its checkpoint holds these again
         copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
         tensors |= {f"{start}{to}.weight": tensors[f"{of}.weight"].clone() for to, of in copies.items()}
@@ -50,6 +46,37 @@ def save_with_prediction_layer(architecture: str, folder: Path) -> Any:
     config.architectures = one_more.architectures
     config.save_pretrained(folder)
     return config
+
+
+def save_vision_with_prediction_layer(folder: Path) -> None:
+    """The same, of a model of Qwen3.5 that takes images."""
+    from safetensors.torch import load_file, save_file
+
+    first = len(KINDS_OF_LAYERS)
+    kinds = [*KINDS_OF_LAYERS, "full_attention"]
+    save_vision_model("qwen3_5", folder, num_hidden_layers=len(kinds), layer_types=kinds)
+    (path,) = folder.glob("*.safetensors")
+    start = f"model.language_model.layers.{first}."
+    tensors = {
+        f"mtp.layers.0.{name.removeprefix(start)}" if name.startswith(start) else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": first, "layer_types": KINDS_OF_LAYERS}
+    tensors |= _around_the_layer("mtp.", config["text_config"]["hidden_size"], True)
+    save_file(tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _around_the_layer(start: str, size: int, is_of_its_own: bool) -> dict[str, torch.Tensor]:
+    """The norms and the projection around a layer, random, whose names begin with `start`."""
+    names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    if is_of_its_own:
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+    torch.manual_seed(5)
+    *norms, projection = (f"{start}{name}.weight" for name in names)
+    tensors = {name: (0.0 if is_of_its_own else 1.0) + 0.3 * torch.randn(size) for name in norms}
+    return tensors | {projection: torch.randn(size, 2 * size) * (2 * size) ** -0.5}
 
 
 class TransformersDrafts:

@@ -257,12 +257,19 @@ def _widened(text: dict[str, Any]) -> dict[str, Any]:
     return {**text, **_WIDE_TEXT, **kinds}
 
 
-def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
-    """Writes a tiny model in float32, whose attention is far from uniform; returns it."""
+def save_vision_model(model_type: str, folder: Path, wide: bool = False, **text: Any) -> Any:
+    """Writes a tiny model in float32, whose attention is far from uniform; returns it.
+
+    Args:
+        text: changes of the text's config.
+    """
     from transformers import AutoModelForImageTextToText
 
+    config = vision_config(model_type, wide)
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(vision_config(model_type, wide), dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

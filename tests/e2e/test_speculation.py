@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -27,11 +28,11 @@ from tests.eagle_heads import random_head
 from tests.model.survey import DENSE, OF_EXPERTS, OF_STATES
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
-from tests.prediction_layers import save_with_prediction_layer
+from tests.prediction_layers import save_vision_with_prediction_layer, save_with_prediction_layer
 from tests.quantised_checkpoints import LINEARS, quantise_folder
 from tests.runtime.step.test_verify_steps import ReplayingDrafter
 from tests.sample import slow_but_a_sample
-from tests.tiny_model import shallow_tiny, tiny_config
+from tests.tiny_model import TINY, shallow_tiny, tiny_config
 from tests.tiny_vision import image, media_prompt, save_vision_model, vision_engine_config
 
 # With ALiBi, with attention that is written out, with windows of chunks.
@@ -149,6 +150,7 @@ def test_drafts_across_the_length_at_which_frequencies_change_give_the_same_toke
 
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
+MODEL_VOCAB = 3072  # of the tiny model's tokenizer
 RANDOM_HEADS = {"eagle3": random_head, "dflash": random_dflash_head}
 PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 REPEATS = ["x = 1\n" * 12, "for name in names:\n" * 4 + "for", [11, 12, 13, 14] * 6]
@@ -302,35 +304,102 @@ def test_a_row_of_the_page_is_true_of_a_head(label, method, eager_cache, tmp_pat
     assert (CASES[label](eager_cache, tmp_path, method) > 0) is row.endswith("| yes |")
 
 
-def with_prediction_layer(_: Path, folder: Path, **sections: Any) -> EngineConfig:
+def of_prediction_layer(*params: SamplingParams, architecture: str = "glm4_moe", **runtime: Any) -> Callable[..., int]:
+    """A case of a model with a prediction layer, and the tiny model's tokenizer."""
+
+    def make(_: Path, folder: Path, **sections: Any) -> EngineConfig:
+        if not (folder / "model").exists():
+            save_with_prediction_layer(architecture, folder / "model", vocab_size=MODEL_VOCAB)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(TINY / name, folder / "model" / name)
+        return config_of(folder, **sections)
+
+    return compared(*params, prompts=IDS, config=make, **runtime)
+
+
+def quantised_prediction_layer(_: Path, folder: Path, **sections: Any) -> EngineConfig:
     if not (folder / "model").exists():
-        save_with_prediction_layer("glm4_moe", folder / "model")
+        save_with_prediction_layer("glm4_moe", folder / "whole")
+        quantise_folder(folder / "whole", folder / "model", folder / "plain", LINEARS["fp8 blocks"])
     return config_of(folder, **sections)
 
 
-def of_prediction_layer(*params: SamplingParams, **runtime: Any) -> Callable[..., int]:
-    return compared(*params, prompts=IDS, config=with_prediction_layer, **runtime)
+def with_prediction_layer_in(quantization: str) -> Callable[..., EngineConfig]:
+    """Makes configs of a model and its layer, whose linears are quantised while they are read."""
+
+    def make(_: Path, folder: Path, **sections: Any) -> EngineConfig:
+        if not (folder / "model").exists():
+            save_with_prediction_layer("glm4_moe", folder / "model")
+        model = {"path": str(folder / "model"), "dtype": "float32", "quantization": quantization}
+        return config_of(folder, model=model, **sections)
+
+    return make
 
 
-# The page's rows of parameters and settings, on token ids.
+def images_and_prediction_layer(_: Path, folder: Path, **sections: Any) -> EngineConfig:
+    if not (folder / "config.json").exists():
+        save_vision_with_prediction_layer(folder)
+    config = vision_engine_config(folder, folder / "cache")
+    return EngineConfig.from_dict(config.model_dump(exclude_unset=True) | sections)
+
+
+# The page's rows, of a model's own layer for multi-token prediction.
 OF_PREDICTION_LAYERS = {
-    "draws": of_prediction_layer(
+    "greedy answers and draws, with `top_k`, `top_p`, `min_p` and `seed`": of_prediction_layer(
         SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=3, max_tokens=24)
     ),
-    "a bias": of_prediction_layer(
-        SamplingParams(allowed_token_ids=[11, 12, 13], logit_bias={11: 1.0}, min_tokens=5, max_tokens=24)
+    "`logit_bias`, `allowed_token_ids`, `min_tokens`, stop tokens and texts": of_prediction_layer(
+        SamplingParams(allowed_token_ids=[11, 12, 13], logit_bias={11: 1.0}, min_tokens=5, max_tokens=24),
+        SamplingParams(stop=["n", "="], stop_token_ids=[11], min_tokens=5, max_tokens=24),
     ),
-    "log-probabilities": of_prediction_layer(SamplingParams(n=2, seed=1, logprobs=2, prompt_logprobs=1)),
-    "penalties": of_prediction_layer(SamplingParams(frequency_penalty=0.3, repetition_penalty=1.1, max_tokens=24)),
-    "chunks": of_prediction_layer(max_num_batched_tokens=16, max_running_requests=4),
-    "deterministic": of_prediction_layer(deterministic=True),
+    "`logprobs`, `prompt_logprobs`, `n`": of_prediction_layer(
+        SamplingParams(n=2, seed=1, logprobs=2, prompt_logprobs=1)
+    ),
+    "penalties, `bad_words`": of_prediction_layer(
+        SamplingParams(frequency_penalty=0.3, repetition_penalty=1.1, max_tokens=24),
+        SamplingParams(bad_words=["x", " in"], max_tokens=24),
+    ),
+    "chunked prompts, prefix hits, preemption": of_prediction_layer(max_num_batched_tokens=16, max_running_requests=4),
+    "`runtime.deterministic`": of_prediction_layer(deterministic=True),
+    "windows, latents, experts": of_prediction_layer(architecture="deepseek_v3"),
+    "quantised weights": compared(prompts=IDS, config=quantised_prediction_layer),
+    "images": compared(
+        SamplingParams(temperature=0, max_tokens=24),
+        prompts=[media_prompt([5, 6, 92], image(1, (1, 4, 6)), [93, *[7, 8, 9] * 5])],
+        config=images_and_prediction_layer,
+    ),
+    "`runtime.tensor_parallel_size`": of_prediction_layer(tensor_parallel_size=2),
+    "`structured_outputs`": of_prediction_layer(
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="(x = [0-9]\n){8}"), max_tokens=40)
+    ),
+    "layers with a state": of_prediction_layer(architecture="qwen3_next"),
+    "`runtime.expert_parallel_size`": of_prediction_layer(expert_parallel_size=2),
+    "layers with a state over `runtime.expert_parallel_size`": of_prediction_layer(
+        architecture="qwen3_next", expert_parallel_size=2
+    ),
 }
+
+
+def test_a_prediction_layer_has_a_case_for_each_row():
+    assert OF_PREDICTION_LAYERS.keys() == CASES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", OF_PREDICTION_LAYERS)
 def test_a_row_of_the_page_is_true_of_a_prediction_layer(label, eager_cache, tmp_path):
-    assert OF_PREDICTION_LAYERS[label](eager_cache, tmp_path, "mtp") > 0
+    if "parallel_size" in label:
+        with pytest.raises(MllmError, match=r"runs on one"):
+            OF_PREDICTION_LAYERS[label](eager_cache, tmp_path, "mtp")
+        return
+    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
+    assert (OF_PREDICTION_LAYERS[label](eager_cache, tmp_path, "mtp") > 0) is row.endswith("| yes |")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_weights_that_are_quantised_while_they_are_read_are_the_same_beside_a_prediction_layer(quantization, tmp_path):
+    case = compared(prompts=IDS, config=with_prediction_layer_in(quantization))
+    assert case(tmp_path, tmp_path, "mtp") > 0
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from mllm_compile.passes.base import (
     WeightCut,
     WeightSchemes,
 )
+from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.passes.pack_projections import PackProjections
@@ -84,6 +85,16 @@ def test_what_is_quantised_by_choice_spares_heads_routers_and_small_gates():
     x = builder.embed()
     x = builder.call(torch.add, builder.layer(x, 0), builder.linear(x, "gate", 1))
     gm = builder.canonical(builder.call(torch.tanh, builder.head(x)))
+    apply(QuantiseLinears(), with_schemes(gm, of_all(gm), are_chosen=True))
+    assert quantised(gm) == {"layers.0.attn.q.weight", "layers.0.attn.o.weight"}, "k and v have eight rows"
+
+
+def test_hidden_states_beside_the_logits_spare_no_linear():
+    builder = GraphBuilder()
+    x = builder.layer(builder.embed(), 0)
+    logits = builder.head(x)
+    builder.graph.output((logits, x))
+    gm = apply(Canonicalise(), fx.GraphModule(torch.nn.Module(), builder.graph))
     apply(QuantiseLinears(), with_schemes(gm, of_all(gm), are_chosen=True))
     assert quantised(gm) == {"layers.0.attn.q.weight", "layers.0.attn.o.weight"}, "k and v have eight rows"
 
