@@ -86,7 +86,7 @@ class ModelDrafter:
         self._model.forward(forward_batch)
 
     def catch_up(self, batch: ScheduledBatch) -> None:
-        """Called ahead of a step whose drafts are the device's."""
+        """Called ahead of a verify step, where a pass behind such steps is captured (cuda_graph/draft_chain.py)."""
 
     # Drafts -----------------------------------------------------------------------------------------------------------
 

@@ -46,15 +46,16 @@ class ParallelDrafter(HiddenDrafter):
         super().follow(batch, hidden_states)
 
     def catch_up(self, batch: ScheduledBatch) -> None:
-        assert batch.device_lens is not None, "the device drafts"
+        lengths = batch.prefix_lens if batch.device_lens is None else batch.device_lens
         parts, firsts = [], []
-        for request, length in zip(batch.requests, batch.device_lens.tolist(), strict=True):
+        for request, length in zip(batch.requests, lengths.tolist(), strict=True):
             if length < 0 or request in self._is_whole:
                 continue
             part = self._lacking(request, length, self._computed.get(request, 0))
             if part is not None and part.token_ids:
                 parts.append(part)
                 firsts.append(self._kept_from[request])
+                self._computed[request] = length
         if parts:
             self._read(parts, self._kept_of(parts, firsts))
 

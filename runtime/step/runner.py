@@ -106,7 +106,7 @@ class StepRunner:
             self._announce(StepRecord(batch, scored, media, choice))
         if media is not None:
             plan = self._planner.with_media(plan, batch, media)
-        if self.drafter is not None and batch.device_lens is not None:
+        if self.drafter is not None and self._runner.draft_chain is not None and batch.has_drafts:
             self.drafter.catch_up(batch)
         step = Step(batch, plan, choice)
         results = path.run(step) or self._paths.forward.run(step)

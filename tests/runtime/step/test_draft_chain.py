@@ -24,6 +24,7 @@ from tests.runtime.cuda_graph.played_cases import capture_on_cpu, played_runner
 from tests.runtime.runner_cases import VOCAB, Loop, make_runner
 from tests.runtime.step import test_hidden_drafter as hidden
 from tests.runtime.step.test_captured_verify import TimedLoop, ahead_steps
+from tests.runtime.step.test_grammar_rows import EVERYTHING, FakeGrammar, FakeMasks, add
 from tests.runtime.step.test_parallel_drafter import BlockHead
 from tests.runtime.step.test_verify_steps import PROMPTS, seen
 
@@ -90,6 +91,34 @@ def test_drafts_are_right_while_a_step_is_in_flight(played, from_newest, page_si
     assert ahead_steps(loop) > 3
     assert accepted > 50
     assert drafted - accepted <= MOST * len(requests), "drafts are cut where a request may end"
+
+
+@pytest.mark.parametrize("num_alone", [0, 1, 2])
+def test_a_request_without_drafts_beside_one_with_a_grammar_leaves_no_hole(played, num_alone, monkeypatch):
+    """The host drafts for the grammar. The other request has none at first: its keys are made ahead of the pass."""
+    section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
+    runner = chained_runner(BlockHead(), section)
+    verifies = runner.graph_runner.verifies
+    speculation = make_speculation(section, VOCAB, None, verifies.most_requests, verifies.chain.keys_ahead)
+    loop = TimedLoop(runner, False, speculation)
+    drafter, asked_before = loop.steps.drafter, []
+    propose = drafter.propose
+
+    def without_the_second(asked):
+        asked_before.append(asked)
+        if len(asked_before) > num_alone:
+            return propose(asked)
+        found = dict(zip([one.request for one in asked[:1]], propose(asked[:1]), strict=True))
+        return [found.get(one.request, ()) for one in asked]
+
+    monkeypatch.setattr(drafter, "propose", without_the_second)
+    with torch.inference_mode():
+        of_grammar = add(loop, PROMPTS[0], FakeGrammar(FakeMasks(), lambda output: EVERYTHING), max_tokens=10)
+        other = add(loop, PROMPTS[1], None, max_tokens=34)
+        loop.run()
+    for request in (of_grammar, other):
+        assert request.num_drafted_tokens - request.num_accepted_tokens <= MOST, "drafts are cut where it may end"
+    assert other.num_accepted_tokens > 12
 
 
 @pytest.mark.parametrize("shift", [0, 1])
