@@ -42,7 +42,7 @@ from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CheckpointError, CompileError
+from mllm_compile.errors import CheckpointError, CompileError, UnsupportedModelError
 from mllm_compile.files.json_file import read_file
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cpu import write_libraries
@@ -88,26 +88,45 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     Raises:
         MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
     """
-    config, folder = target.config, target.folder
+    folder = target.folder
     if options.output is not None and not os.path.exists(folder / MANIFEST):
         reason = "there is no runtime in this folder yet"
     else:
-        reason = miss_note(target.factors, nearest_runtime(target.factors, config.cache.dir))
-    timeline.announce(f"compiling {config.model.source}: {reason}. This is done once.")
-    if line := config.line_on_cpu():
+        reason = miss_note(target.factors, nearest_runtime(target.factors, target.config.cache.dir))
+    timeline.announce(f"compiling {target.config.model.source}: {reason}. This is done once.")
+    if line := target.config.line_on_cpu():
         timeline.announce(line)
     with timeline.stage("check text files"):
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
-        drafter = None if target.drafter is None else _write_drafter(scratch / DRAFTER, target, options, timeline)
+        target, drafter = _with_drafter(scratch / DRAFTER, target, options, timeline)
         manifest = _write(scratch, target, options, timeline)
         if drafter is not None:
-            check_vocabularies(config, manifest.sizes.vocab_size, drafter.sizes.vocab_size)
+            check_vocabularies(target.config, manifest.sizes.vocab_size, drafter.sizes.vocab_size)
             if drafter.program.projection is not None:
-                check_hidden_sizes(config, manifest.sizes.hidden_size, drafter.sizes.hidden_size)
-    give_back_unused(config.runtime.device)  # an engine of this process counts what is free
+                check_hidden_sizes(target.config, manifest.sizes.hidden_size, drafter.sizes.hidden_size)
+    give_back_unused(target.config.runtime.device)  # an engine of this process counts what is free
     with timeline.stage("check runtime"):
         return open_artifact(folder)
+
+
+def _with_drafter(
+    folder: Path, target: Target, options: CompileOptions, timeline: Timeline
+) -> tuple[Target, Artifact | None]:
+    """The target and its draft model, compiled into a new folder of the runtime's. One that a rule chose is left out
+    with a line where it is refused; such a runtime's config names another method, under the same key."""
+    if target.drafter is None:
+        return target, None
+    try:
+        return target, _write_drafter(folder, target, options, timeline)
+    except (UnsupportedModelError, CheckpointError, CompileError) as error:
+        other = target.without_drafter
+        if other is None:
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        method = other.config.speculative.method
+        timeline.announce(f"speculative.method is {method}, as {target.config.speculative.method} is refused: {error}")
+        return other, None
 
 
 def _write_drafter(folder: Path, target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:

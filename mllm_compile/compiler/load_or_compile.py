@@ -47,6 +47,7 @@ def load_or_compile(
     was_cached = artifact is not None
     if artifact is None:
         artifact, was_cached = _compile_or_wait(target, options, timeline)
+    target = _as_compiled(target, artifact, timeline.note if was_cached else _tell_nothing)
     place = place_of(artifact.folder, is_output=options.output is not None)
     if options.output is not None:
         artifact = serving(artifact, target.config, target.weights, place)
@@ -62,6 +63,21 @@ def load_or_compile(
         return compiled
     drafter = _drafter_of(target.drafter, artifact, options, timeline)
     return replace(compiled, serves_same=serves_same and drafter.serves_same, drafter=drafter)
+
+
+def _as_compiled(target: Target, artifact: Artifact, tell: Callable[[str], None]) -> Target:
+    """The target, without a draft model that its runtime was compiled without."""
+    other = target.without_drafter
+    if other is None or _has_drafter(artifact):
+        return target
+    method, refused = other.config.speculative.method, target.config.speculative.method
+    tell(f"speculative.method is {method}: {refused} was refused when this runtime was compiled")
+    return other
+
+
+def _has_drafter(artifact: Artifact) -> bool:
+    """False: nothing drafts for the model, or a rule chose what was refused (build.py)."""
+    return artifact.manifest.resolved_config(artifact.folder).speculative.has_model
 
 
 def _drafter_of(target: Target, model: Artifact, options: CompileOptions, timeline: Timeline) -> CompiledRuntime:
@@ -107,7 +123,7 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         root = artifact.weights_root(Path(weights.folder))
         with artifact.trusted.naming_itself():
             weights.check_headers(root)
-        drafter = _stored_drafter(artifact) if DRAFT_MODEL in artifact.factors else None
+        drafter = _stored_drafter(artifact) if config.speculative.has_model else None
     mark_used(folder)
     return CompiledRuntime(artifact, config, root, True, True, timeline.stages, drafter)
 
@@ -133,8 +149,10 @@ def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]
             if artifact.manifest.weights.is_packed:
                 with artifact.trusted.naming_itself():
                     artifact.manifest.weights.check_headers(artifact.trusted.pinned_path)
-            if target.drafter is not None:
+            if target.drafter is not None and _has_drafter(artifact):
                 _open_drafter(artifact)
+            elif target.drafter is not None and target.without_drafter is None:
+                raise ArtifactError(f"{target.folder} was compiled without a draft model; it is compiled again")
             return artifact
     except (ArtifactError, CheckpointError) as error:
         tell(f"the cached runtime is not used: {error}")
@@ -176,10 +194,14 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
         timeline.announce(f"another process is compiling {target.folder.name}: waiting for it")
 
     with compile_lock(target.folder, waiting):
-        artifact = _open_cached(target, timeline, lambda text: None)  # what is wrong with it has been told
+        artifact = _open_cached(target, timeline, _tell_nothing)  # what is wrong with it has been told
         if artifact is not None:
             return artifact, True
         return _compile(target, options, timeline), False
+
+
+def _tell_nothing(text: str) -> None:
+    """For what was told before."""
 
 
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:

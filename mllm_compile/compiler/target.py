@@ -21,7 +21,7 @@ from mllm_compile.compiler.lent_weights import with_lender
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.resolve import METHOD_KEY, METHOD_WITHOUT_WEIGHTS, resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.speculators import head_type
@@ -48,6 +48,15 @@ class Target:
     factors: Mapping[str, str]
     folder: Path
     drafter: Target | None = None
+
+    @property
+    def without_drafter(self) -> Target | None:
+        """The same target, where a rule chose the draft model, and another rule does without; None: the config names
+        it, or there is none."""
+        if self.drafter is None or all(choice.key != METHOD_KEY for choice in self.config.choices):
+            return None
+        section = replace(self.config.speculative, method=METHOD_WITHOUT_WEIGHTS)
+        return replace(self, config=self.config.model_copy(update={"speculative": section}), drafter=None)
 
 
 def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> Target:

@@ -75,6 +75,7 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
+METHOD_KEY, METHOD_WITHOUT_WEIGHTS = "speculative.method", "suffix"
 _QUANTISING_PASS = "quantise_linears"
 _PANELS_PASS = "pack_linears"
 _INTEGERS = frozenset(("int4", "int8"))  # kinds of weights that lie in panels
@@ -143,9 +144,9 @@ def _speculative(
     def choose() -> tuple[str, str]:
         if runtime.num_ranks == 1 and not runtime.skip_compiled and has_prediction_layer(model):
             return "mtp", "the checkpoint has a layer for multi-token prediction"
-        return "suffix", "it needs no weights, and knows past answers too"
+        return METHOD_WITHOUT_WEIGHTS, "it needs no weights, and knows past answers too"
 
-    method = choices.resolve("speculative.method", asked.method, choose)
+    method = choices.resolve(METHOD_KEY, asked.method, choose)
     num_tokens = "by_cost"
     if method != "none":
         num_tokens = choices.resolve(

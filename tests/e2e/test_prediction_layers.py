@@ -6,10 +6,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.compiler.target import find_target
 from mllm_compile.errors import CheckpointError, ConfigError, UnsupportedModelError
 from mllm_compile.runtime.step.draft_model import ModelDrafter
+from tests.e2e.test_quantised import Lines
 from tests.e2e.test_speculation import config_of, prompts_of
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -56,11 +57,34 @@ def test_a_rule_takes_the_layer_where_the_checkpoint_has_it(architecture, tmp_pa
     config = save_with_prediction_layer(architecture, tmp_path / "model")
     assert (method().method, method().by_cost) == ("mtp", True)
     assert method(skip_compiled=True).method == method(tensor_parallel_size=2).method == "suffix"
-    (path,) = (tmp_path / "model").glob("*.safetensors")
     of_layer = ("mtp.", f"model.layers.{config.num_hidden_layers}.")
-    kept = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(of_layer)}
-    save_file(kept, path, metadata={"format": "pt"})
+    keep_tensors(tmp_path / "model", lambda name: not name.startswith(of_layer))
     assert method().method == "suffix"
+
+
+def test_a_rule_does_without_a_layer_that_is_refused(tmp_path):
+    """The runtime is compiled once, and told of; who names the method gets the error."""
+    save_with_prediction_layer("glm4_moe", tmp_path / "model")
+    keep_tensors(tmp_path / "model", lambda name: not name.endswith("hnorm.weight"))
+    by_rule, told = config_of(tmp_path, speculative={"method": "auto"}), Lines()
+    first = load_or_compile(by_rule, told)
+    (line,) = (line for line in told.told if "speculative" in line)
+    assert "speculative.method is suffix, as mtp is refused: the checkpoint lacks 'layers.0.hnorm.weight'" in line
+    second = load_or_compile(by_rule)
+    for compiled in (first, second, open_runtime(first.folder)):
+        assert (compiled.config.speculative.method, compiled.drafter) == ("suffix", None)
+    assert second.was_cached and not first.was_cached and second.folder == first.folder
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks 'layers.0.hnorm.weight'"):
+        load_or_compile(config_of(tmp_path, speculative=MTP))
+    with Engine(by_rule) as engine:
+        assert len(engine.generate([[5, 6] * 8], GREEDY)[0].token_ids) == 12
+
+
+def keep_tensors(folder, is_kept):
+    """Removes the other tensors of a checkpoint."""
+    (path,) = folder.glob("*.safetensors")
+    kept = {name: tensor for name, tensor in load_file(path).items() if is_kept(name)}
+    save_file(kept, path, metadata={"format": "pt"})
 
 
 def test_a_model_without_the_layer_is_refused(tmp_path):
@@ -71,13 +95,11 @@ def test_a_model_without_the_layer_is_refused(tmp_path):
 
 def test_a_checkpoint_without_the_layer_or_a_part_of_it_is_refused(tmp_path):
     config = save_with_prediction_layer("glm4_moe", tmp_path / "model")
-    (path,) = (tmp_path / "model").glob("*.safetensors")
-    tensors, start = load_file(path), f"model.layers.{config.num_hidden_layers}."
-    partly = {name: tensor for name, tensor in tensors.items() if name != f"{start}hnorm.weight"}
-    save_file(partly, path, metadata={"format": "pt"})
+    start = f"model.layers.{config.num_hidden_layers}."
+    keep_tensors(tmp_path / "model", lambda name: name != f"{start}hnorm.weight")
     with pytest.raises(CheckpointError, match=r"the checkpoint lacks 'layers.0.hnorm.weight'"):
         load_or_compile(config_of(tmp_path, speculative=MTP))
-    save_file({n: t for n, t in tensors.items() if not n.startswith(start)}, path, metadata={"format": "pt"})
+    keep_tensors(tmp_path / "model", lambda name: not name.startswith(start))
     with pytest.raises(CheckpointError, match="has no tensors of a layer for multi-token prediction"):
         load_or_compile(config_of(tmp_path, speculative=MTP))
 
