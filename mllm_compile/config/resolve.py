@@ -45,6 +45,7 @@ from mllm_compile.runtime.config_sections import (
     LoraSection,
     MaxStepMs,
     RuntimeSection,
+    SpeculativeMethod,
     SpeculativeSection,
 )
 
@@ -75,7 +76,8 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
-METHOD_KEY, METHOD_WITHOUT_WEIGHTS = "speculative.method", "suffix"
+METHOD_KEY = "speculative.method"
+METHOD_WITHOUT_WEIGHTS: SpeculativeMethod = "suffix"
 _QUANTISING_PASS = "quantise_linears"
 _PANELS_PASS = "pack_linears"
 _INTEGERS = frozenset(("int4", "int8"))  # kinds of weights that lie in panels
