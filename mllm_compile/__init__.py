@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
     from mllm_compile.runtime.sampling.params import SamplingParams
     from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+    from mllm_compile.train.trainable import Trainable, trainable
 
 __all__ = [
     "AsyncEngine",
@@ -39,8 +40,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "Trainable",
     "__version__",
     "open_model",
+    "trainable",
 ]
 
 _ERRORS = ("ConfigError", "DeviceMemoryError", "EngineDeadError", "MllmError", "RequestError")
@@ -57,7 +60,9 @@ _HOMES = {
     "RequestOutput": "mllm_compile.engine.outputs",
     "SamplingParams": "mllm_compile.runtime.sampling.params",
     "StructuredOutputsParams": "mllm_compile.runtime.sampling.structured_params",
+    "Trainable": "mllm_compile.train.trainable",
     "open_model": "mllm_compile.engine.low_level",
+    "trainable": "mllm_compile.train.trainable",
 }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # conftest.py sets torch's threads before torch is imported
 
 _FOLDERS = {
     "bench", "check", "checkpoint", "cli", "compiler", "e2e", "engine", "hostile", "passes", "report", "server",
-    "store", "structured",
+    "store", "structured", "train",
 }  # fmt: skip
 
 

@@ -139,10 +139,15 @@ class ArtifactSource:
                         load_weights(specs, weights, self._weights_root, stage.advance)
                 for name, unit in self._artifact.program.every_panels().items():
                     put_in_panels(weights[name], unit)
-        return weights | _load_constants(self._artifact, device)
+        return weights | load_constants(self._artifact, device)
 
 
-def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:
+def load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:
+    """The program's weights that no checkpoint holds, on `device`.
+
+    Raises:
+        ArtifactError: the file does not hold what the program names.
+    """
     from safetensors.torch import load
 
     if not artifact.constants:

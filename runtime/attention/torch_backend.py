@@ -262,13 +262,13 @@ def _prefill(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: 
         first_key = 0
         if layer.params.window_left >= 0:
             first_key = max(0, prefix_len + start - layer.params.window_left)
-        if layer.chunk:  # where a chunk begins, or _attend_block would cut them elsewhere
+        if layer.chunk:  # where a chunk begins, or attend_block would cut them elsewhere
             first_key = (prefix_len + start) // layer.chunk * layer.chunk
         seen = slots[first_key:last_key]
         keys = _take(k_buf, seen)
         values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
         first_query = prefix_len + start - first_key
-        out[start : start + QUERY_BLOCK] = _attend_block(block, keys, values, first_query, layer, part.is_block)
+        out[start : start + QUERY_BLOCK] = attend_block(block, keys, values, first_query, layer, part.is_block)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def _slopes(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
     return torch.tensor(layer.alibi_slopes, dtype=torch.float32, device=q.device)
 
 
-def _attend_block(
+def attend_block(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

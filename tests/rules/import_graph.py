@@ -26,6 +26,7 @@ FLOORS = (
     "mllm_compile/report",
     "mllm_compile/bench",
     "mllm_compile/server",
+    "mllm_compile/train",
     "mllm_compile/engine",
     "mllm_compile/ranks",
     "mllm_compile/structured",

@@ -1,0 +1,1 @@
+"""A runtime's trainable side: its own log-probabilities, with gradients."""
