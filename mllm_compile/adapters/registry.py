@@ -76,6 +76,7 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._busy: set[str] = set()  # names that are being loaded
         self._unloaded: dict[str, int] = {}  # name → its last version, of the names that were unloaded last
+        self._resumed: dict[str, str] = {}  # name → the digest of that version, of an engine before this one
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
         """Reads an adapter and registers it; its name keeps its version where the same files were loaded before.
@@ -93,18 +94,25 @@ class AdapterRegistry:
             earlier = self._adapters.get(name)  # nobody else loads or unloads this name meanwhile
             if earlier is not None and (earlier.digest, earlier.folder) == (tensors.digest, folder):
                 return earlier
-            version = 1 + (self._unloaded.get(name, 0) if earlier is None else earlier.version)
+            last = self._unloaded.get(name, 0) if earlier is None else earlier.version
+            version = last if self._resumed.get(name) == tensors.digest else last + 1
             adapter = Adapter(name, version, folder, tensors.digest, tensors.rank, tensors.num_bytes)
             self._place(adapter, tensors.matrices)
             with self._lock:
                 self._adapters[name] = adapter
                 self._unloaded.pop(name, None)
+                self._resumed.pop(name, None)
         finally:
             with self._lock:
                 self._busy.discard(name)
         if earlier is not None:
             self._retire(earlier)
         return adapter
+
+    def resume(self, name: str, version: int, digest: str) -> None:
+        """Takes note of the version that a lost engine had, before `load`: the same files keep it."""
+        with self._lock:
+            self._unloaded[name], self._resumed[name] = version, digest
 
     def unload(self, name: str) -> None:
         """Takes a name back. Requests that named it go on to their end.

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from mllm_compile.cli.adapter_option import AdapterOption, AskedAdapter
 from mllm_compile.cli.arguments import QuietOption, VerboseOption, reporter_of
 from mllm_compile.cli.before_compile import check_takes_text
 from mllm_compile.config.sources import config_or_runtime
@@ -44,6 +45,7 @@ def chat_command(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float | None, typer.Option(help="By default the model's own.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MLLM_API_KEY")] = None,
+    adapter: AdapterOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -52,16 +54,19 @@ def chat_command(
     if temperature is not None:
         settings["temperature"] = temperature
     reporter = reporter_of(verbose, quiet)
+    asked = None if adapter is None else AskedAdapter.of(adapter)
     if "://" in target:
-        _end(converse(_server(target, api_key), system, settings, is_quiet=quiet))
+        _end(converse(_server(target, api_key, asked), system, settings, is_quiet=quiet))
         return
     config = config_or_runtime(target)  # a mistake is told before anything heavy is imported
+    config = config if asked is None else asked.with_place(config)
     check_takes_text(config, target, as_chat=True)
     from mllm_compile.engine.engine import Engine
 
     with Engine(config, reporter=reporter) as engine:
         check = partial(_params, engine)
-        answered_all = converse(_engine(engine), system, settings, check=check, is_quiet=quiet)
+        name = None if asked is None else asked.load(engine)
+        answered_all = converse(_engine(engine, name), system, settings, check=check, is_quiet=quiet)
     _end(answered_all)
 
 
@@ -176,9 +181,9 @@ def _answer(ask: Ask, messages: list[Message], settings: Settings, is_quiet: boo
     return "".join(texts)
 
 
-def _engine(engine: Engine) -> Ask:
+def _engine(engine: Engine, adapter: str | None) -> Ask:
     def ask(messages: list[Message], settings: Settings) -> Iterator[tuple[str, int]]:
-        with engine.stream_chat(messages, _params(engine, settings)) as outputs:
+        with engine.stream_chat(messages, _params(engine, settings), adapter=adapter) as outputs:
             for output in outputs:
                 yield output.text, len(output.token_ids)
 
@@ -196,7 +201,9 @@ def _params(engine: Engine, settings: Settings) -> SamplingParams:
         raise RequestError(str(error)) from None
 
 
-def _server(url: str, api_key: str | None) -> Ask:
+def _server(url: str, api_key: str | None, adapter: AskedAdapter | None = None) -> Ask:
+    if adapter is not None and adapter.folder is not None:
+        raise ConfigError(f"--adapter: expected NAME, as the server has loaded it, got {adapter.name}={adapter.folder}")
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
         parts = urlsplit(url)
@@ -211,6 +218,8 @@ def _server(url: str, api_key: str | None) -> Ask:
     def ask(messages: list[Message], settings: Settings) -> Iterator[tuple[str, int]]:
         connection = kinds[parts.scheme](parts.netloc, timeout=_TIMEOUT_S)
         body = {"messages": messages, "stream": True, "stream_options": {"continuous_usage_stats": True}, **settings}
+        if adapter is not None:
+            body["model"] = adapter.name
         try:
             connection.request("POST", path, json.dumps(body), headers)
             response = connection.getresponse()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mllm_compile.cli.adapter_option import AdapterOption, AskedAdapter
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.cli.before_compile import check_takes_forms, check_takes_images, check_takes_text, no_tokenizer
 from mllm_compile.config.sources import config_or_runtime, with_speculative
@@ -74,6 +75,7 @@ def generate_command(
     timings: Annotated[
         bool, typer.Option("--timings", help="Say where the time to the first token went, on standard error.")
     ] = False,
+    adapter: AdapterOption = None,
     speculative_config: SpeculativeOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
@@ -81,9 +83,11 @@ def generate_command(
     """Generate text and print it as it comes. Compiles first when nothing compiled fits."""
     timeline = Timeline(reporter_of(verbose, quiet))
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
-    engine_config = with_speculative(
-        config_or_runtime(model), speculative_config
-    )  # a mistake is told before anything heavy is imported
+    # A mistake is told before anything heavy is imported.
+    engine_config = with_speculative(config_or_runtime(model), speculative_config)
+    asked_adapter = None if adapter is None else AskedAdapter.of(adapter)
+    if asked_adapter is not None:
+        engine_config = asked_adapter.with_place(engine_config)
     if prompt == "-" and sys.stdin is None:
         raise RequestError("--prompt - reads standard input, which is closed. Give the text itself.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
@@ -126,13 +130,14 @@ def generate_command(
         if engine.tokenizer is None:  # a runtime's, or a hub's model
             raise no_tokenizer(model)
         params = dataclasses.replace(engine.default_params, **changes)
+        name = None if asked_adapter is None else asked_adapter.load(engine)
         if chat or images:
             content = [*images, {"type": "text", "text": text}] if images else text
-            outputs = engine.stream_chat([{"role": "user", "content": content}], params)
+            outputs = engine.stream_chat([{"role": "user", "content": content}], params, adapter=name)
         else:
             if engine.tokenizer.has_chat_template:
                 timeline.tell("the model goes on with the prompt as a plain text; --chat asks it as a user does")
-            outputs = engine.stream(text, params)
+            outputs = engine.stream(text, params, adapter=name)
         if sys.stdout.isatty() if echo is None else echo:
             _print_prompt(text + "\n" if chat or images else text)
         _print_stream(_timed(outputs, timeline), is_quiet=quiet)

@@ -19,10 +19,14 @@ from mllm_compile.adapters.registry import Adapter, read_again
 from mllm_compile.adapters.slots import AdapterSlots
 from mllm_compile.engine.sequences import Sequence, Submission
 from mllm_compile.engine.stats import AdapterStats
-from mllm_compile.errors import MllmError
+from mllm_compile.errors import CheckpointError, MllmError, UnsupportedModelError
 from mllm_compile.runtime.short_repr import short_repr
 
 logger = logging.getLogger("mllm_compile.engine")
+
+
+class AdapterGoneError(CheckpointError):
+    """The folder of a loaded adapter has lost it: it is not there any more, is damaged, or holds another one."""
 
 
 class AdapterWriter(Protocol):
@@ -155,5 +159,7 @@ class AdapterQueue:
 
 def _failure(adapter: Adapter, error: Exception) -> MllmError:
     """The error for the requests that waited for a load."""
-    kind = type(error) if isinstance(error, MllmError) else MllmError
-    return kind(f"adapter {short_repr(adapter.name)} could not be loaded: {error}")
+    message = f"adapter {short_repr(adapter.name)} could not be loaded: {error}"
+    if isinstance(error, CheckpointError | UnsupportedModelError):
+        return AdapterGoneError(message)
+    return type(error)(message) if isinstance(error, MllmError) else MllmError(message)

@@ -88,6 +88,7 @@ class Engine:
             0: none.
         forward_times: measure every forward, for `stats().forward_times`; the host then waits for the device around
             each.
+        load_adapters: False: those of the config are not loaded.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
@@ -101,6 +102,7 @@ class Engine:
         reporter: Reporter | None = None,
         log_interval_s: float = 10.0,
         forward_times: bool = False,
+        load_adapters: bool = True,
     ) -> None:
         from mllm_compile.config.sources import config_or_runtime
         from mllm_compile.ranks.early_start import early_ranks
@@ -111,17 +113,17 @@ class Engine:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
             parts = assemble(source, self.timeline, forward_times=forward_times, early=early)
-        self._start(parts, log_interval_s)
+        self._start(parts, log_interval_s, load_adapters)
 
     @classmethod
     def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
         """An engine over parts that are there already."""
         engine = cls.__new__(cls)
         engine.timeline = Timeline()
-        engine._start(parts, log_interval_s)
+        engine._start(parts, log_interval_s, load_adapters=True)
         return engine
 
-    def _start(self, parts: EngineParts, log_interval_s: float) -> None:
+    def _start(self, parts: EngineParts, log_interval_s: float, load_adapters: bool) -> None:
         self.config = parts.config
         self.folder = parts.folder
         self.tokenizer_files = parts.tokenizer_files
@@ -146,7 +148,7 @@ class Engine:
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
-        self._adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
+        self.adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -155,11 +157,11 @@ class Engine:
             grammars=parts.grammars,
             media=parts.media,
             tower=parts.tower,
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
         try:
             self.core.start()
-            if self._adapters is not None and parts.config is not None:
+            if self.adapters is not None and parts.config is not None and load_adapters:
                 for name, folder in parts.config.lora.adapters.items():
                     self.load_adapter(name, folder)
         except BaseException:  # Ctrl-C, an adapter that is refused, or no thread can be started
@@ -337,12 +339,12 @@ class Engine:
 
     def list_adapters(self) -> list[Adapter]:
         """The adapters that requests can name."""
-        return [] if self._adapters is None else self._adapters.all()
+        return [] if self.adapters is None else self.adapters.all()
 
     def _served_adapters(self) -> AdapterRegistry:
-        if self._adapters is None:
+        if self.adapters is None:
             raise RequestError("no adapters are served. Set lora.max_adapters in the config to how many there may be.")
-        return self._adapters
+        return self.adapters
 
     # --- control ------------------------------------------------------------------------------------------------------
 

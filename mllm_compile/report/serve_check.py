@@ -15,11 +15,13 @@ from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import FolderReader, HeldFiles
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
+from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
 from mllm_compile.store.artifact import TOKENIZER
@@ -33,6 +35,7 @@ class _Known:
 
     Attributes:
         origin: where it is from.
+        adapter_bytes: of the memory for adapters.
         start: the figures of the last start with this config on this device; {} if there was none.
     """
 
@@ -41,6 +44,7 @@ class _Known:
     layers: Sequence[LayerSpec]
     state_layers: Sequence[StateLayer]
     weight_bytes: int
+    adapter_bytes: int
     tokenizer: Tokenizer | None
     start: Mapping[str, Any]
 
@@ -65,6 +69,7 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
         ("runtime", known.origin),
         ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {_kv_bytes(known) / 2**10:.1f} KiB a token"),
         *_states(known),
+        *_adapters(known),
         ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
         ("limits", f"{runtime.max_running_requests} running, prompt and answer {runtime.max_model_len:,} tokens"),
         ("template", f"{text}; {syntax.described()}"),
@@ -85,6 +90,7 @@ def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None 
         artifact.program.layers,
         artifact.program.state_layers,
         sum(spec.num_bytes for spec in artifact.weights),
+        _adapter_bytes(artifact.program),
         load_tokenizer(folder / TOKENIZER, HeldFiles(artifact.texts, TOKENIZER + "/")),
         start_with(read_measured(artifact.measured_folder, device_key(config.runtime.device)), config),
     )
@@ -104,11 +110,13 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
     Raises:
         UnsupportedModelError, CheckpointError: it cannot be.
     """
+    from mllm_compile.compiler.lora import with_lora
     from mllm_compile.compiler.lowering import build_model, lower, plan_lowered_weights, private_inductor_cache
 
     with TemporaryDirectory(prefix="mllm-check-") as name, private_inductor_cache(Path(name)):
         scratch = Path(name)
         lowered = lower(target.config, build_model(target.config, target.model, reporter), scratch, reporter)
+        lowered = with_lora(target.config, lowered, scratch, reporter)
         _, weights = plan_lowered_weights(lowered)
         tokenizer = scratch / TOKENIZER
         tokenizer.mkdir()
@@ -119,6 +127,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             lowered.program.layers,
             lowered.program.state_layers,
             sum(spec.num_bytes for spec in weights[0]),
+            _adapter_bytes(lowered.program),
             load_tokenizer(target.model.path, FolderReader(tokenizer, CheckpointError)),  # messages name the model's
             {},
         )
@@ -145,6 +154,20 @@ def _states(known: _Known) -> list[tuple[str, str]]:
     return [("", f"states {each / 2**20:.2f} MiB a request, {_num_states(known) * each / 2**30:.2f} GiB for all")]
 
 
+def _adapter_bytes(program: Program) -> int:
+    """Bytes of a rank's memory for adapters."""
+    return 0 if program.lora is None else program.lora.layout.num_bytes
+
+
+def _adapters(known: _Known) -> list[tuple[str, str]]:
+    """The line about adapters; none for a model without them."""
+    if not known.adapter_bytes:
+        return []
+    lora = known.config.lora
+    size = format_bytes(known.adapter_bytes)
+    return [("", f"adapters {size}: {lora.max_adapters} at once, of rank {lora.max_rank} or less")]
+
+
 def _num_states(known: _Known) -> int:
     """Rows of states: of requests, of padding, and of cached prefixes."""
     runtime = known.config.runtime
@@ -162,5 +185,6 @@ def _kv_tokens(known: _Known) -> tuple[int, str]:
     runtime = known.config.runtime
     budget = most_kv_budget(known.weight_bytes, runtime, torch.device(runtime.device))
     budget = budget.without(_num_states(known) * _state_bytes(known), "states")
+    budget = budget.without(known.adapter_bytes, "adapters")
     pages = budget.num_pages(runtime.page_size * _kv_bytes(known), runtime) - 1
     return pages * runtime.page_size, budget.explanation

@@ -8,19 +8,17 @@ from typing import Any
 
 import msgspec
 
-from mllm_compile.errors import MllmError
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.errors import ApiError, bad_request
 from mllm_compile.server.api.fields import read_fields
-from mllm_compile.server.endpoints import Answer
-from mllm_compile.server.flow.writer import Send
-from mllm_compile.server.front import Front, ignored_headers
-from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, unless_gone
+from mllm_compile.server.endpoints import Answer, ToldBytes, from_body
+from mllm_compile.server.front import Front
 
 logger = logging.getLogger("mllm_compile.server")
 
 _TEXT = (b"content-type", b"text/plain; charset=utf-8")
 _MOST_OF_PATH = 4096  # characters
 _NOT_ALLOWED = "serve with --allow-runtime-lora, and an API key or on this machine alone"
+_NOT_OPEN = "unsupported_endpoint"
 
 
 class LoadFields(msgspec.Struct, kw_only=True):
@@ -73,22 +71,11 @@ def unload(front: Front) -> Answer:
 
 
 def _changing(front: Front, change: Callable[[bytes], Coroutine[Any, Any, tuple[str, list[str]]]]) -> Answer:
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if not front.options.allow_runtime_lora:
-                raise ApiError(403, f"{scope['path']} is not open: {_NOT_ALLOWED}", code="unsupported_endpoint")
-            with front.memory.share() as share:
-                body = await front.bodies.read(receive, share)
-                text, unknown = await unless_gone(change(body), receive)
-                front.check_ignored(unknown)
-        except ClientGoneError:
-            return
-        except (ApiError, MllmError) as error:
-            refused = error if isinstance(error, ApiError) else of_error(error, None)
-            front.refused(refused, scope["path"], client_of(scope))
-            await respond_error(send, refused)
-        else:
-            logger.info("%s client %s", text, client_of(scope))
-            await respond(send, text.encode(), headers=[_TEXT, *ignored_headers(unknown)])
+    async def told(body: bytes, client: str) -> ToldBytes:
+        if not front.options.allow_runtime_lora:
+            raise ApiError(403, f"adapters are as the server was started with: {_NOT_ALLOWED}", code=_NOT_OPEN)
+        text, unknown = await change(body)
+        logger.info("%s client %s", text, client)
+        return text.encode(), unknown
 
-    return answer
+    return from_body(front, told, [_TEXT])

@@ -17,7 +17,7 @@ from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import chat_text
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import JSON
-from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front, ignored_headers
 from mllm_compile.server.http import (
     ClientGoneError,
@@ -36,6 +36,7 @@ from mllm_compile.version import __version__
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 Endpoint = Callable[[Front], Answer]
 Told = tuple[dict[str, Any], list[str]]  # an answer, and the names of fields that nobody knows
+ToldBytes = tuple[bytes, list[str]]
 _MOST_TOKENS = 1 << 20
 
 
@@ -237,11 +238,30 @@ def _json(
 ) -> Answer:
     """An endpoint from a JSON body to a JSON answer."""
 
+    async def encoded(body: bytes, client: str) -> ToldBytes:
+        data, unknown = await answer_to(body)
+        return msgspec.json.encode(data), unknown
+
+    return from_body(front, encoded, JSON, refusal)
+
+
+def from_body(
+    front: Front,
+    answer_to: Callable[[bytes, str], Coroutine[Any, Any, ToldBytes]],
+    headers: Headers,
+    refusal: Callable[[ApiError], bytes] = openai_refusal,
+) -> Answer:
+    """An endpoint from a body to an answer with these headers.
+
+    Args:
+        answer_to: takes the body, and the client's name for the log; cancelled where the client goes.
+    """
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with front.memory.share() as share:
                 body = await front.bodies.read(receive, share)
-                data, unknown = await unless_gone(answer_to(body), receive)
+                data, unknown = await unless_gone(answer_to(body, client_of(scope)), receive)
                 front.check_ignored(unknown)
         except ClientGoneError:
             return
@@ -250,7 +270,7 @@ def _json(
             front.refused(refused, scope["path"], client_of(scope))
             await respond_error(send, refused, refusal(refused))
         else:
-            await respond(send, msgspec.json.encode(data), headers=[*JSON, *ignored_headers(unknown)])
+            await respond(send, data, headers=[*headers, *ignored_headers(unknown)])
 
     return answer
 

@@ -79,6 +79,7 @@ class Front:
             on_lost=self._engine_lost,
             is_idle=lambda: self.is_idle,
             on_adapters=self._adapters_changed,
+            adapters=lambda: self.names.adapters,
         )
         self.adapter_changes = AdapterChanges(self.supervisor.send)
         self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave)
@@ -274,6 +275,8 @@ class Front:
         headers: Headers,
         parent: Context | None,
     ) -> Job:
+        adapter = self.names.adapter(request.fields.model)
+        model = self.names.first if adapter is None else adapter.name
         head = {
             "id": name,
             "created": int(time.time()),
@@ -289,7 +292,7 @@ class Front:
             headers=[(b"x-request-id", name.encode()), *headers],
             form_field=request.fields.form_field or "tools",  # whose form is no field's
             cancel=self.dispatcher.cancel,
-            on_over=lambda job: self._over(job, client, parent),
+            on_over=lambda job: self._over(job, model, client, parent),
         )
         for prompt in plan.prompts:
             key = self.dispatcher.next_key()
@@ -297,10 +300,10 @@ class Front:
             job.add(run, plan.params, facts.tokenizer, plan.make_parser)
         return job
 
-    def _over(self, job: Job, client: str, parent: Context | None) -> None:
+    def _over(self, job: Job, model: str | None, client: str, parent: Context | None) -> None:
         request_over(job, self.metrics, client)
         if self.tracing is not None and parent is not None:
-            self.tracing.request_over(job, self.names.first, parent)
+            self.tracing.request_over(job, model, parent)
 
     async def sweep(self) -> None:
         """Ends requests that wait too long, until it is cancelled."""

@@ -51,6 +51,11 @@ class ModelNames:
         self.set_adapters(facts.hello.adapters)
         self._names = own_names(self._names, self._source)
 
+    @property
+    def adapters(self) -> list[AdapterCard]:
+        """The adapters as the last engine has told them."""
+        return list(self._adapters.values())
+
     def set_adapters(self, adapters: Sequence[AdapterCard]) -> None:
         """Takes the adapters as an engine has them now."""
         self._adapters = {card.name: card for card in adapters}

@@ -94,10 +94,6 @@ class ServeOptions:
                 "--allow-runtime-lora: expected an API key beside it, or a server that only this machine reaches, got "
                 f"--host {self.host} without a key. Give --api-key"
             )
-        if self.allow_runtime_lora and self.sleep_after_s is not None:
-            raise ConfigError(
-                "--allow-runtime-lora: an engine that sleeps forgets loaded adapters; leave out --sleep-after"
-            )
         if self.log not in FORMATS:
             raise ConfigError(f"--log: expected {' or '.join(FORMATS)}, got {self.log!r}")
         if self.max_queue is not None and self.max_queue < 1:

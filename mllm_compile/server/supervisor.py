@@ -14,7 +14,17 @@ from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, EngineLink
-from mllm_compile.server.wire.messages import AdaptersChanged, Command, EngineEvent, Failed, Hello, Pulse, Stage
+from mllm_compile.server.wire.messages import (
+    AdapterCard,
+    AdaptersChanged,
+    Begin,
+    Command,
+    EngineEvent,
+    Failed,
+    Hello,
+    Pulse,
+    Stage,
+)
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -42,6 +52,7 @@ class Supervisor:
         on_lost: told why an engine is gone that was not to end.
         is_idle: True while there is no work.
         on_adapters: told of loads and unloads that are over.
+        adapters: those that the next engine is to have, where another one was ready before it.
 
     Attributes:
         stage, stage_since_s: of the start that is on.
@@ -60,6 +71,7 @@ class Supervisor:
         on_lost: Callable[[ApiError], None],
         is_idle: Callable[[], bool],
         on_adapters: Callable[[AdaptersChanged], None],
+        adapters: Callable[[], list[AdapterCard]],
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -69,6 +81,7 @@ class Supervisor:
         self._on_lost = on_lost
         self._is_idle = is_idle
         self._on_adapters = on_adapters
+        self._adapters = adapters
         self.state = STARTING
         self.stage = "start"
         self.stage_since_s = time.monotonic()
@@ -156,6 +169,7 @@ class Supervisor:
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
         self._link = link = EngineLink(self._command_of, self._on_step, self._on_event)
+        link.send(Begin(None if self.facts is None else self._adapters()))
         try:
             if not await self._started(link, self._hello):
                 await link.interrupt()

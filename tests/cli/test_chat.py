@@ -11,6 +11,8 @@ import pytest
 
 from mllm_compile.cli import run
 from mllm_compile.cli.chat import _engine, _params, converse
+from mllm_compile.engine.adapter_queue import AdapterParts
+from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice, adapter_folder
 from tests.fakes import FakeStepRunner, fake_engine, recite
 from tests.server.harness import Server, fake_server
 
@@ -23,6 +25,28 @@ def server() -> Iterator[Server]:
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_an_adapter_answers_by_its_name(monkeypatch, capsys, tmp_path):
+    device, runner = FakeDevice(), AdapterRunner()
+    device.reading.set()
+    runner.device = device
+    with fake_engine(runner, adapters=AdapterParts(BASE, device)) as engine:
+        engine.load_adapter("sql", adapter_folder(tmp_path / "sql", 3))
+        answers = []
+        for adapter in (None, "sql"):
+            typed(monkeypatch, "hi")
+            converse(_engine(engine, adapter), None, {"max_tokens": 9, "ignore_eos": True})
+            answers.append(capsys.readouterr().out)
+    assert answers[0] != answers[1]
+
+
+def test_an_adapter_of_a_server_is_the_model_that_is_asked_for(server, monkeypatch, capsys):
+    typed(monkeypatch, "hi")
+    assert run(["chat", server.url, "--api-key", "k", "--adapter", "sql"]) == 1
+    assert "404: the model 'sql' does not exist; this server has fake" in capsys.readouterr().err
+    assert run(["chat", server.url, "--adapter", "sql=/sql"]) == 2
+    assert "--adapter: expected NAME, as the server has loaded it" in capsys.readouterr().err
 
 
 def test_each_answer_is_printed_with_its_speed_and_the_conversation_goes_on(monkeypatch, capsys):
@@ -51,7 +75,7 @@ def test_each_answer_is_printed_with_its_speed_and_the_conversation_goes_on(monk
 def test_a_refusal_is_told_and_its_message_forgotten(monkeypatch, capsys):
     with fake_engine(FakeStepRunner(recite("hi"))) as engine:
         typed(monkeypatch, "/set top_p 7", "one", "/set top_p 1", "/set no_such 1", "two", "/set no_such null", "say:")
-        converse(_engine(engine), None, {"temperature": 0})
+        converse(_engine(engine, None), None, {"temperature": 0})
     told = capsys.readouterr()
     assert told.err.count("error: ") == 2
     assert "top_p: expected a number" in told.err
@@ -62,7 +86,7 @@ def test_a_setting_that_cannot_be_is_refused_when_it_is_typed_and_not_kept(monke
     settings: dict[str, Any] = {"temperature": 0}
     with fake_engine(FakeStepRunner(recite("hi"))) as engine:
         typed(monkeypatch, "/set top_p 7", "/set no_such 1", "/set max_tokens 2", "say:")
-        assert converse(_engine(engine), None, settings, check=partial(_params, engine))
+        assert converse(_engine(engine, None), None, settings, check=partial(_params, engine))
     told = capsys.readouterr()
     assert "top_p: expected a number" in told.err
     assert "no_such is no field of SamplingParams" in told.err

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from mllm_compile.engine.outputs import CompletionOutput, RequestOutput
 from mllm_compile.errors import CompileError, RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from tests.adapters.folders import peft_fields, write_adapter
 
 TINY = str(Path(mllm_compile.model.__file__).parent / "tiny")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -47,6 +49,9 @@ class StandInEngine:
     tokenizer: object | None = field(default_factory=lambda: SimpleNamespace(has_chat_template=True))
     refusal: RequestError | None = None
     starts: int = 0
+    config: Any = None
+    answered_by: str | None = None
+    adapters: dict[str, Path] = field(default_factory=dict)
     asked: list[tuple[object, SamplingParams]] = field(default_factory=list)
 
     def __enter__(self) -> StandInEngine:
@@ -56,8 +61,12 @@ class StandInEngine:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def stream(self, prompt: object, params: SamplingParams) -> Iterator[RequestOutput]:
+    def load_adapter(self, name: str, folder: Path) -> None:
+        self.adapters[name] = folder
+
+    def stream(self, prompt: object, params: SamplingParams, adapter: str | None = None) -> Iterator[RequestOutput]:
         self.asked.append((prompt, params))
+        self.answered_by = adapter
         if self.refusal is not None:
             raise self.refusal
         for text in ("to", "ken"):
@@ -69,9 +78,12 @@ class StandInEngine:
 @pytest.fixture
 def engine(monkeypatch) -> StandInEngine:
     engine = StandInEngine()
-    monkeypatch.setitem(
-        sys.modules, "mllm_compile.engine.engine", SimpleNamespace(Engine=lambda config, reporter: engine)
-    )
+
+    def make(config: object, reporter: object) -> StandInEngine:
+        engine.config = config
+        return engine
+
+    monkeypatch.setitem(sys.modules, "mllm_compile.engine.engine", SimpleNamespace(Engine=make))
     return engine
 
 
@@ -308,6 +320,33 @@ def test_sampling_on_the_command_line_wins(engine, config):
     assert run(["generate", config, "--prompt", "once", *words]) == 0
     params = engine.asked[0][1]
     assert {name: getattr(params, name) for name in options} == options
+
+
+def test_an_adapter_is_loaded_from_its_folder_into_a_place_of_its_rank(engine, config, tmp_path):
+    fields = peft_fields(["q_proj"], 4, rank_pattern={"k_proj": 32})
+    folder = write_adapter(tmp_path / "sql", {}, fields)
+    assert run(["generate", config, "--prompt", "x", "--adapter", f"sql={folder}"]) == 0
+    assert (engine.adapters, engine.answered_by) == ({"sql": folder}, "sql")
+    assert (engine.config.lora.max_adapters, engine.config.lora.max_rank) == (1, 32)
+    Path(config).write_text("model: {path: ./m}\nlora: {max_adapters: 3, adapters: {law: /law}}")
+    assert run(["generate", config, "--prompt", "x", "--chat", "--adapter", "law"]) == 0
+    assert (engine.adapters, engine.answered_by) == ({"sql": folder}, "law")
+    assert engine.config.lora.max_adapters == 3
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("sql", "--adapter: expected a name in lora.adapters (none), got 'sql'. Give NAME=PATH"),
+        ("sql=", "--adapter: expected NAME=PATH, got 'sql='"),
+        ("=/sql", "--adapter: expected an adapter's name"),
+        ("sql=/no", "/no has no adapter_config.json; expected a folder as PEFT's"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused_before_anything_is_loaded(engine, config, capsys, adapter, said):
+    assert run(["generate", config, "--prompt", "x", "--adapter", adapter]) == 2
+    assert engine.starts == 0
+    assert said in capsys.readouterr().err
 
 
 def test_a_chat_prompt_is_a_users_message(engine, config, capsys):

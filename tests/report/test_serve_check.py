@@ -12,6 +12,7 @@ from mllm_compile import Engine
 from mllm_compile.cli import run
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CheckpointError, DeviceMemoryError, UnsupportedModelError
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.report.serve_check import serve_check
 from mllm_compile.runtime.device import memory
@@ -62,6 +63,17 @@ def test_a_model_that_is_not_compiled_is_traced_and_nothing_is_left(eager_cache,
     same = [name for name, _ in found if name not in ("", "runtime")]
     assert [dict(found)[name] for name in same] == [dict(compiled)[name] for name in same]
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_memory_of_adapters_is_counted(tmp_path):
+    found = told(tiny_config(tmp_path / "cache", lora={"max_adapters": 100, "max_rank": 256}, **EAGER))
+    config = json.loads((TINY / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, shared = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    sizes = [(hidden, heads), (hidden, shared), (hidden, shared), (heads, hidden)] + [(hidden, inner)] * 3
+    num_bytes = 4 * 100 * 256 * config["num_hidden_layers"] * sum(map(sum, sizes))
+    assert found[3] == ("", f"adapters {format_bytes(num_bytes)}: 100 at once, of rank 256 or less")
+    assert f"adapters {num_bytes / 2**30:.2f} GiB" in found[4][1]
 
 
 def test_what_would_not_be_served_is_refused_with_its_reason(tmp_path, monkeypatch):

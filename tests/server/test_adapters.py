@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ from mllm_compile.server.wire.messages import AdapterCard, AdaptersChanged, Load
 from tests.adapters.fake_device import BASE, FakeDevice, adapter_folder
 from tests.fakes import fake_engine
 from tests.hang_guard import HANG_S
-from tests.server.harness import Answer, Server, fake_server
+from tests.server.harness import Answer, Server, eventually, fake_server
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -128,6 +131,42 @@ def test_without_leave_nothing_is_loaded(folders):
         assert server.get("/v1/models").json["data"][1]["id"] == "one"
 
 
+def test_an_engine_that_is_started_again_has_the_adapters_of_the_one_before(tmp_path):
+    """But one without folder: a line says so. One that has changed since is another version."""
+    for number, name in enumerate(("kept", "changed", "gone", "unloaded"), start=1):
+        adapter_folder(tmp_path / name, number)
+    of_config = {"adapters": {name: str(tmp_path / name) for name in ("unloaded", "gone")}}
+    with fake_server({"allow_runtime_lora": True}, of_config) as server:
+        for name in ("kept", "changed"):
+            assert load(server, name, tmp_path / name).status == 200
+        first = tokens_of(server, "kept"), tokens_of(server, "changed")
+        assert server.post(UNLOAD, {"lora_name": "unloaded"}).status == 200
+        shutil.rmtree(tmp_path / "gone")
+        adapter_folder(tmp_path / "changed", 7)
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        eventually(lambda: server.figure("mllm:engine_restarts_total") == 1 and server.is_ready(), "another engine")
+        cards = {card["id"]: card.get("version") for card in server.get("/v1/models").json["data"]}
+        assert cards == {"fake": None, "kept": 1, "changed": 2}
+        assert tokens_of(server, "kept") == first[0]
+        assert tokens_of(server, "changed") != first[1]
+        eventually(lambda: "adapter 'gone' is left out:" in server.said, "the line")
+        assert "has no adapter_config.json" in server.said
+
+
+def test_an_adapter_whose_folder_has_lost_it_is_gone_for_its_requests_alone(server, tmp_path):
+    for number, name in enumerate(("a", "b", "c"), start=1):
+        assert load(server, name, adapter_folder(tmp_path / name, number)).status == 200
+    for name in ("b", "c"):  # there are two places
+        tokens_of(server, name)
+    adapter_folder(tmp_path / "a", 9)
+    answer = server.complete(model="a")
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (410, "adapter_gone", "model")
+    assert "a has changed since it was loaded as version 1 of 'a'. Load it again" in answer.error["message"]
+    assert tokens_of(server, "c")
+    for name in ("a", "b", "c"):
+        assert server.post(UNLOAD, {"lora_name": name}).status == 200
+
+
 def test_an_adapter_that_is_unloaded_while_its_request_is_read_is_not_the_model():
     front = Front(ServeOptions(model="m", served_names=("m",)), lambda *args: [])
     front.supervisor.state = READY
@@ -169,7 +208,7 @@ def test_the_last_list_of_adapters_that_the_front_hears_is_the_newest():
 
     engine: Any = SimpleNamespace(
         load_adapter=lambda name, path, replace: names.append(name),
-        list_adapters=lambda: [SimpleNamespace(name=name, version=1, folder="/") for name in names],
+        list_adapters=lambda: [SimpleNamespace(name=name, version=1, folder="/", digest="") for name in names],
     )
     server = EngineServer(SimpleNamespace(send=send))  # type: ignore[arg-type]
     first = threading.Thread(target=server._change_adapters, args=(engine, LoadAdapter(1, "one", "/", False)))
@@ -221,8 +260,6 @@ def test_loads_are_allowed_with_a_key_or_on_this_machine_alone():
         assert ServeOptions(model="m", allow_runtime_lora=True, **options).allow_runtime_lora
     with pytest.raises(ConfigError, match=r"--allow-runtime-lora: expected an API key beside it"):
         ServeOptions(model="m", host="0.0.0.0", allow_runtime_lora=True)
-    with pytest.raises(ConfigError, match=r"an engine that sleeps forgets loaded adapters"):
-        ServeOptions(model="m", sleep_after_s=5, allow_runtime_lora=True)
 
 
 def test_the_options_are_the_section():

@@ -17,6 +17,7 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.telemetry import tracing
 from mllm_compile.server.telemetry.tracing import Tracing, make_tracing
+from tests.adapters.fake_device import adapter_folder
 from tests.server.harness import eventually, fake_server
 from tests.server.test_flow import Client, Engine
 
@@ -141,14 +142,16 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         server.shutdown()
 
 
-def test_a_server_sends_its_spans_to_a_collector(collector):
+def test_a_server_sends_its_spans_to_a_collector_with_the_adapter_that_answered(collector, tmp_path):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
     url, bodies = collector
-    with fake_server({"otlp_traces_endpoint": url}) as server:
+    adapters = {"sql-adapter": str(adapter_folder(tmp_path, 1))}
+    with fake_server({"otlp_traces_endpoint": url}, {"adapters": adapters}) as server:
         headers = {name.decode(): value.decode() for name, value in PARENT[1:]}
-        assert server.post("/v1/completions", {"prompt": "def", "max_tokens": 2}, headers=headers).status == 200
+        body = {"prompt": "def", "max_tokens": 2, "model": "sql-adapter"}
+        assert server.post("/v1/completions", body, headers=headers).status == 200
         assert server.end() == 0  # what is left is sent at the end
-    assert bodies and bytes.fromhex(TRACE) in b"".join(bodies) and b"llm_request" in b"".join(bodies)
+    assert all(part in b"".join(bodies) for part in (bytes.fromhex(TRACE), b"llm_request", b"sql-adapter"))
 
 
 def test_a_collector_that_is_not_there_holds_nothing_up():

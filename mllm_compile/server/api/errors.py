@@ -109,6 +109,8 @@ def of_kind(kind: str, message: str) -> ApiError:
         return ApiError(429, message, code="queue_full", retry_after_s=5)
     if kind == "AdapterReplacedError":
         return ApiError(409, message, param="model", code="adapter_replaced", retry_after_s=1)
+    if kind == "AdapterGoneError":
+        return ApiError(410, message, param="model", code="adapter_gone")
     if kind == "ConfigError":  # what the request needs is not installed
         return bad_request(message, "structured_outputs", "unsupported_field")
     return ApiError(500, message, code="out_of_memory" if kind == "DeviceMemoryError" else "engine_error")

@@ -14,7 +14,7 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from mllm_compile.server.wire.messages import (
     Abort,
     AdapterCard,
     AdaptersChanged,
+    Begin,
     Close,
     Failed,
     Hello,
@@ -55,7 +56,7 @@ PULSE_S = 0.5
 EXIT_MISTAKE = 2
 EXIT_DEAD = 3
 
-MakeEngine = Callable[[Reporter], "Engine"]
+MakeEngine = Callable[[Reporter, bool], "Engine"]  # the bool: with the config's adapters
 
 
 class _StageTeller:
@@ -102,15 +103,19 @@ class EngineServer:
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
         """Serves until the front says Close or the engine is dead; returns the exit code."""
+        begin = self._begin_of_front()
+        if begin is None:
+            return self._left(0)
         try:
             timeline = Timeline(_StageTeller(reporter, lambda name: self._tell(messages.Stage(name))))
-            engine = make_engine(timeline)
+            engine = make_engine(timeline, begin.adapters is None)
         except MllmError as error:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
         with engine:
             events = StepEvents(self._channel.send)
             engine.core.tell_steps(events)
+            _load_again(engine, begin.adapters or ())
             self._tell(_hello(engine, timeline))
             gc.collect()
             gc.freeze()
@@ -129,6 +134,15 @@ class EngineServer:
                 self._tell(Failed(str(dead), is_mistake=False))
         pulse.join()
         return self._left(0 if dead is None else EXIT_DEAD)
+
+    def _begin_of_front(self) -> Begin | None:
+        """Waits for the first command; None: the front has gone."""
+        while not self._channel.is_over:
+            for frame in self._channel.wait(PULSE_S):
+                (begin,) = messages.decode_commands(frame)  # the front waits for the engine with all others
+                assert isinstance(begin, Begin), "the first command is Begin"
+                return begin
+        return None
 
     def _left(self, code: int) -> int:
         """Waits until the last messages are on their way."""
@@ -223,8 +237,19 @@ def _submission(engine: Engine, command: Submit) -> Submission:
     return submission
 
 
+def _load_again(engine: Engine, cards: Iterable[AdapterCard]) -> None:
+    """Loads the adapters of an engine that was lost; one that cannot be is left out with a line in the log."""
+    for card in cards:
+        assert engine.adapters is not None, "an engine that was started again has the same config"
+        engine.adapters.resume(card.name, card.version, card.digest)
+        try:
+            engine.load_adapter(card.name, card.folder)
+        except MllmError as error:
+            logger.error("adapter %r is left out: %s", card.name, " ".join(str(error).split()))
+
+
 def _cards(engine: Engine) -> list[AdapterCard]:
-    return [AdapterCard(one.name, one.version, str(one.folder)) for one in engine.list_adapters()]
+    return [AdapterCard(one.name, one.version, str(one.folder), one.digest) for one in engine.list_adapters()]
 
 
 def _hello(engine: Engine, timeline: Timeline) -> Hello:
@@ -254,13 +279,13 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
 
 
 def _make_engine(model: str, speculative: str, lora: str, runtime: str) -> MakeEngine:
-    def make(reporter: Reporter) -> Engine:
+    def make(reporter: Reporter, load_adapters: bool) -> Engine:
         from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
         from mllm_compile.engine.engine import Engine
 
         source = with_speculative(config_or_runtime(model), speculative or None)
         source = with_runtime(with_lora(source, json.loads(lora)), json.loads(runtime))
-        return Engine(source, reporter=reporter)
+        return Engine(source, reporter=reporter, load_adapters=load_adapters)
 
     return make
 

@@ -77,6 +77,13 @@ class AdapterCard(msgspec.Struct, array_like=True):
     name: str
     version: int
     folder: str
+    digest: str = ""
+
+
+class Begin(msgspec.Struct, tag=6, array_like=True):
+    """The first command, ahead of the start."""
+
+    adapters: list[AdapterCard] | None  # those of the engine before this one; None: those of the config
 
 
 class Stage(msgspec.Struct, tag=1, array_like=True):
@@ -175,7 +182,7 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
         return not told
 
 
-Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin
 EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged
 
 _STEP = b"S"
