@@ -24,6 +24,7 @@ from mllm_compile.passes.base import (
     QuantisedTensor,
     WeightCut,
 )
+from mllm_compile.passes.match.experts import ExpertLinear, match_expert_linear
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
@@ -58,7 +59,7 @@ class AddLora(GraphPass):
         qkv = mllm.add_lora(linear(x, packed_weight), x, lora_A, lora_B, adapter_slots, [0, 24], [16, 8])
 
     The head takes adapter_slots[logits_indices], one for each row. Behind an embedding it is
-    mllm.add_lora_of_ids, which takes a row of A for each id.
+    mllm.add_lora_of_ids, which takes a row of A for each id; behind experts mllm.add_lora_of_experts.
 
     Requires: gm.meta[LORA], which the program for adapters alone has. Linears packed and cut over ranks: a sum over
         ranks is behind the linear, so that each adds its part.
@@ -106,6 +107,9 @@ class _Adapters:
 
     def add(self, node: fx.Node) -> bool:
         """Changes what is read of a linear; False where `node` is none that adapters change."""
+        experts = match_expert_linear(node)
+        if experts is not None:
+            return self._add_to_experts(node, experts)
         found = _source_and_weight(node)
         if found is None:
             return False
@@ -119,7 +123,6 @@ class _Adapters:
         like = node if is_embedding else source
         inputs = int(weight.meta["val"].shape[0] if is_embedding else source.meta["val"].shape[-1])
         a, b = self._inputs_of(linear, like, inputs, weight, parts, kind)
-        readers = list(node.users)
         starts, rows = [part.start for _, part in parts], [part.rows for _, part in parts]
         slots = self._slots_input()
         with self._gm.graph.inserting_after(node):
@@ -130,9 +133,32 @@ class _Adapters:
                 added = call(self._gm.graph, op("add_lora_of_ids"), node, source, a, b, slots)
             else:
                 added = call(self._gm.graph, op("add_lora"), node, source, a, b, slots, starts, rows)
-        added.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
-        for reader in readers:
-            reader.replace_input_with(node, added)
+        _read_instead(node, added)
+        return True
+
+    def _add_to_experts(self, node: fx.Node, experts: ExpertLinear) -> bool:
+        """Likewise, of experts of one rank."""
+        linear = experts.weight.meta.get("weight_name", "")
+        name, (outputs, inputs), count = self._weight_of(linear), experts.shape, experts.num_experts
+        if name not in self._wish.weights or name in self._cuts or not is_weight(experts.weight):
+            return False
+        if linear not in self._inputs:
+            rank, like = self._wish.max_rank, experts.x.meta["val"]
+            self._buffers.append(LoraBuffers(linear, count * rank, inputs, count * outputs))
+            self._targets.append(
+                LoraTarget(
+                    name, outputs, inputs, linear, 0, 0, outputs, stored_in=linear, kind="experts", num_experts=count
+                )
+            )
+            self._dtypes.append(like.dtype)
+            shapes = {a_name(linear): (count * rank, inputs), b_name(linear): (count * outputs, rank)}
+            a, b = (self._placeholder(name, like, shape, experts.weight) for name, shape in shapes.items())
+            self._inputs[linear] = a, b
+        slots, graph = self._slots_input(), self._gm.graph
+        with graph.inserting_before(node.next):
+            a, b = (call(graph, torch.unflatten, factor, 1, (count, -1)) for factor in self._inputs[linear])
+            operands = experts.x, a, b, slots, experts.ids, experts.of_tokens
+            _read_instead(node, call(graph, op("add_lora_of_experts"), node, *operands))
         return True
 
     def _own_name(self, name: str, is_embedding: bool) -> str:
@@ -220,6 +246,14 @@ class _Adapters:
             self._slots.meta["input_name"] = SLOTS_INPUT
             self._slots.meta["val"] = torch.empty_like(ids.meta["val"], dtype=torch.int32)
         return self._slots
+
+
+def _read_instead(node: fx.Node, added: fx.Node) -> None:
+    """Gives the readers of `node` what was added to it."""
+    added.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+    for reader in list(node.users):
+        if reader is not added:
+            reader.replace_input_with(node, added)
 
 
 def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

@@ -33,7 +33,8 @@ class LaunchLora(GraphPass):
         y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows)
 
     with True in variants for few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids
-    the first is a gather of rows of A.
+    the first is a gather of rows of A. Rows of
+    mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
@@ -62,7 +63,7 @@ def _few(piece: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _is_taken(node: fx.Node) -> bool:
-    if not is_op(node, "add_lora", "add_lora_of_ids") or not takes_kernels(node):
+    if not is_op(node, "add_lora", "add_lora_of_experts", "add_lora_of_ids") or not takes_kernels(node):
         return False
     return takes_lora(int(node.meta["val"].shape[-1]), *_outputs(node))
 
@@ -79,7 +80,10 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
     operands: Any = node.args
     y, x, a, b, slots = operands[:5]
     with graph.inserting_before(node):
-        shrunk = _shrunk(graph, x, a, slots, is_few) if is_op(node, "add_lora") else _gathered(graph, x, a, slots)
+        if is_op(node, "add_lora_of_experts"):
+            x, a, b, slots = _of_rows(graph, *operands[1:])
+        is_gathered = is_op(node, "add_lora_of_ids")
+        shrunk = _gathered(graph, x, a, slots) if is_gathered else _shrunk(graph, x, a, slots, is_few)
         expanded = graph.call_function(op("lora_expand"), (y, shrunk, b, slots, *_outputs(node)))
     expanded.meta.update(node.meta)
     node.replace_all_uses_with(expanded)
@@ -100,3 +104,20 @@ def _gathered(graph: fx.Graph, ids: fx.Node, a: fx.Node, slots: fx.Node) -> fx.N
     flat, some = call(graph, torch.reshape, ids, (-1,)), call(graph, torch.clamp, slots, 0)
     rows = call(graph, operator.getitem, a, (some, flat))
     return call(graph, torch.unsqueeze, rows, 0)
+
+
+def _of_rows(
+    graph: fx.Graph, x: fx.Node, a: fx.Node, b: fx.Node, slots: fx.Node, ids: fx.Node, of_tokens: bool
+) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+    """Rows [T * k, K], the factors of all slots' experts, and the pair of both that each row has."""
+    _, num_experts, rank, inputs = a.meta["val"].shape
+    outputs, num_chosen = b.meta["val"].shape[2], ids.meta["val"].shape[1]
+    a = call(graph, torch.reshape, a, (-1, rank, inputs))
+    b = call(graph, torch.reshape, b, (-1, outputs, rank))
+    if of_tokens:
+        rows = call(graph, torch.unsqueeze, x, 1)
+        x = call(graph, torch.reshape, call(graph, torch.cat, [rows] * num_chosen, 1), (-1, inputs))
+    of_token = call(graph, torch.unsqueeze, slots, 1)
+    has_both = call(graph, torch.logical_and, call(graph, torch.ge, of_token, 0), call(graph, torch.ge, ids, 0))
+    both = call(graph, torch.add, call(graph, torch.mul, of_token, num_experts), ids)
+    return x, a, b, call(graph, torch.flatten, call(graph, torch.where, has_both, both, -1))

@@ -18,7 +18,7 @@ def random_factors(pool: LoraPool, seed: int, rank: int | None = None, only: Seq
     rank = pool.max_rank if rank is None else rank
     found = {}
     for name, target in pool.targets.items():
-        a, b = (torch.randn(shape, generator=generator) for shape in ((rank, target.inputs), (target.outputs, rank)))
+        a, b = (torch.randn(shape, generator=generator) for shape in target.shapes(rank))
         if not only or name.removesuffix(".weight").endswith(tuple(only)):
             found[name] = a / target.inputs**0.5, b * 0.1
     return found
@@ -28,6 +28,8 @@ def random_factors(pool: LoraPool, seed: int, rank: int | None = None, only: Seq
 def merged(model: Any, factors: Factors) -> Iterator[Any]:
     """The model with W + B A in the place of each weight W, of its embedding and its head as hooks."""
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    stacked = {name: pair for name, pair in factors.items() if pair[0].dim() == 3}
+    factors = {name: pair for name, pair in factors.items() if name not in stacked}
     ends = model.get_input_embeddings(), model.get_output_embeddings()  # one weight may be both
     apart = {name: pair for name, pair in factors.items() if model.get_submodule(name.removesuffix(".weight")) in ends}
     before = {name: parameters[name].detach().clone() for name in factors if name not in apart}
@@ -36,7 +38,7 @@ def merged(model: Any, factors: Factors) -> Iterator[Any]:
             a, b = factors[name]
             parameters[name] += b @ a
     try:
-        with adding(model, apart):
+        with adding(model, {**apart, **stacked}):
             yield model
     finally:
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ class RowsOf:
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """How many experts a weight is of, and all parameters of its module in their order."""
+
+    num_experts: int
+    siblings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class BaseModel:
     """The model, as far as adapters are concerned.
 
@@ -43,6 +51,7 @@ class BaseModel:
         max_rank: the highest rank that there is room for.
         dtype: the type in which adapters lie on the device.
         embedding, head: the weights among the targets that are theirs; "" where it is no target.
+        experts: those targets that are a parameter for all experts of a layer.
         read: gives [start, start + rows) of a target's weight as the checkpoint has it, in float32 on the CPU; None
             where it has it otherwise.
     """
@@ -55,11 +64,12 @@ class BaseModel:
     dtype: torch.dtype
     embedding: str = ""
     head: str = ""
+    experts: Mapping[str, StackedExperts] = field(default_factory=dict)
     read: ReadRows = lambda *_: None
 
     def rows_of(self, module: str) -> tuple[RowsOf, ...]:
         """The rows of targets that a module is; () if it is none."""
-        weight = f"{module}.weight"
+        weight = module if module in self.experts else f"{module}.weight"
         if weight in self.targets:
             return (RowsOf(weight, 0, 0, self.targets[weight][0]),)
         return tuple(rows for rows in self.elsewhere.get(module, ()) if rows.weight in self.targets)

@@ -37,6 +37,9 @@ class ModuleNames:
         path: its file, for messages.
         not_linear: modules that all-linear does not mean.
 
+    Attributes:
+        parameters: the config's target_parameters.
+
     Raises:
         CheckpointError: a regular expression is malformed; from the methods too, where matching takes too long.
     """
@@ -52,6 +55,7 @@ class ModuleNames:
         self._target_names, self._excluded_names = (
             frozenset(() if isinstance(names, str) else names) for names in (targets, excluded)
         )
+        self.parameters = frozenset(config.target_parameters)
         self._ranks = [(self._ending(key), value) for key, value in config.rank_pattern.items()]
         self._alphas = [(self._ending(key), value) for key, value in config.alpha_pattern.items()]
         self.rank = cache(self._rank)
@@ -70,6 +74,10 @@ class ModuleNames:
         if self._targets is not None:
             return self._fits(self._targets, module)
         return _ends_with(module, self._target_names) and self._is_in_layers(module)
+
+    def are_parameters(self, parameter: str) -> bool:
+        """True if one of target_parameters means this parameter."""
+        return _ends_with(parameter, self.parameters)
 
     def _rank(self, module: str) -> int:
         ranks = (rank for pattern, rank in self._ranks if self._fits(pattern, module))

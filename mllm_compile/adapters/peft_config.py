@@ -20,15 +20,15 @@ CONFIG_FILE = "adapter_config.json"
 _MAX_BYTES = 16 << 20
 
 SERVED = (
-    "LoRA of linears with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, target_modules, exclude_modules, "
-    "layers_to_transform and layers_pattern"
+    "LoRA with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, target_modules, target_parameters, "
+    "exclude_modules, layers_to_transform and layers_pattern"
 )
 ALL_LINEAR = "all-linear"
 
 _READ = {
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern",
     "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "init_lora_weights",
+    "init_lora_weights", "target_parameters",
 }  # fmt: skip
 # Of training, or of how the base model stores its weights: tensors of an adapter are the same whatever these say.
 _WITHOUT_EFFECT = {
@@ -40,7 +40,6 @@ _REFUSED = {
     "lora_bias": "biases of adapters",
     "modules_to_save": "whole modules that were trained",
     "trainable_token_indices": "rows of embeddings that were trained",
-    "target_parameters": "adapters of experts and of other parameters that are no linears",
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -74,6 +73,7 @@ class PeftConfig:
         is_rank_stabilised: the scale is alpha / √r, not alpha / r.
         rank_pattern, alpha_pattern: regular expression → value; the first that fits a module's name counts.
         target_modules: a regular expression, or names that modules end with.
+        target_parameters: names that parameters end with.
         exclude_modules: as target_modules.
         layers: numbers of layers that are targeted; None: all.
         layers_pattern: names of the lists of layers; empty: any.
@@ -86,6 +86,7 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     exclude_modules: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
@@ -120,7 +121,10 @@ def read_peft_config(fields: Mapping[str, Any], path: Path) -> PeftConfig:
     _check_served(fields, path)
     read = _Reader(fields, path)
     targets = read.names("target_modules")
-    if not targets:
+    parameters = read.names("target_parameters")
+    if isinstance(parameters, str):
+        raise read.mistake("target_parameters", "a list of names")
+    if not targets and not parameters:
         raise read.mistake("target_modules", "a list of names, or a regular expression")
     layers = fields.get("layers_to_transform")
     if layers is not None:
@@ -136,6 +140,7 @@ def read_peft_config(fields: Mapping[str, Any], path: Path) -> PeftConfig:
         rank_pattern={key: read.rank(value, "rank_pattern") for key, value in read.pattern("rank_pattern")},
         alpha_pattern={key: read.alpha(value, "alpha_pattern") for key, value in read.pattern("alpha_pattern")},
         target_modules=targets,
+        target_parameters=parameters,
         exclude_modules=read.names("exclude_modules"),
         layers=frozenset(layers) if layers else None,
         layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,

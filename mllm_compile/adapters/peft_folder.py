@@ -18,6 +18,7 @@ import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_of
 from mllm_compile.adapters.base_names import check_base
+from mllm_compile.adapters.expert_factors import by_expert, with_parameters
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
@@ -48,7 +49,7 @@ class AdapterTensors:
         digest: 32 hex digits over both files.
         rank: its highest.
         num_bytes: of all matrices.
-        matrices: weight → A [rank, inputs] and B [outputs, rank], on the CPU, in BaseModel.dtype.
+        matrices: weight → A [rank, inputs] and B [outputs, rank], of experts [E, …], on the CPU, in BaseModel.dtype.
     """
 
     digest: str
@@ -74,8 +75,8 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
         )
     header = read_safetensors(path, is_kept=False)  # a server reads many, and forgets them
     file = tensors_of(header.tensors, path)
-    factors = file.factors
     names = ModuleNames(config, config_path, [module_of(weight) for weight in (base.embedding, base.head)])
+    factors = with_parameters(file.factors, names, base, path)
     places = _places(factors, names, base, path)
     _check_layout(header, path)
     data = _read_whole(path, header)
@@ -87,7 +88,7 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
         matrices = _matrices(data, factors, places, names, base, path)
         return AdapterTensors(
             digest.result(),
-            max(down.shape[0] for down, _ in matrices.values()),
+            max(down.shape[-2] for down, _ in matrices.values()),
             sum(one.nbytes for pair in matrices.values() for one in pair),
             matrices,
         )
@@ -104,7 +105,7 @@ def _places(
         places[module] = found = base.rows_of(module)
         if not found:
             raise _refusal(module, base, path)
-        if not names.are_targets(module):
+        if not (names.are_parameters if module in base.experts else names.are_targets)(module):
             raise CheckpointError(f"{path} has tensors of {module}, which {CONFIG_FILE} does not target")
         if one.rank != names.rank(module):
             raise CheckpointError(
@@ -134,7 +135,7 @@ def _refusal(module: str, base: BaseModel, path: Path) -> CheckpointError:
     if module in base.modules or module in base.elsewhere:
         return CheckpointError(
             f"{path}: {module} cannot be changed by adapters here; served are {served}. Name it in lora.targets if it "
-            "is a linear, or merge the adapter into its model"
+            "is one that can be, or merge the adapter into its model"
         )
     return CheckpointError(
         f"{path}: {base.source} has no module {module}, so the adapter is another model's; served are {served}"
@@ -154,7 +155,11 @@ def _check_shape(module: str, one: Factors, found: tuple[RowsOf, ...], base: Bas
 def _check_complete(places: Mapping[str, tuple[RowsOf, ...]], names: ModuleNames, base: BaseModel, path: Path) -> None:
     """Compares the modules that are there with those that the config targets, by the model's own names of them."""
     given = {rows.weight for found in places.values() for rows in found}
-    wanted = [weight for weight in base.targets if names.are_targets(weight.removesuffix(".weight"))]
+    wanted = [
+        weight
+        for weight in base.targets
+        if (names.are_parameters(weight) if weight in base.experts else names.are_targets(module_of(weight)))
+    ]
     if missing := [weight for weight in wanted if weight not in given]:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise CheckpointError(
@@ -227,10 +232,10 @@ def _matrices(
         if not (_is_finite(down) and _is_finite(up)):
             dtype = str(base.dtype).removeprefix("torch.")
             raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")
+        if module in base.experts:
+            down, up = by_expert(down, up, one.num_experts)
         for rows in places[module]:
-            parts.setdefault(rows.weight, []).append(
-                (rows, down, up[rows.source_start : rows.source_start + rows.rows])
-            )
+            parts.setdefault(rows.weight, []).append((rows, down, up.narrow(-2, rows.source_start, rows.rows)))
     return {weight: _joined(found, base.targets[weight][0]) for weight, found in parts.items()}
 
 

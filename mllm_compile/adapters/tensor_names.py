@@ -22,25 +22,30 @@ _OTHERS = {
     ".lora_magnitude_vector": "DoRA",
     ".bias": "a bias",
     ".modules_to_save": "a whole module that was trained",
-    ".base_layer.": "a tensor of the base model, or an adapter of a parameter",
     ".trainable_tokens_": "rows of an embedding that were trained",
 }
 
 
 class Factors(NamedTuple):
-    """The places of a module's two factors in the file: A [rank, inputs], B [outputs, rank].
+    """The places of a module's two factors in the file: A [rows, inputs], B [outputs, rows].
 
     Attributes:
         is_embedding: they have an embedding's names.
+        num_experts: so many have as many rows each.
     """
 
     down: TensorEntry
     up: TensorEntry
     is_embedding: bool
+    num_experts: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.down.shape[0]
 
     @property
     def rank(self) -> int:
-        return self.down.shape[0]
+        return self.rows // self.num_experts
 
 
 class AdapterFile(NamedTuple):

@@ -44,10 +44,27 @@ def adding(model: Any, factors: Factors) -> Iterator[None]:
     """Lets the model's modules add what an adapter changes."""
     with ExitStack() as hooks:
         for weight, (a, b) in factors.items():
+            if a.dim() == 3:
+                hooks.enter_context(_changed_experts(model, weight, b @ a))
+                continue
             module = model.get_submodule(weight.removesuffix(".weight"))
             add = _adding_of_ids if isinstance(module, torch.nn.Embedding) else _adding
             hooks.callback(module.register_forward_hook(add(a, b)).remove)
         yield
+
+
+@contextmanager
+def _changed_experts(model: Any, weight: str, change: torch.Tensor) -> Iterator[None]:
+    """Puts other weights in the place of those [E, N, K] of a layer's experts: layers may share them."""
+    name = weight.rpartition(".")
+    module = model.get_submodule(name[0])
+    before = module._parameters[name[2]]
+    change = change.transpose(1, 2) if module.is_transposed else change
+    module._parameters[name[2]] = torch.nn.Parameter(before + change, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters[name[2]] = before
 
 
 def _adding(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -63,9 +80,9 @@ def _random_factors(layout: LoraLayout, seed: int, rank: int, dtype: torch.dtype
     generator = torch.Generator().manual_seed(seed)
     found, made = {}, {}
     for target in layout.targets:
-        shape = target.outputs, target.inputs
+        shape = target.outputs, target.inputs, target.num_experts
         if shape not in made:  # layers share them, as they share weights
-            a, b = (torch.randn(one, generator=generator) for one in ((rank, shape[1]), (shape[0], rank)))
+            a, b = (torch.randn(one, generator=generator) for one in target.shapes(rank))
             made[shape] = (a / shape[1] ** 0.5).to(device, dtype), (b * _SIZE).to(device, dtype)
         found[target.weight] = made[shape]
     return found

@@ -1,6 +1,6 @@
 """The program for adapters of a config with `lora`: the model's, with what adapters change behind its linears.
 
-The embedding and the head are changed where lora.targets names them alone.
+The embedding, the head and experts are changed where lora.targets names them alone.
 
 It is traced apart from the program for requests without adapters, which stays as it is; pieces that are alike are
 shared with it.
@@ -23,6 +23,7 @@ from mllm_compile.compiler.program_builder import build_program, size_symbols
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.kernels.cuda import kernels_of
+from mllm_compile.model.experts_hook import is_of_interface
 from mllm_compile.model.hf_model import tied_head
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
@@ -58,7 +59,8 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         reporter.announce("its text is served without images: they are not served beside adapters")
         lowered = lowered.without_images()
     hf_model = lowered.hf_model
-    linears, others = _linears(hf_model), _embedding_and_head(hf_model)
+    linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
+    others = (*ends, *experts)
     _check_ranks(config, others)
     wanted = frozenset(
         name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
@@ -66,12 +68,15 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     with reporter.stage("trace for adapters"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
     trace.graph_module.meta[LORA] = LoraWish(
-        wanted, config.lora.max_adapters, config.lora.max_rank, others[0] if others else "", tied_head(hf_model.model)
+        wanted, config.lora.max_adapters, config.lora.max_rank, ends[0] if ends else "", tied_head(hf_model.model)
     )
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
         graph, reports, left_out = rewrite_graph(config, lowered.built, trace)
     layout: LoraLayout = with_sources(graph.meta[LORA_LAYOUT], lowered.built.table or {})
+    siblings = {name: of_module for name, of_module in experts.items() if name in wanted}
+    targets = (replace(target, siblings=siblings.get(target.weight, ())) for target in layout.targets)
+    layout = replace(layout, targets=tuple(targets))
     _check_found(config.lora.targets, [*linears, *others], [target.weight for target in layout.targets])
     program = build_program(graph)
     if pass_target(config).compiles_cuda:
@@ -119,8 +124,19 @@ def _embedding_and_head(hf_model: HFModel) -> tuple[str, ...]:
     return embedding, tied_head(hf_model.model) or head
 
 
+def _experts(hf_model: HFModel) -> dict[str, tuple[str, ...]]:
+    """The stacked weights of experts, each with the parameters of its module."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in hf_model.model.named_modules():
+        if is_of_interface(module):
+            parameters = dict(module.named_parameters(recurse=False))
+            stacked = (one for one, parameter in parameters.items() if parameter.dim() == 3)
+            found |= {f"{name}.{one}": tuple(parameters) for one in stacked}
+    return found
+
+
 def _check_ranks(config: ResolvedConfig, others: Iterable[str]) -> None:
-    """Refuses an embedding and a head that ranks have parts of."""
+    """Refuses an embedding, a head and experts that ranks have parts of."""
     names, ranks = set(map(_module, others)) & set(config.lora.targets), config.runtime.num_ranks
     if names and ranks > 1:
         raise ConfigError(
@@ -147,7 +163,7 @@ def _check_found(asked: tuple[str, ...], linears: list[str], found: list[str]) -
     why = (
         "which the model computes otherwise than as a linear"
         if missing and set(missing) <= known
-        else "which no linear of this model is called, nor its embedding or head"
+        else "which no linear of this model is called, nor its embedding, head or experts"
         if missing
         else "and the model has no linear that adapters may change"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mllm_compile.adapters.base_model import BaseModel, RowsOf
+from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
@@ -84,6 +84,11 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         dtype=pool.dtype,
         embedding=_weight_of_kind(pool, "embedding"),
         head=_weight_of_kind(pool, "head"),
+        experts={
+            name: StackedExperts(target.num_experts, target.siblings)
+            for name, target in pool.targets.items()
+            if target.kind == "experts"
+        },
         read=StoredWeights(compiled.artifact.weights, compiled.weights_root, pool.targets).read,
     )
     return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))

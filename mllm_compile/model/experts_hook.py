@@ -110,7 +110,12 @@ def experts_of_layers(model: torch.nn.Module) -> list[ExpertSizes]:
 
 def _modules_of_interface(model: torch.nn.Module) -> list[Any]:
     """The layers of experts that follow Transformers' interface."""
-    return [module for module in model.modules() if hasattr(module, "is_concatenated")]  # the interface's decorator
+    return [module for module in model.modules() if is_of_interface(module)]
+
+
+def is_of_interface(module: torch.nn.Module) -> bool:
+    """True for a layer of experts whose weights are stacked as Transformers' interface has them."""
+    return hasattr(module, "is_concatenated")  # its decorator
 
 
 @contextmanager

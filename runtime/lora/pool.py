@@ -11,7 +11,8 @@ import torch
 
 from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_name, b_name
 
-Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # weight → A [r, K] and B [N, r], the scale within B
+# Weight → A and B of the shapes that LoraTarget.shapes has, the scale within B.
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class LoraPool:
@@ -46,11 +47,12 @@ class LoraPool:
             target = self.targets.get(name)
             if target is None:
                 raise ValueError(f"{name!r} is no weight that adapters may change; these are: {self._named()}")
-            rank = a.shape[0]
-            if a.shape != (rank, target.inputs) or b.shape != (target.outputs, rank):
+            rank = a.shape[-2]
+            shapes = tuple(a.shape), tuple(b.shape)
+            if shapes != target.shapes(rank):
+                expected = " and ".join(str(list(shape)) for shape in target.shapes(rank))
                 raise ValueError(
-                    f"{name!r}: expected A [r, {target.inputs}] and B [{target.outputs}, r], got {list(a.shape)} and "
-                    f"{list(b.shape)}"
+                    f"{name!r}: expected A and B of shapes {expected}, got {list(a.shape)} and {list(b.shape)}"
                 )
             if rank > self.max_rank:
                 raise ValueError(f"{name!r}: expected a rank of at most {self.max_rank} (lora.max_rank), got {rank}")
@@ -68,18 +70,24 @@ class LoraPool:
             raise ValueError(f"expected a slot of 0 to {self.num_slots - 1}, got {slot}")
         self.check(factors)
         for name, target in self.targets.items():
-            a = self.buffers[a_name(target.linear)][slot]
-            turned = a.T if target.kind == "embedding" else a
-            a = turned.narrow(0, target.part * self.max_rank, self.max_rank)
-            b = self.buffers[b_name(target.linear)][slot].narrow(0, target.start, target.rows)
+            a, b = self._places(target, slot)
             given = factors.get(name)
-            rank = 0 if given is None else given[0].shape[0]
+            rank = 0 if given is None else given[0].shape[-2]
             if given is not None:
-                a[:rank].copy_(self._part(given[0], 1, target.input_ranges), non_blocking=True)
-                b[:, :rank].copy_(self._part(given[1], 0, target.output_ranges), non_blocking=True)
+                a[..., :rank, :].copy_(self._part(given[0], -1, target.input_ranges), non_blocking=True)
+                b[..., :rank].copy_(self._part(given[1], -2, target.output_ranges), non_blocking=True)
             # Both: what was there may be no number, and zero times that is none.
-            a[rank:].zero_()
-            b[:, rank:].zero_()
+            a[..., rank:, :].zero_()
+            b[..., rank:].zero_()
+
+    def _places(self, target: LoraTarget, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The views of a slot that a target's factors go to, of max_rank."""
+        a, b = (self.buffers[name(target.linear)][slot] for name in (a_name, b_name))
+        if target.kind == "embedding":
+            return a.T, b
+        if target.kind == "experts":
+            return a.unflatten(0, (target.num_experts, -1)), b.unflatten(0, (target.num_experts, -1))
+        return a.narrow(0, target.part * self.max_rank, self.max_rank), b.narrow(0, target.start, target.rows)
 
     def _part(self, factor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
         """This rank's part of a factor."""

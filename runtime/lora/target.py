@@ -2,7 +2,7 @@
 
 An adapter adds B · A · x to a linear's W · x. Factors of `num_slots` adapters are in memory at once, each padded to
 `max_rank` with zeros. Linears that are packed into one have their A rows one part behind the other. An embedding's A
-lies turned, a row for each token id. Free of torch.
+lies turned, a row for each token id; each expert of a layer has factors of its own. Free of torch.
 
 Shape legend: N outputs, K inputs of a linear; r max_rank; P parts of it that adapters may change.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 
 Ranges = tuple[tuple[tuple[int, int], ...], ...]  # of each rank, (start, length) in order; () where it is not cut
 
-TargetKind = Literal["linear", "head", "embedding"]
+TargetKind = Literal["linear", "head", "embedding", "experts"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,7 +43,10 @@ class LoraTarget:
         output_ranges, input_ranges: the outputs and inputs that each rank has.
         sources: the checkpoint's modules that it is made of, where it is not one of its own name.
         stored_in, stored_start: the program's weight that it is in, and its first row there.
-        kind: what reads the weight. The buffers of an embedding are [slots, K, r] and [slots, N, r].
+        kind: what reads the weight. The buffers of an embedding are [slots, K, r] and [slots, N, r], of experts
+            [slots, E * r, K] and [slots, E * N, r].
+        num_experts: E; 0 of others.
+        siblings: the parameters of the experts' module, in its order.
     """
 
     weight: str
@@ -59,6 +62,13 @@ class LoraTarget:
     stored_in: str = ""
     stored_start: int = 0
     kind: TargetKind = "linear"
+    num_experts: int = 0
+    siblings: tuple[str, ...] = ()
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the factors of an adapter of this rank: A [r, K] and B [N, r], of experts [E, …]."""
+        experts = (self.num_experts,) if self.kind == "experts" else ()
+        return (*experts, rank, self.inputs), (*experts, self.outputs, rank)
 
 
 @dataclass(frozen=True)

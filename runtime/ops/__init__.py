@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
     "add_lora": "lora.reference",
+    "add_lora_of_experts": "lora.reference",
     "add_lora_of_ids": "lora.reference",
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from mllm_compile.adapters.base_model import BaseModel, RowsOf
+from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
 from mllm_compile.adapters.peft_folder import AdapterTensors, read_adapter
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.weights import safetensors_header
@@ -184,7 +185,7 @@ def test_an_adapter_of_another_model_of_the_hub_is_refused(tmp_path, named, sour
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peft_type": "VERA"}, "peft_type 'VERA' is not served. Served: LoRA of linears with r, lora_alpha"),
+        ({"peft_type": "VERA"}, "peft_type 'VERA' is not served. Served: LoRA with r, lora_alpha"),
         ({"peft_type": None}, "peft_type None is not served"),
         ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not served"),
         ({"bias": "lora_only"}, "'bias' (biases of the base model that were trained) is not served"),
@@ -192,7 +193,10 @@ def test_an_adapter_of_another_model_of_the_hub_is_refused(tmp_path, named, sour
         ({"use_dora": True}, "'use_dora' (DoRA) is not served"),
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' (whole modules that were trained) is not served"),
         ({"trainable_token_indices": [3]}, "'trainable_token_indices' (rows of embeddings"),
-        ({"target_parameters": ["experts.down_proj"]}, "'target_parameters' (adapters of experts"),
+        (
+            {"target_parameters": ["experts.down_proj"]},
+            "target_parameters has 'experts.down_proj', which is not served; served are down_proj",
+        ),
         ({"alora_invocation_tokens": [1]}, "'alora_invocation_tokens' (activated LoRA) is not served"),
         ({"layer_replication": [[0, 1]]}, "'layer_replication' (layers that are repeated) is not served"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4', under which the base model was"),
@@ -259,8 +263,8 @@ def filled(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
         (renamed("lora_A.weight", "lora_magnitude_vector"), "is DoRA, which is not served"),
         (renamed("lora_A.weight", "lora_B.bias"), "is a bias, which is not served"),
         (
-            renamed(".lora_A", ".base_layer.lora_A"),
-            "is a tensor of the base model, or an adapter of a parameter, which",
+            lambda tensors: [renamed(f"_proj.lora_{one}", f"_proj.base_layer.lora_{one}")(tensors) for one in "A"],
+            "has one of the two factors of",
         ),
         (shaped(4, 5, 1), "is float32 of shape [4, 5, 1]; expected a matrix"),
         (shaped(0, 5), "is float32 of shape [0, 5]; expected a matrix"),
@@ -444,3 +448,69 @@ def test_all_linears_are_neither_the_embedding_nor_the_head(tmp_path):
     folder = written(tmp_path)
     write_adapter(folder, matrices(SHAPES), peft_fields("all-linear"))
     assert read_adapter(folder, with_ends()).matrices.keys() == BASE.targets.keys()
+
+
+EXPERTS = {"gate_up_proj": (6, 5), "down_proj": (5, 3)}  # of each of four experts
+
+
+def experts(folder: Path, wrapped: dict[str, str], count: int = 4, **fields: Any) -> Path:
+    """An adapter of experts: parameter → what its module is called in the file."""
+    tensors = {}
+    for index, (parameter, module) in enumerate(wrapped.items()):
+        outputs, inputs = EXPERTS[parameter]
+        chance = torch.Generator().manual_seed(index)
+        prefix = f"{PREFIX}mlp.{module}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(count * 2, inputs, generator=chance)
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, count * 2, generator=chance)
+    own = {"target_parameters": [f"experts.{name}" for name in wrapped], "lora_alpha": 2}
+    return write_adapter(folder, tensors, peft_fields([], 2) | own | fields)
+
+
+def with_experts(**changes: Any) -> BaseModel:
+    siblings = ("gate_up_proj", "bias", "down_proj")
+    stacked = {f"mlp.experts.{name}": StackedExperts(4, siblings) for name in EXPERTS}
+    targets = {f"mlp.experts.{name}": shape for name, shape in EXPERTS.items()}
+    return BaseModel(**vars(BASE) | {"targets": {**BASE.targets, **targets}, "experts": stacked} | changes)
+
+
+def test_experts_have_a_pair_of_factors_each_and_the_first_parameter_is_wrapped_within_the_others(tmp_path):
+    folder = experts(tmp_path, {"gate_up_proj": "experts.base_layer", "down_proj": "experts"})
+    adapter = read_adapter(folder, with_experts())
+    assert adapter.rank == 2
+    for name, module in {"gate_up_proj": "experts.base_layer", "down_proj": "experts"}.items():
+        down, up = adapter.matrices[f"mlp.experts.{name}"]
+        tensors = load_file(folder / "adapter_model.safetensors")
+        a = tensors[f"{PREFIX}mlp.{module}.lora_A.weight"].reshape(4, 2, -1)
+        b = tensors[f"{PREFIX}mlp.{module}.lora_B.weight"].reshape(-1, 2, 4)
+        assert torch.allclose(up @ down, torch.einsum("ore,eri->eoi", b, a), atol=1e-6)  # as PEFT's ParamWrapper
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "fields", "said"),
+    [
+        ({"down_proj": "experts"}, {"count": 5}, "has factors of 10 rows; expected a multiple of the 4 experts"),
+        ({"down_proj": "experts"}, {"count": 8}, "mlp.experts.down_proj: expected rank 2, as adapter_config.json says"),
+        ({"down_proj": "experts.base_layer"}, {}, "has factors of 2 parameters of mlp.experts; target_parameters"),
+        ({"gate_up_proj": "experts"}, {"target_parameters": ["experts.down_proj"]}, "from 5 inputs to 6 outputs"),
+        (
+            {"down_proj": "experts"},
+            {"target_parameters": ["experts.bias"]},
+            "target_parameters has 'experts.bias', which is not served",
+        ),
+        (
+            {"down_proj": "other.base_layer"},
+            {"target_parameters": None, "target_modules": ["other"]},
+            "is a tensor of the base model, or an adapter of a parameter, which",
+        ),
+        ({"down_proj": "experts"}, {"target_parameters": "experts.down_proj"}, "expected a list of names"),
+        (
+            {"down_proj": "experts"},
+            {"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+            "lacks tensors of mlp.experts.gate_up_proj",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(tmp_path, wrapped, fields, said):
+    with pytest.raises(MllmError, match=re.escape(said)) as caught:
+        read_adapter(experts(tmp_path, wrapped, **fields), with_experts())
+    assert "\n" not in str(caught.value)

@@ -20,6 +20,20 @@ VOCAB = 3072  # of the embedded model
 Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
+def factors_of_experts(
+    parameter: str, count: int, outputs: int, inputs: int, rank: int, chance: torch.Generator
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of the one targeted parameter of its module, and A [E, r, K] and B [E, N, r]."""
+    down = torch.randn(count, rank, inputs, generator=chance) / inputs**0.5
+    up = torch.randn(count, outputs, rank, generator=chance) * 0.1
+    prefix = PREFIX + parameter.rpartition(".")[0]
+    tensors = {
+        f"{prefix}.lora_A.weight": down.flatten(0, 1),
+        f"{prefix}.lora_B.weight": up.permute(1, 2, 0).flatten(1).contiguous(),
+    }
+    return tensors, (down, up)
+
+
 class Adapters:
     """A tiny model with the embedded one's tokenizer, and two adapters of it: of all linears, and of some.
 
@@ -47,6 +61,8 @@ class Adapters:
         self._write("all", shapes, "all-linear", rank=8, lora_alpha=4)
         shapes |= {"lm_head": (VOCAB, self.model.config.hidden_size)}
         shapes |= dict.fromkeys(self._embeddings, (self.model.config.hidden_size, VOCAB))
+        parameters = self.model.named_parameters()
+        shapes |= {name: tuple(one.shape) for name, one in parameters if one.dim() == 3 and ".experts." in name}
         chosen = {module: shape for module, shape in shapes.items() if module.endswith(tuple(some))}
         self._write("some", chosen, some, rank=3, lora_alpha=6, use_rslora=True)
 
@@ -54,7 +70,12 @@ class Adapters:
         chance = torch.Generator().manual_seed(rank)
         scale = fields["lora_alpha"] / (rank**0.5 if fields.get("use_rslora") else rank)
         tensors, factors = {}, {}
-        for module, (outputs, inputs) in shapes.items():
+        parameters = [module.split(".", 3)[-1] for module, shape in shapes.items() if len(shape) == 3]
+        for module, (*experts, outputs, inputs) in shapes.items():
+            if experts:
+                tensors |= (made := factors_of_experts(module, experts[0], outputs, inputs, rank, chance))[0]
+                factors[module] = made[1][0], made[1][1] * scale
+                continue
             down = torch.randn(rank, inputs, generator=chance)
             down /= 1 if module in self._embeddings else inputs**0.5
             up = torch.randn(outputs, rank, generator=chance) * 0.1
@@ -63,7 +84,7 @@ class Adapters:
                 tensors[f"{PREFIX}{module}.lora{suffix}"] = factor
             factors[f"{module}.weight"] = (down, up * scale)
         self.factors[name] = factors
-        write_adapter(self.folder / name, tensors, peft_fields(targets, rank, **fields))
+        write_adapter(self.folder / name, tensors, peft_fields(targets, rank, target_parameters=parameters, **fields))
 
     def config(self, cache: Path, **sections: Any) -> EngineConfig:
         given: dict[str, Any] = {

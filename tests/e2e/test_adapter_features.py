@@ -97,6 +97,11 @@ def check_ends(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_section(engine, tied, cache, lora={"targets": ["all-linear", "embed_tokens", "lm_head"]})
 
 
+def check_experts(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    with_experts = Adapters(adapters.folder / "experts", "qwen3_moe", some=("q_proj", "experts.down_proj"))
+    with_section(engine, with_experts, cache, lora={"targets": ["all-linear", "experts"]})
+
+
 def check_quantised(engine: Engine, adapters: Adapters, cache: Path) -> None:
     """Numbers are nearer to those of the adapter than its own change is large."""
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -140,7 +145,6 @@ def open_with(engine: Engine, adapters: Adapters, cache: Path, **sections: Any) 
     Engine(adapters.config(cache, **sections)).close()
 
 
-EXPERTS = {"target_parameters": ["mlp.experts.down_proj"]}
 CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "structured outputs, log-probabilities, several completions": ("works", check_forms),
     "prefix cache": ("works", check_prefixes),
@@ -158,10 +162,7 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "quantised weights": ("works", check_quantised),
     "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
     "the embedding, the head": ("works", check_ends),
-    "experts": (
-        "refused",
-        refused("'target_parameters' .adapters of experts", lambda *given: load_changed(*given, EXPERTS)),
-    ),
+    "experts": ("works", check_experts),
     "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
     "`skip_compiled`": (
         "refused",

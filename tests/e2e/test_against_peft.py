@@ -89,3 +89,16 @@ def test_the_embedding_and_the_head(model_type: str, is_tied: bool, tmp_path: Pa
         [{"r": 8, "lora_alpha": 4} | ENDS, {"r": 3, "use_rslora": True, "target_modules": ["lm_head"]}],
         tie_word_embeddings=is_tied,
     )
+
+
+BOTH = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+DOWN = {"target_modules": [], "target_parameters": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts(model_type: str, tmp_path: Path) -> None:
+    ranks = {"rank_pattern": {"experts.gate_up_proj": 2}, "alpha_pattern": {"experts.gate_up_proj": 5}}
+    adapters = [{"r": 8, "lora_alpha": 4} | BOTH | ranks, {"r": 3, "use_rslora": True} | DOWN]
+    if model_type == "deepseek_v3":
+        adapters[0] |= {"target_modules": ["o_proj"]}
+    check(tmp_path, model_type, ["all-linear", "experts"], adapters)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile.adapters.base_model import BaseModel
+from mllm_compile.adapters.base_model import BaseModel, StackedExperts
 from mllm_compile.adapters.peft_config import CONFIG_FILE
 from mllm_compile.adapters.peft_folder import TENSOR_FILE, read_adapter
 from mllm_compile.errors import MllmError
@@ -22,11 +22,18 @@ from tests.hostile.seeds import cases, repeat_with
 SHAPES = {f"model.layers.{layer}.self_attn.{name}_proj": (6, 5) for layer in range(2) for name in "qv"}
 TABLE = torch.arange(35.0).view(7, 5)
 _ENDS = {"embed_tokens": (5, 7), "lm_head": (7, 5)}
-_TARGETS = {f"{one}.weight": shape for one, shape in (SHAPES | _ENDS).items()}
+_EXPERTS = {"experts.up": (6, 5), "experts.down": (5, 3)}  # of each of two
+_TARGETS = {f"{one}.weight": shape for one, shape in (SHAPES | _ENDS).items()} | _EXPERTS
 BASE = BaseModel(
     *("m", _TARGETS, SHAPES | _ENDS, {}, 8, torch.float32, "embed_tokens.weight", "lm_head.weight"),
-    lambda _, start, rows: TABLE[start : start + rows],
+    experts=dict.fromkeys(_EXPERTS, StackedExperts(2, ("up", "down"))),
+    read=lambda _, start, rows: TABLE[start : start + rows],
 )
+
+
+def tensors_of_experts() -> dict[str, torch.Tensor]:
+    names = {"experts.up": "experts.base_layer", "experts.down": "experts"}
+    return matrices({names[one]: shape for one, shape in _EXPERTS.items()}, 8)
 
 
 def tensors_of_ends() -> dict[str, torch.Tensor]:
@@ -63,8 +70,13 @@ def changed_tensors(chance: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_adapters(count: int, tmp_path: Path) -> None:
-    fields = peft_fields(["q_proj", "v_proj", "embed_tokens", "lm_head"], rank_pattern={r"layers\.1\..*": 4})
-    whole = write_adapter(tmp_path, matrices(SHAPES) | tensors_of_ends(), fields) / TENSOR_FILE
+    parameters = ["experts.up", "experts.down"]
+    fields = peft_fields(
+        ["q_proj", "v_proj", "embed_tokens", "lm_head"],
+        target_parameters=parameters,
+        rank_pattern={r"layers\.1\..*": 4},
+    )
+    whole = write_adapter(tmp_path, matrices(SHAPES) | tensors_of_ends() | tensors_of_experts(), fields) / TENSOR_FILE
     tensors, num_read = whole.read_bytes(), 0
     for number, chance in cases("adapters", count):
         try:
@@ -82,6 +94,6 @@ def test_adapters(count: int, tmp_path: Path) -> None:
         else:
             num_read += 1
             for weight, (down, up) in adapter.matrices.items():
-                assert (up @ down).shape == BASE.targets[weight]
+                assert (up @ down).shape[-2:] == BASE.targets[weight]
                 assert torch.isfinite(down).all() and torch.isfinite(up).all()
     assert count // 20 < num_read < count

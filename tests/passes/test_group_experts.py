@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import VARIANTS, WEIGHT_SCHEMES, WeightSchemes
+from mllm_compile.passes.add_lora import AddLora
+from mllm_compile.passes.base import LORA, LORA_LAYOUT, VARIANTS, WEIGHT_SCHEMES, LoraWish, WeightSchemes
 from mllm_compile.passes.group_experts import GroupExperts
+from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, VARIANT_TOKENS, most_blocks, rows_of_block
 from mllm_compile.runtime.quantised.scheme import WeightScheme
@@ -123,6 +125,28 @@ def _with_second_reader(decoder: Decoder, hidden, name):
     out = experts(decoder, hidden, name)
     first = [node for node in decoder.graph.nodes if is_op(node, "expert_linear")][-2]
     return decoder.call(torch.add, out, decoder.call(torch.mul, decoder.call(torch.amax, first), 0.1))
+
+
+@pytest.mark.parametrize("parts", ["up", "down", "up down"])
+def test_what_adapters_change_of_experts_stays_between_the_products(parts, monkeypatch):
+    monkeypatch.setattr(nodes, "KERNEL_DTYPES", (torch.float32,))
+    gm = decoder_of_experts()
+    names = [f"layers.{layer}.experts.{part}" for layer in (0, 1) for part in parts.split()]
+    gm.meta[LORA] = LoraWish(frozenset(names), num_slots=2, max_rank=4)
+    numbers = {}
+    for graph_pass in FOR_GPUS:
+        gm = graph_pass()(gm).gm
+        if graph_pass is AddLora:
+            gm.recompile()
+            numbers = {tokens: run(gm, tokens) for tokens in (1, 7, 90)}
+    gm.recompile()
+    assert {target.weight for target in gm.meta[LORA_LAYOUT].targets} == set(names)
+    for name in pieces_of_experts(gm):
+        piece = gm.get_submodule(name)
+        assert not calls(piece, "add_lora_of_experts")
+        assert len(calls(piece, "lora_expand")) == len(parts.split())
+    for tokens, expected in numbers.items():
+        torch.testing.assert_close(run(gm, tokens), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("block", [1, 16, 128])

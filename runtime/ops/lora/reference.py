@@ -1,10 +1,10 @@
-"""The ops that add to an output what its tokens' adapters change: of a linear, and of an embedding; in plain torch.
+"""The ops that add to an output what its tokens' adapters change, of linears, embeddings and experts; in plain torch.
 
 A pass puts it behind linears (passes/add_lora.py); on a GPU kernels.py takes its place. Defined with torch.library's
 define/impl because calling a `torch.library.custom_op` imports Dynamo and Inductor.
 
 Shape legend: T tokens, K inputs and N outputs of a linear, P of its parts with adapters, r their rank, L slots, V ids
-of an embedding.
+of an embedding, E experts and k of them a token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch.nn import functional
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("add_lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, int[] starts, int[] rows) -> Tensor")
+_LIBRARY.define(
+    "add_lora_of_experts(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor ids, bool of_tokens) -> Tensor"
+)
 _LIBRARY.define("add_lora_of_ids(Tensor y, Tensor ids, Tensor a, Tensor b, Tensor slots) -> Tensor")
 
 
@@ -54,6 +57,65 @@ def add_lora_on_cpu(
     """The same, of the adapters alone that some token has."""
     used = torch.unique(slots).tolist()
     return _added(y, x, a, b, slots, starts, rows, [slot for slot in used if slot >= 0])
+
+
+def _pairs_of(slots: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[T * k] int32, slot * E + expert of each row; -1 where its token has no adapter, or the expert is elsewhere."""
+    has_both = (slots[:, None] >= 0) & (ids >= 0)
+    return torch.where(has_both, slots[:, None] * num_experts + ids, -1).reshape(-1).to(torch.int32)
+
+
+def add_lora_of_experts_reference(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    of_tokens: bool,
+) -> torch.Tensor:
+    """y + B A x of each row's adapter and expert; independent of values, as above.
+
+    Args:
+        y: [T * k, N]; x: [T, K] if `of_tokens`, every expert of a token reads its one row; else [T * k, K].
+        a: [L, E, r, K]; b: [L, E, N, r]; both in the dtype of x.
+        slots: [T] int32, each token's slot; -1: it has no adapter.
+        ids: [T, k] integers, an expert each, or ELSEWHERE.
+
+    Returns:
+        [T * k, N] in the dtype of y.
+    """
+    pairs, rows = _pairs_of(slots, ids, a.shape[1]), _rows(x, ids, of_tokens)
+    some = pairs.clamp_min(0)
+    shrunk = torch.bmm(a.flatten(0, 1)[some], rows[:, :, None])
+    added = torch.bmm(b.flatten(0, 1)[some], shrunk)[:, :, 0]
+    return y + torch.where((pairs >= 0)[:, None], added, 0)
+
+
+def add_lora_of_experts_on_cpu(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    of_tokens: bool,
+) -> torch.Tensor:
+    """The same, of the rows alone that have an adapter; rows of one pair are multiplied together."""
+    out = y.clone(memory_format=torch.contiguous_format)
+    pairs, rows = _pairs_of(slots, ids, a.shape[1]), _rows(x, ids, of_tokens)
+    of_pairs = a.flatten(0, 1), b.flatten(0, 1)
+    for pair in torch.unique(pairs).tolist():
+        if pair >= 0:
+            (places,) = torch.nonzero(pairs == pair, as_tuple=True)
+            shrunk = functional.linear(rows[places], of_pairs[0][pair])
+            out.index_add_(0, places, functional.linear(shrunk, of_pairs[1][pair]))
+    return out
+
+
+def _rows(x: torch.Tensor, ids: torch.Tensor, of_tokens: bool) -> torch.Tensor:
+    """[T * k, K]."""
+    return x[:, None].expand(-1, ids.shape[1], -1).reshape(-1, x.shape[1]) if of_tokens else x
 
 
 def add_lora_of_ids(
@@ -113,6 +175,18 @@ def _fake(
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
+def _fake_of_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    of_tokens: bool,
+) -> torch.Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
 def _fake_of_ids(
     y: torch.Tensor, ids: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
@@ -122,5 +196,8 @@ def _fake_of_ids(
 _LIBRARY.impl("add_lora", add_lora_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("add_lora", add_lora_on_cpu, "CPU")
 _LIBRARY.impl("add_lora_of_ids", add_lora_of_ids, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_lora_of_experts", add_lora_of_experts_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_lora_of_experts", add_lora_of_experts_on_cpu, "CPU")
 torch.library.register_fake("mllm::add_lora", _fake, lib=_LIBRARY)
+torch.library.register_fake("mllm::add_lora_of_experts", _fake_of_experts, lib=_LIBRARY)
 torch.library.register_fake("mllm::add_lora_of_ids", _fake_of_ids, lib=_LIBRARY)

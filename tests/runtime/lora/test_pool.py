@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_buffers():
     ("name", "a", "b", "message"),
     [
         ("attn.k.weight", (2, 6), (4, 2), "'attn.k.weight' is no weight that adapters may change; these are: 'attn.q"),
-        ("attn.q.weight", (2, 5), (4, 2), r"expected A \[r, 6\] and B \[4, r\], got \[2, 5\] and \[4, 2\]"),
+        ("attn.q.weight", (2, 5), (4, 2), r"shapes \[2, 6\] and \[4, 2\], got \[2, 5\] and \[4, 2\]"),
         ("attn.q.weight", (2, 6), (4, 3), "expected A"),
         ("attn.q.weight", (2, 6), (2, 4), "expected A"),
         ("attn.q.weight", (4, 6), (4, 4), r"a rank of at most 3 \(lora.max_rank\), got 4"),
@@ -88,3 +88,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(name, a, b, message
 def test_a_slot_that_is_not_there_is_refused(slot):
     with pytest.raises(ValueError, match=f"a slot of 0 to 1, got {slot}"):
         pool().write(slot, {})
+
+
+def test_an_embedding_s_first_factor_is_turned_and_experts_have_factors_of_their_own():
+    table = LoraTarget("table.weight", 2, 7, "table.weight", 0, 0, 2, kind="embedding")
+    experts = LoraTarget("experts.up", 4, 6, "experts.up", 0, 0, 4, kind="experts", num_experts=5)
+    buffers = LoraBuffers("table.weight", 7, 3, 2), LoraBuffers("experts.up", 15, 6, 20)
+    written = LoraPool(LoraLayout(2, 3, "float32", (table, experts), buffers), CPU)
+    for buffer in written.buffers.values():
+        buffer.fill_(torch.nan)
+    of_table, of_experts = (tuple(map(torch.randn, target.shapes(2))) for target in (table, experts))
+    written.write(1, {"table.weight": of_table, "experts.up": of_experts})
+    a, b = (written.buffers[name][1] for name in (a_name("table.weight"), b_name("table.weight")))
+    assert torch.equal(a, torch.cat([of_table[0].T, torch.zeros(7, 1)], 1))
+    assert torch.equal(b, torch.cat([of_table[1], torch.zeros(2, 1)], 1))
+    a, b = (written.buffers[name][1].unflatten(0, (5, -1)) for name in (a_name("experts.up"), b_name("experts.up")))
+    assert torch.equal(b @ a, of_experts[1] @ of_experts[0])

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.runtime.ops.lora.reference import add_lora_of_ids, add_lora_on_cpu, add_lora_reference
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE
+from mllm_compile.runtime.ops.lora.reference import (
+    add_lora_of_experts_on_cpu,
+    add_lora_of_experts_reference,
+    add_lora_of_ids,
+    add_lora_on_cpu,
+    add_lora_reference,
+)
 
 STARTS, ROWS, INPUTS, OUTPUTS, RANK = [0, 24], [16, 8], 20, 32, 4
 
@@ -57,3 +64,24 @@ def test_each_id_has_the_row_of_its_token_s_adapter(op):
     found = op(y, ids, a, b, slots)
     assert torch.allclose(found, expected, atol=1e-5)
     assert torch.equal(found[0, 1], y[0, 1])
+
+
+@pytest.mark.parametrize("of_tokens", [True, False])
+@pytest.mark.parametrize(
+    "op", [add_lora_of_experts_on_cpu, add_lora_of_experts_reference, torch.ops.mllm.add_lora_of_experts]
+)
+def test_each_row_has_its_adapter_s_factors_of_its_expert(op, of_tokens):
+    generator = torch.Generator().manual_seed(4)
+    shapes = (12, 6), (6 if of_tokens else 12, 5), (2, 3, RANK, 5), (2, 3, 6, RANK)
+    y, x, a, b = (torch.randn(shape, generator=generator) for shape in shapes)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [ELSEWHERE, 1], [0, 1], [2, 0]])
+    slots = torch.tensor([1, -1, 0, 1, 0, 1], dtype=torch.int32)
+    expected = y.clone()
+    for row, expert in enumerate(ids.flatten().tolist()):
+        slot = int(slots[row // 2])
+        if slot >= 0 and expert >= 0:
+            expected[row] += b[slot, expert] @ a[slot, expert] @ x[row // 2 if of_tokens else row]
+    found = op(y, x, a, b, slots, ids, of_tokens)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.equal(found[2:4], y[2:4])
+    assert torch.equal(found[6], y[6])
