@@ -10,6 +10,7 @@ from mllm_compile.runtime.errors import (
     DeviceError,
     DeviceMemoryError,
     EngineDeadError,
+    EnginePausedError,
     MllmError,
     ModelNotFoundError,
     NewFormatError,
@@ -17,6 +18,9 @@ from mllm_compile.runtime.errors import (
     OtherFormatError,
     RequestError,
     UnsupportedModelError,
+    UpdateConflictError,
+    WeightsTornError,
+    WeightUpdateError,
 )
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "EngineDeadError",
+    "EnginePausedError",
     "MllmError",
     "ModelNotFoundError",
     "NewFormatError",
@@ -36,4 +41,7 @@ __all__ = [
     "OtherFormatError",
     "RequestError",
     "UnsupportedModelError",
+    "UpdateConflictError",
+    "WeightUpdateError",
+    "WeightsTornError",
 ]

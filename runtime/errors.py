@@ -66,5 +66,21 @@ class RequestError(MllmError, ValueError):
     """A request refused on arrival: bad sampling parameters, prompt too long, token id out of the vocabulary."""
 
 
+class WeightUpdateError(MllmError, ValueError):
+    """New weights that are refused: a name, shape, type or value that cannot be. The old ones serve on."""
+
+
+class UpdateConflictError(MllmError):
+    """A call on weights at a wrong moment: another update is open, or none is."""
+
+
+class EnginePausedError(MllmError):
+    """A request came while the engine takes none: it is paused until `resume`."""
+
+
+class WeightsTornError(EnginePausedError):
+    """An update broke off amid writing, so the weights are neither the old nor the new ones; the message has why."""
+
+
 class EngineDeadError(MllmError):
     """The engine met an error that it cannot go on after; the message says which."""

@@ -264,7 +264,7 @@ def untie_stored_apart(tensors: CheckpointTensors, model: PreTrainedModel) -> No
     Raises:
         CheckpointError, UnsupportedModelError: as read_checkpoint.
     """
-    ties = [names for names in _names_of_each(model) if len(names) > 1]
+    ties = [names for names in names_of_each(model) if len(names) > 1]
     if not ties:
         return
     given = to_model_keys(tensors.planned, model).keys()
@@ -302,7 +302,7 @@ def _account(table: dict[str, PlannedTensor], tensors: CheckpointTensors, model:
                 f"{list(planned.shape)}, the model's config.json says {list(state[key].shape)} for {key!r}"
             )
     missing = []
-    for tied in _names_of_each(model):
+    for tied in names_of_each(model):
         given = next((name for name in tied if name in table), None)
         if given is None:
             missing.append(tied[0])
@@ -313,7 +313,7 @@ def _account(table: dict[str, PlannedTensor], tensors: CheckpointTensors, model:
         raise CheckpointError(f"the checkpoint lacks {', '.join(repr(name) for name in missing[:3])}{more}")
 
 
-def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
+def names_of_each(model: PreTrainedModel) -> list[list[str]]:
     """The names of each tensor of the model: more than one where it is tied."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

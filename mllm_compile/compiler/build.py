@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -197,11 +197,12 @@ def _write_weights(
 ) -> WeightFiles:
     """Writes the program, and the weights if they are to be packed; returns their files."""
     with timeline.stage("plan weights"):
-        constants, weights = plan_lowered_weights(lowered)
+        constants, weights, names = plan_lowered_weights(lowered)
         files = target.weights
     if options.pack_weights:
+        names = replace(names, checkpoint=weights)
         weights, files = pack_weights(target.config, weights, target.model.path, scratch / WEIGHTS, timeline)
-    write_program(scratch, lowered.program, weights, constants)
+    write_program(scratch, lowered.program, weights, constants, names)
     return files
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class BuiltModel:
         weight_schemes: the weights that may be in memory in few bits.
         tensors: of the checkpoint; None for random weights.
         cache_scales: the checkpoint's for a KV cache in few bits, by weights beside them.
+        names: the names of each parameter and buffer; several where it is tied. A trace may make equal ones the same.
     """
 
     hf_model: HFModel
@@ -48,6 +49,7 @@ class BuiltModel:
     weight_schemes: WeightSchemes
     tensors: CheckpointTensors | None = None
     cache_scales: Mapping[str, CacheScales] = field(default_factory=dict)
+    names: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)

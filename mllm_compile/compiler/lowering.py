@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.program.spec import Program
     from mllm_compile.runtime.quantised.scheme import WeightScheme
+    from mllm_compile.runtime.updates.names import TensorNames
     from mllm_compile.runtime.weights.spec import WeightSpec
 
 
@@ -83,7 +84,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.checkpoint.cache_scales import cache_scales
-        from mllm_compile.checkpoint.plan import line_on_unlisted, read_checkpoint, untie_stored_apart
+        from mllm_compile.checkpoint.plan import line_on_unlisted, names_of_each, read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.tensors import read_model_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
@@ -102,7 +103,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
             whole = build_head_on_meta(model.path, dtype)
         hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
     if config.model.load_format == "dummy":
-        return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None))
+        return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None), names=names_of_each(hf_model.model))
     with reporter.stage("find weights"):
         tensors = read_model_tensors(model)
         untie_stored_apart(tensors, whole.model)
@@ -116,7 +117,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     scales = cache_scales(tensors, table)
     if model.scheme is not None and model.scheme.is_plain and not scales:
         reporter.announce(f"the checkpoint says that it has {model.scheme.name}, but no scale of it that is read")
-    return BuiltModel(hf_model, table, weight_schemes, tensors, scales)
+    return BuiltModel(hf_model, table, weight_schemes, tensors, scales, names_of_each(hf_model.model))
 
 
 def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> WeightSchemes:
@@ -380,16 +381,36 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
     )
 
 
-def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...]]:
-    """The program's constants by name, and of each rank where each of its weights comes from."""
-    from mllm_compile.checkpoint.cache_scales import planned_factors
-    from mllm_compile.checkpoint.plan import RankPart, plan_weights
+def plan_lowered_weights(
+    lowered: Lowered,
+) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...], TensorNames]:
+    """The program's constants by name, of each rank where each of its weights comes from, and the names that updates
+    may use."""
+    from mllm_compile.checkpoint.tensor_names import parameter_table, unread_names
     from mllm_compile.compiler.program_builder import weight_shapes
+    from mllm_compile.runtime.updates.names import TensorNames
 
     needed = set(lowered.program.every_weight())
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for one in reversed(lowered.every) for name, shape in weight_shapes(one.graph).items()}
     shapes = {name: shape for name, shape in shapes.items() if name in needed and name not in constants}
+    built = lowered.built
+    weights = _plan(lowered, shapes, built.table)
+    parameters = _plan(lowered, shapes, parameter_table(lowered.hf_model.model, built.names))
+    unread = unread_names(built.names, built.tensors, parameters, weights)
+    ties = tuple(tuple(names) for names in built.names if len(names) > 1)
+    return constants, weights, TensorNames(parameters, None, ties, unread)
+
+
+def _plan(
+    lowered: Lowered,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    table: Mapping[str, PlannedTensor] | None,
+) -> tuple[tuple[WeightSpec, ...], ...]:
+    """The weights of these shapes, by rank, filled as `table` says."""
+    from mllm_compile.checkpoint.cache_scales import planned_factors
+    from mllm_compile.checkpoint.plan import RankPart, plan_weights
+
     packed = {name: parts for one in lowered.every for name, parts in one.packed.items()}
     quantised = {name: tensor for one in lowered.every for name, tensor in one.quantised.items()}
     tensors = lowered.built.tensors
@@ -398,16 +419,9 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
         if tensors is None
         else planned_factors({name: factor for one in lowered.every for name, factor in one.factors.items()}, tensors)
     )
-    return constants, tuple(
+    return tuple(
         tuple(
-            plan_weights(
-                shapes,
-                packed,
-                lowered.built.table,
-                quantised,
-                RankPart(lowered.cuts, lowered.whole_shapes, rank),
-                factors,
-            )
+            plan_weights(shapes, packed, table, quantised, RankPart(lowered.cuts, lowered.whole_shapes, rank), factors)
         )
         for rank in range(lowered.num_ranks)
     )

@@ -19,6 +19,7 @@ from mllm_compile.engine.outputs import (
     RequestMetrics,
     RequestOutput,
     VocabularyLogprobs,
+    WeightVersion,
 )
 from mllm_compile.engine.sequences import Delta, Sequence, Submission, shown_token_ids
 from mllm_compile.runtime.step.output import TokenScores
@@ -111,6 +112,8 @@ class StreamBuilder:
     def _add(self, output: CompletionOutput, delta: Delta) -> None:
         output.token_ids += delta.token_ids
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.finish_reason is not None:
+            output.weight_versions = _versions(self._submission.sequences[delta.index])
         output.text += self._text(delta) if delta.text is None else delta.text
         if self._submission.params.logprobs is not None:
             output.logprobs = (output.logprobs or []) + [self._scores.as_dict(entry) for entry in delta.logprobs]
@@ -153,6 +156,16 @@ class _ScoreReader:
         return text
 
 
+def _versions(sequence: Sequence) -> list[WeightVersion] | None:
+    """The spans of an ended completion; tokens behind a stop string are in none."""
+    if sequence.versions is None:
+        return None
+    total = len(sequence.request.output_token_ids)
+    starts = [min(start, total) for start, _ in sequence.versions]
+    spans = zip(sequence.versions, starts, [*starts[1:], total], strict=True)
+    return [WeightVersion(version, start, end) for (_, version), start, end in spans if start < end]
+
+
 def _completion(sequence: Sequence, decoder: Decoder | None, scores: _ScoreReader) -> CompletionOutput:
     request = sequence.request
     params = request.params
@@ -162,6 +175,7 @@ def _completion(sequence: Sequence, decoder: Decoder | None, scores: _ScoreReade
         token_ids=list(request.output_token_ids),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
+        weight_versions=_versions(sequence),
     )
     if params.logprobs is not None:
         output.logprobs = [scores.as_dict(entry) for entry in request.output_logprobs]

@@ -44,6 +44,7 @@ from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.state.factory import draft_obstacle
 from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
@@ -159,10 +160,20 @@ def _load(
                 snapshot_bytes=runner.state_bytes_per_request,
                 tower=tower,
                 adapters=adapters,
+                live=_live_weights(runner, group),
             )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
+
+
+def _live_weights(runner: ModelRunner, group: RankGroup | None) -> LiveWeights | str:
+    """The weights, for updates; a text: why they stay."""
+    if group is not None:
+        return "the weights of several ranks cannot be updated. Serve the model with one rank."
+    if runner.model.live is None:
+        return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
+    return runner.model.live
 
 
 def _speculation(

@@ -11,12 +11,14 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from mllm_compile.engine.answers import build_answer
 from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.gate import EngineState, as_pause_mode
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
+from mllm_compile.engine.pauses import pause, resume
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
@@ -32,10 +34,13 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
+    import torch
+
     from mllm_compile.adapters.peft_folder import Matrices
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
+    from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
 
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
@@ -78,6 +83,7 @@ class Engine:
         eos_token_ids: the ids that end an answer.
         default_params: the SamplingParams of a request that has none.
         timeline: the seconds of each stage of its start.
+        weights: updates of its weights in sessions, as wires make them.
 
     Args:
         config: a hub id, a model's folder, a YAML file, its content as an EngineConfig or a dict, or a runtime's
@@ -148,6 +154,7 @@ class Engine:
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
+        self.weights = _updates(self.core, parts)
         self.adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
@@ -346,6 +353,68 @@ class Engine:
             raise RequestError("no adapters are served. Set lora.max_adapters in the config to how many there may be.")
         return self.adapters
 
+    # --- other weights ------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str | None = None, **options: Unpack[Options]
+    ) -> UpdateReport:
+        """Serves other weights from the next step on, all or none of them (docs/rollouts.md).
+
+        Args:
+            weights: whole tensors by their names in the checkpoint or of Transformers' parameters.
+            version: a label, which answers have; None: the update's number.
+            options: `partial`, `direct`, `names` and `keep_prefix_cache`, as that page has them.
+
+        Raises:
+            WeightUpdateError: a tensor is refused; the old weights serve on.
+            UpdateConflictError: another update is open.
+            WeightsTornError: weights are torn, and this update is partial.
+        """
+        return self.weights.update(weights, version, **options)
+
+    def update_weights_from_folder(
+        self, path: str | os.PathLike[str], *, version: str | None = None, **options: Unpack[Options]
+    ) -> UpdateReport:
+        """Like update_weights, with the tensors of a folder's safetensors files.
+
+        Raises:
+            CheckpointError: it has none, or one is damaged.
+        """
+        from mllm_compile.engine.folder_weights import tensors_of_folder
+
+        return self.weights.update(tensors_of_folder(user_path(os.fspath(path)).absolute()), version, **options)
+
+    def pause(self, mode: str = "abort") -> None:
+        """Returns when no step runs; `resume` lets them run again.
+
+        Args:
+            mode: "abort" ends requests, "wait" answers them; both refuse new ones. "keep" holds them, "retract" has
+                their KV computed anew; both queue new ones.
+
+        Raises:
+            RequestError: there is no such mode.
+            UpdateConflictError: another call ended the wait.
+        """
+        pause(self.core, as_pause_mode(mode))
+
+    def resume(self) -> None:
+        """Ends a pause, if there is one.
+
+        Raises:
+            WeightsTornError: the weights are not whole.
+        """
+        resume(self.core)
+
+    @property
+    def state(self) -> EngineState:
+        """The state: running, pausing, paused, updating or torn (docs/rollouts.md)."""
+        return self.core.gate.state
+
+    @property
+    def is_paused(self) -> bool:
+        """True unless it is running."""
+        return self.state != "running"
+
     # --- control ------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -404,6 +473,12 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
                 done = total - countdown.remaining
                 stage.advance(done - shown)
                 shown = done
+
+
+def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
+    from mllm_compile.engine.weight_updates import WeightUpdates  # torch
+
+    return WeightUpdates(core, parts.live)
 
 
 def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:

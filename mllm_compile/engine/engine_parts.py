@@ -16,6 +16,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.updates.live import LiveWeights
 
 if TYPE_CHECKING:
     from mllm_compile.engine.adapter_queue import AdapterParts
@@ -45,6 +46,7 @@ class EngineParts:
         snapshot_bytes: what the state of a cached prefix takes, likewise.
         tower: what prompts with images are checked with; a text: why none are served.
         adapters: the device's side of adapters; None: none are served.
+        live: the weights, for updates; a text: why there are none.
     """
 
     scheduler: Scheduler | DataParallelScheduler
@@ -67,3 +69,4 @@ class EngineParts:
     snapshot_bytes: int = 0
     tower: Tower | str = "the model takes text alone"
     adapters: AdapterParts | None = None
+    live: LiveWeights | str = "there are no weights to update"

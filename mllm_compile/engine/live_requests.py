@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mllm_compile.engine import end_errors
+from mllm_compile.engine.cache_salt import at_epoch
 from mllm_compile.engine.outputs import FinishReason
 from mllm_compile.engine.sequences import Sequence, Submission
 from mllm_compile.engine.stats import StatsRecorder
@@ -56,6 +57,8 @@ class LiveRequests:
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
         self.adapters = None if adapters is None else self._adapter_queue(adapters, post)
+        self._epoch = 0  # of the prefixes that new requests may share
+        self._version: str | None = None
 
     def _adapter_queue(self, parts: AdapterParts, post: Callable[[Callable[[], None]], None]) -> AdapterQueue:
         from mllm_compile.engine.adapter_queue import AdapterQueue  # an engine without adapters does not import it
@@ -107,6 +110,10 @@ class LiveRequests:
 
     def _schedule(self, sequence: Sequence) -> None:
         request = sequence.request
+        if self._epoch:
+            request.cache_salt = at_epoch(request.cache_salt, self._epoch)
+        if self._version is not None:
+            sequence.versions = [(0, self._version)]
         try:
             self._scheduler.add(request)
         except RequestError as error:
@@ -115,6 +122,40 @@ class LiveRequests:
         self._live[request] = sequence
         if sequence.is_watched:
             self._watched[request] = sequence
+
+    # --- other weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def are_none(self) -> bool:
+        """True if all that came have been told their end."""
+        return not self._unanswered
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all that were admitted."""
+        return list(self._submissions)
+
+    def weights_changed(self, epoch: int) -> None:
+        """Keeps prefixes of new weights apart: with no step in flight.
+
+        Args:
+            epoch: as at_epoch has it.
+        """
+        self._epoch = epoch
+        for request in self._live:
+            request.weights_changed(at_epoch(request.cache_salt, epoch))
+
+    def label(self, version: str, before: str) -> None:
+        """Tokens from here on are of a version of the weights, those there are of the one before."""
+        self._version = version
+        for request, sequence in self._live.items():
+            if sequence.versions is None:
+                sequence.versions = [(0, before)]
+            sequence.versions.append((len(request.output_token_ids), version))
+
+    def retract(self) -> None:
+        """Has all that run computed anew: with no step in flight."""
+        self._scheduler.retract()
 
     # --- the tokens of a step -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mllm_compile.engine import end_errors
+from mllm_compile.engine.gate import Gate
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.sequences import StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
@@ -114,6 +115,7 @@ class EngineCore:
         self._giving_back = threading.RLock()
         self._closes_itself = False  # `close` was called on the engine's own thread
         self._is_forked = False  # this is a forked process, which has no such thread
+        self.gate = Gate()
 
         # Used by the engine's thread alone.
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
@@ -165,6 +167,7 @@ class EngineCore:
 
         Raises:
             EngineDeadError: the engine is closed or dead.
+            EnginePausedError: it takes no requests now.
         """
         arrived = list(submissions)
         with self._condition:
@@ -173,6 +176,9 @@ class EngineCore:
                 raise error.with_traceback(None)
             if self._is_closing:
                 raise end_errors.closed()
+            refusal = self.gate.refusal
+            if refusal is not None:
+                raise refusal
             self._requests.arrive(arrived)
             self._inbox.append(lambda: self._admit(arrived))
             self._condition.notify()
@@ -232,6 +238,28 @@ class EngineCore:
                 self._inbox.append(command)
                 self._condition.notify()
 
+    def while_still(self, function: Callable[[LiveRequests], T]) -> T:
+        """Runs a function on the engine's thread with no step in flight, when all tokens were handed out.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead.
+            Exception: the function's.
+        """
+
+        def still() -> T:
+            self._steps.finish()
+            return function(self._requests)
+
+        return self.between_steps(still)
+
+    def move_gate(self, move: Callable[[Gate], T]) -> T:
+        """Changes the gate; the engine's thread looks at it again."""
+        with self._condition:
+            found = move(self.gate)
+            self._inbox.append(_nothing)
+            self._condition.notify()
+            return found
+
     def close(self) -> None:
         """Aborts all requests, waits for the step in flight, ends the thread and gives memory back; once or often."""
         if self._is_forked:
@@ -287,7 +315,8 @@ class EngineCore:
         try:
             self._prepare_thread()
             while self._take_commands():
-                self._has_news |= self._steps.run(runner)
+                if not self.gate.is_shut:
+                    self._has_news |= self._steps.run(runner)
                 self._steps.flush()
                 self._log_figures()
             self._steps.finish()
@@ -312,7 +341,11 @@ class EngineCore:
 
     def _take_commands(self) -> bool:
         """Carries out callers' commands; blocks while idle. False: the engine is to end."""
-        has_work = self._steps.has_work()
+        if self.gate.drained is not None and self._requests.are_none:
+            self._steps.finish()
+            with self._condition:
+                self.gate.drain_is_over()
+        has_work = self._steps.has_work() and not self.gate.is_shut
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):
                 # Release the GIL first, so that the thread waiting for the last tokens runs.
@@ -369,6 +402,8 @@ class EngineCore:
             self._inbox.clear()
         with suppress(BaseException):
             self._steps.count()
+        with suppress(BaseException):
+            self.gate.drain_is_over(error)
         while self._commands:  # calls are answered; submissions are refused, now that _end_error is set
             with suppress(BaseException):
                 self._commands[0]()

@@ -57,6 +57,15 @@ class VocabularyLogprobs(Mapping[int, Logprob]):
         return int(self._logprobs.size)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """The output tokens [start, end) that one version of the weights gave."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt (there are `SamplingParams.n`).
@@ -71,6 +80,7 @@ class CompletionOutput:
             where the request has no filter.
         finish_reason: None while it runs; "error" when it was refused or a step failed.
         stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
+        weight_versions: the version of the weights of each span of tokens, once it has ended; None: there is but one.
     """
 
     index: int
@@ -81,6 +91,7 @@ class CompletionOutput:
     sampling_mask: list[np.ndarray] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightVersion] | None = None
 
     @property
     def finished(self) -> bool:

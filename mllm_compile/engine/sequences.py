@@ -171,6 +171,7 @@ class Sequence:
         "stop_reason",
         "submission",
         "text_parts",
+        "versions",
     )
 
     def __init__(self, submission: Submission, index: int, request: Request, decoder: Decoder | None) -> None:
@@ -182,6 +183,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.text_parts: list[str] = []  # with stop strings only: all text that was shown
         self.num_taken = 0  # output tokens already looked at
+        # From which output token on it has which version of the weights; None: nobody gave them one.
+        self.versions: list[tuple[int, str]] | None = None
         self._stop_matcher: StopMatcher | None = None
         self._detokenizer: Detokenizer | None = None
         if params.stop and decoder is not None:

@@ -84,7 +84,8 @@ class EagerSource:
                 f"but {latent} has latents alone in its cache. Set compile.disable_passes: [absorb_latents]."
             )
         names = tuple(layer.name for layer in model.layers)
-        return replace(model, eager=EagerModel(self._load_transformers_model(device), names))
+        eager = EagerModel(self._load_transformers_model(device), names)
+        return replace(model, eager=eager, live=None)  # an update would leave Transformers' weights as they are
 
     def _load_transformers_model(self, device: torch.device) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM

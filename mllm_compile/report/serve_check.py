@@ -117,7 +117,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
         scratch = Path(name)
         lowered = lower(target.config, build_model(target.config, target.model, reporter), scratch, reporter)
         lowered = with_lora(target.config, lowered, scratch, reporter)
-        _, weights = plan_lowered_weights(lowered)
+        _, weights, _ = plan_lowered_weights(lowered)
         tokenizer = scratch / TOKENIZER
         tokenizer.mkdir()
         export_tokenizer(target.model.path, tokenizer, trust_remote_code=target.config.model.trust_remote_code)

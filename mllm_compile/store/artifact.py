@@ -2,6 +2,7 @@
 
     manifest.json          format, key and its factors, config, model sizes, sha256 and size of every other file
     program.json           steps, layers, and where each weight of each rank comes from
+    names.json             names of tensors that updates of weights may use
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
     kernels/               FlashInfer's kernels that the model's layers need; absent where none do
@@ -43,6 +44,7 @@ from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.scheme import OFFSETS, SCALES, VALUES, ZEROS
 from mllm_compile.runtime.short_repr import short_repr
+from mllm_compile.runtime.updates.names import TensorNames
 from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
@@ -51,6 +53,7 @@ from mllm_compile.store.measurements import MEASURED
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.json"
+NAMES = "names.json"
 CONSTANTS = "constants.safetensors"
 PIECES = "pieces"
 KERNELS = "kernels"
@@ -116,7 +119,7 @@ class Artifact:
         binaries: of program.every_cuda_kernel() and every_library() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
         texts: texts by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the
-            model's own config files.
+            model's own config files, and names.json.
         trusted: the handle that everything was read through.
     """
 
@@ -135,6 +138,20 @@ class Artifact:
     def weights_of(self, rank: int) -> tuple[WeightSpec, ...]:
         """Where each weight of a rank comes from."""
         return (self.weights, *self.further_weights)[rank]
+
+    def tensor_names(self) -> TensorNames:
+        """The names that updates may use, read anew: few engines are updated.
+
+        Raises:
+            ArtifactError: they are not what this version writes.
+        """
+        try:
+            with gc_paused():
+                return TensorNames.from_bytes(self.texts[NAMES])
+        except (KeyError, ValueError) as error:
+            raise ArtifactError(
+                f"{self.folder / NAMES} is not what this version writes ({error}); compile the model again"
+            ) from error
 
     @property
     def factors(self) -> Mapping[str, str]:
@@ -161,9 +178,13 @@ class Artifact:
 
 
 def write_program(
-    folder: Path, program: Program, weights: tuple[tuple[WeightSpec, ...], ...], constants: Mapping[str, torch.Tensor]
+    folder: Path,
+    program: Program,
+    weights: tuple[tuple[WeightSpec, ...], ...],
+    constants: Mapping[str, torch.Tensor],
+    names: TensorNames,
 ) -> None:
-    """Writes program.json and constants.safetensors; `weights` has each rank's.
+    """Writes program.json, names.json and constants.safetensors; `weights` has each rank's.
 
     Raises:
         OSError: as save_tensors.
@@ -174,6 +195,7 @@ def write_program(
         "constants": sorted(constants),
     }
     (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    (folder / NAMES).write_bytes(names.to_bytes())
     save_tensors({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
 
 

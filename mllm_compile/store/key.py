@@ -58,6 +58,7 @@ _SHAPING_ROOMS = (
     "runtime/quantised",
     "runtime/sampling",
     "runtime/state",
+    "runtime/updates",
     "runtime/weights",
 )
 _SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")  # what Python and editors leave beside them is no source

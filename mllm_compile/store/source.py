@@ -21,7 +21,10 @@ from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.updates.live import LiveWeights
+from mllm_compile.runtime.updates.places import Places
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.spec import Factor
 from mllm_compile.store.artifact import CONSTANTS, Artifact
 
 if TYPE_CHECKING:
@@ -69,7 +72,8 @@ class ArtifactSource:
         artifact = self._artifact
         with self._reporter.stage("load model"), ThreadPoolExecutor(1, thread_name_prefix="pieces") as beside:
             linking = beside.submit(self._link, device)
-            weights = self._load_weights(device)
+            live = self._load_weights(device)
+            weights = {**live.tensors, **load_constants(artifact, device)}
             self._kernels.result()
             linked = linking.result()
             executor, layers = linked.bind(weights, self._rank)
@@ -86,6 +90,7 @@ class ArtifactSource:
             kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
             lora=lora,
+            live=live,
             reads_hidden_states="hidden_states" in artifact.program.inputs,
             projection=None
             if artifact.program.projection is None
@@ -124,22 +129,30 @@ class ArtifactSource:
         with self._reporter.stage("load FlashInfer"):
             use_kernels_from(folder)
 
-    def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
-        specs = self._weights
+    def _load_weights(self, device: torch.device) -> LiveWeights:
+        specs, artifact = self._weights, self._artifact
+        factors: dict[Factor, float] = {}
         with current_device(device):
             weights = allocate_weights(specs, str(device))
             for line in lines_on_weights(specs, self._config.model.dtype):
                 self._reporter.tell(line)
             total = sum(spec.num_bytes_read for spec in specs)
             with self._reporter.stage("load weights", total=total) as stage:
-                if self._artifact.manifest.weights.are_random:
+                if artifact.manifest.weights.are_random:
                     fill_random(specs, weights, self._config.runtime.seed)
                 else:
-                    with self._artifact.trusted.naming_itself():
-                        load_weights(specs, weights, self._weights_root, stage.advance)
-                for name, unit in self._artifact.program.every_panels().items():
+                    with artifact.trusted.naming_itself():
+                        factors = load_weights(specs, weights, self._weights_root, stage.advance)
+                panels = artifact.program.every_panels()
+                for name, unit in panels.items():
                     put_in_panels(weights[name], unit)
-        return weights | load_constants(self._artifact, device)
+        return LiveWeights(specs, weights, panels, factors, self._find_places)
+
+    def _find_places(self) -> Places:
+        """The places of tensors that an update brings."""
+        artifact = self._artifact
+        ranks = (artifact.weights, *artifact.further_weights)
+        return Places(artifact.tensor_names(), None if artifact.manifest.weights.are_random else ranks, self._rank)
 
 
 def load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.updates.live import LiveWeights
 
 
 class Executor(Protocol):
@@ -103,6 +104,7 @@ class LoadedModel:
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
     lora: LoadedLora | None = None  # for requests with adapters, where the config has them
+    live: LiveWeights | None = None  # its weights, for updates; None: it cannot have any
     reads_hidden_states: bool = False  # beside tokens, of the model that it drafts for
     projection: Projection | None = None  # makes of that model's hidden states those that it reads, if they are others
     block: DraftBlock | None = None  # it drafts several tokens in one pass

@@ -99,6 +99,11 @@ class DataParallelScheduler:
         for scheduler in self._schedulers:
             scheduler.flush_prefix_cache()
 
+    def retract(self) -> None:
+        """Send all running requests back to the queue; as Scheduler.retract."""
+        for scheduler in self._schedulers:
+            scheduler.retract()
+
     def stats(self) -> SchedulerStats:
         """The figures of all ranks together."""
         every = [scheduler.stats() for scheduler in self._schedulers]

@@ -7,6 +7,7 @@ that the whole scheduling policy can be tested without it. Read next: scheduled_
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
 
+ALL = sys.maxsize
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -61,6 +63,8 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption
     num_cached_tokens: int = 0  # prefix hit of the first admission
     num_preemptions: int = 0
+    num_alike: int = ALL  # its first tokens with KV of the weights that its salt says; behind them there were new ones
+    salt_anew: tuple[Hashable, ...] | None = None  # its salt once it is computed anew, where weights changed meanwhile
     adapter_slot: int = -1  # of its adapter on the device, while it has a row; -1: it has none
     rope_len: int = 0  # the length that RoPE's frequencies of its prompt are for, where they follow it; else 0
     output_token_ids: list[int] = field(default_factory=list)
@@ -95,6 +99,22 @@ class Request:
 
     def _with_output(self, prompt: np.ndarray) -> np.ndarray:
         return np.concatenate((prompt, ids_of(self.output_token_ids))) if self.output_token_ids else prompt
+
+    def weights_changed(self, salt: tuple[Hashable, ...]) -> None:
+        """Note that its KV from here on is of new weights, with no step of it in flight.
+
+        Args:
+            salt: of the new weights.
+        """
+        if self.status is RequestStatus.RUNNING:
+            self.num_alike, self.salt_anew = min(self.num_alike, self.num_computed_tokens), salt
+        else:
+            self.cache_salt = salt
+
+    def begins_anew(self) -> None:
+        """Note that all of its KV will be computed by the weights of now."""
+        if self.salt_anew is not None:
+            self.cache_salt, self.salt_anew, self.num_alike = self.salt_anew, None, ALL
 
     @property
     def is_finished(self) -> bool:

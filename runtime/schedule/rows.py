@@ -139,7 +139,7 @@ class Rows:
 
     def _num_shared(self, request: Request) -> int:
         """The first of a request's written tokens whose keys and values are its salt's."""
-        rope, num_written = self._config.rope, request.num_computed_tokens
+        rope, num_written = self._config.rope, min(request.num_computed_tokens, request.num_alike)
         return num_written if rope is None else rope.num_alike(request.rope_len, num_written)
 
     # --- a row is given back ------------------------------------------------------------------------------------------

@@ -143,6 +143,12 @@ class Scheduler:
         self.finish_update()
         self.rows.flush_prefix_cache()
 
+    def retract(self) -> None:
+        """Send all running requests back to the queue, to be computed anew; no step may be in flight."""
+        self.finish_update()
+        for request in [*self.prompts.begun, *self.decodes.requests]:
+            self._preempt(request)
+
     def stats(self) -> SchedulerStats:
         self.finish_update()
         return SchedulerStats(
@@ -319,6 +325,7 @@ class Scheduler:
             self.rows.give_up_pages(request)
         else:
             self.rows.discard_own_pages(request)
+        request.begins_anew()
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.prompts.put_back(request, num_computed)

@@ -85,7 +85,7 @@ class StateCopies:
         """Keep the states that a step has copied, of requests that go on; others are not trusted."""
         for save in self._saves_in_flight.pop(step_id, ()):
             request = save.request
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RequestStatus.RUNNING and save.num_tokens <= request.num_alike:
                 tokens = self._rows.cache_keys(request.row)[: save.num_tokens]
                 self._rows.pages.keep_state(tokens, self._rows.salt(request), save.state_row)
             else:

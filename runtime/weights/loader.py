@@ -15,8 +15,9 @@ import torch
 
 from mllm_compile.runtime.weights.checks import check_finite, check_sums
 from mllm_compile.runtime.weights.header import read_header
-from mllm_compile.runtime.weights.reads import Quantising, reads_in_order
-from mllm_compile.runtime.weights.spec import WeightSpec, place_of
+from mllm_compile.runtime.weights.making import Quantising
+from mllm_compile.runtime.weights.reads import reads_in_order
+from mllm_compile.runtime.weights.spec import Factor, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import stream_tensors
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from mllm_compile.runtime.weights.views import viewed
@@ -34,7 +35,7 @@ def load_weights(
     weights: dict[str, torch.Tensor],
     folder: Path,
     advance: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
+) -> dict[Factor, float]:
     """Fills `weights` from the safetensors files of `folder`.
 
     Args:
@@ -43,6 +44,9 @@ def load_weights(
         folder: the model folder.
         advance: called with the bytes read so far done, for a progress bar.
 
+    Returns:
+        The number that each factor of a part is; an update multiplies by it too.
+
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
@@ -50,9 +54,10 @@ def load_weights(
     headers = {file: read_header(folder / file) for file in _files(specs)}
     if headers:
         stream_tensors(reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
-    _scale(specs, weights, folder, headers)
+    factors = _scale(specs, weights, folder, headers)
     check_sums(specs, weights, folder)
     check_finite(specs, weights, folder)
+    return factors
 
 
 def _files(specs: Iterable[WeightSpec]) -> list[str]:
@@ -69,12 +74,15 @@ def _scale(
     weights: Mapping[str, torch.Tensor],
     folder: Path,
     headers: Mapping[str, WeightHeader],
-) -> None:
-    """Multiplies weights that have factors with them."""
+) -> dict[Factor, float]:
+    """Multiplies weights that have factors with them; the numbers of these."""
+    found: dict[Factor, float] = {}
     for spec in specs:
         for part in spec.parts:
             if part.factor is not None:
-                place_of(weights[spec.name], part).mul_(part.factor.value(folder, headers))
+                found[part.factor] = part.factor.value(folder, headers)
+                place_of(weights[spec.name], part).mul_(found[part.factor])
+    return found
 
 
 def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], seed: int) -> None:

@@ -1,10 +1,9 @@
-"""Finds the reads that fill weights: each range of a file's bytes, its destination, and its conversion."""
+"""Finds the reads that fill weights: each range of a file's bytes and its destination; making.py has its conversion."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
@@ -14,20 +13,14 @@ from typing import NamedTuple
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
-from mllm_compile.runtime.weights.formats.registry import (
-    FORMATS,
-    fill_dequantised,
-    fill_kept,
-    fill_quantised,
-    is_stored,
-)
+from mllm_compile.runtime.weights.formats.registry import FORMATS, is_stored
 from mllm_compile.runtime.weights.header import entry_of, read_bytes
-from mllm_compile.runtime.weights.spec import QuantisedPart, WeightPart, WeightSpec, place_of
+from mllm_compile.runtime.weights.making import Quantising, making_of
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
-from mllm_compile.runtime.weights.views import ViewStep, rows_first, unviewed, view_shape, viewed
+from mllm_compile.runtime.weights.views import ViewStep, view_shape, viewed
 
 
 def reads_in_order(
@@ -49,7 +42,7 @@ def reads_in_order(
                 quantising.add(part, place_of(place.weight, part))
             else:
                 parts[part.file].append((part, place))
-    for part, read in quantising.reads(folder, headers):
+    for part, read in _quantised_reads(quantising, folder, headers):
         of_scheme[part.file].append(read)
 
     def found(file: str) -> Iterator[Read | _LaterRead]:
@@ -186,31 +179,17 @@ def _read(
     headers: Mapping[str, WeightHeader],
 ) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
-    quantised, kept = part.quantised, part.kept
+    quantised = part.quantised
     assert quantised is not None, "others are _plain_read's"
-    steps = part.steps if kept is None else kept.steps(part.steps)
-    view = partial(viewed, steps=steps) if steps else None
     first, *others = (
         Source(paths[one.file], entry_of(folder, headers, one.file, one.name, one.shape, one.dtype))
         for one in part.sources
     )
     _check_details(quantised, folder, headers)
-    as_stored = unviewed(place, steps)
-    if as_stored is not None:
-        place, steps, view = as_stored, (), None
-    if kept is not None and is_stored(quantised, kept.role):
-        return _read_stored(first.path, first.entry, steps, place)
-    if kept is not None:
-
-        def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            fill_kept(place, quantised, kept.role, kept.scheme, view, tensors)
-
-        return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
-
-    def fill(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        fill_dequantised(place, quantised, part.shape, view, tensors)
-
-    return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+    making = making_of(part, place)
+    if making.fill is None:
+        return _read_stored(first.path, first.entry, making.steps, making.place)
+    return TensorRead(first.path, first.entry, making.place, fill=making.fill, others=others)
 
 
 def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
@@ -238,55 +217,24 @@ def _part_of_file(
     return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
 
 
-class Quantising:
-    """Collects the places of plain weights that are quantised while they are read: a tensor is read once for all of
-    its scheme's tensors."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[WeightPart, WeightScheme], list[dict[str, torch.Tensor]]] = {}
-
-    def add(self, part: WeightPart, place: torch.Tensor) -> None:
-        """Keeps the place of a part of such a weight."""
-        assert part.kept is not None, "others are read as they are"
-        key = replace(part, kept=None, start=0, inner_starts=(), factor=None), part.kept.scheme
-        weights = self._found.setdefault(key, [])
-        places = next((one for one in weights if part.kept.role not in one), None)
-        if places is None:
-            weights.append(places := {})
-        places[part.kept.role] = place
-
-    def reads(self, folder: Path, headers: Mapping[str, WeightHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
-        """The parts, each with the read of it."""
-        for (part, scheme), weights in self._found.items():
-            for places in weights:
-                entry = entry_of(folder, headers, part.file, part.tensor, part.shape)
-                rows, of_rows = rows_first(part.steps)
-                entry, spacing, rows = _part_of_file(entry, rows)
-                fill = partial(_quantise, places, rows, of_rows, scheme)
-                place = next(iter(places.values()))
-                yield part, TensorRead(folder / part.file, entry, place, fill=fill, spacing=spacing)
-
-    def random(self, fill: Callable[[torch.Tensor, str], None]) -> None:
-        """Quantises weights that `fill`, given the tensor's name, makes up instead."""
-        for (part, scheme), weights in self._found.items():
-            for places in weights:
-                device = next(iter(places.values())).device
-                weight = torch.empty(part.shape, device=device)
-                fill(weight, part.tensor)
-                _quantise(places, *rows_first(part.steps), scheme, weight, [weight])
+def _quantised_reads(
+    quantising: Quantising, folder: Path, headers: Mapping[str, WeightHeader]
+) -> Iterator[tuple[WeightPart, TensorRead]]:
+    """The parts that are quantised while they are read, each with the read of it."""
+    for part, rows, places, fill in quantising.found():
+        entry = entry_of(folder, headers, part.file, part.tensor, part.shape)
+        entry, spacing, rows = _part_of_file(entry, rows)
+        place = next(iter(places.values()))
+        yield part, TensorRead(folder / part.file, entry, place, fill=partial(_fill_from, rows, fill), spacing=spacing)
 
 
-def _quantise(
-    places: Mapping[str, torch.Tensor],
+def _fill_from(
     rows: tuple[ViewStep, ...],
-    of_rows: tuple[ViewStep, ...],
-    scheme: WeightScheme,
+    fill: Callable[[torch.Tensor], None],
     place: torch.Tensor,
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Quantises whole rows: numbers and scales are the same over any number of ranks."""
-    parts = {role: partial(viewed, steps=QuantisedPart(role, scheme).steps(of_rows)) for role in places}
-    fill_quantised(places, viewed(tensors[0], rows), scheme, parts)
+    fill(viewed(tensors[0], rows))
 
 
 def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, WeightHeader]) -> None:

@@ -55,6 +55,10 @@ class Factor:
                 f"{folder / one.file}: {one.name!r}: expected a positive number, as the scale of a KV cache, found "
                 f"{number}. Fetch the checkpoint again, or set compile.disable_passes: [scale_keys_and_values]."
             )
+        return self.power_of(number)
+
+    def power_of(self, number: float) -> float:
+        """The number that the weight is multiplied by where the scale is this positive one."""
         part, exponent = math.frexp(number)
         power = math.ldexp(1.0, exponent - 1 if part == 0.5 else exponent)
         return 1 / power if self.is_divided else power

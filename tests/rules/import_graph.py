@@ -56,6 +56,7 @@ FLOORS = (
     "runtime/ubatch",
     "runtime/cuda_graph",
     "runtime/program",
+    "runtime/updates",
     "runtime/ops",
     "runtime/forward_context",
     "runtime/state",

@@ -1,0 +1,126 @@
+"""The gate in front of an engine's steps and requests: pauses, and updates of its weights.
+
+    running ──pause──▶ pausing (wait: requests end) ──▶ paused ──resume──▶ running
+       └─────direct update─────▶ updating ──▶ running, or torn until an update is whole
+
+EngineCore asks the gate; engine/pauses.py moves it. Every change is made under the core's lock.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Literal, get_args
+
+from mllm_compile.errors import EnginePausedError, MllmError, RequestError, UpdateConflictError, WeightsTornError
+
+PauseMode = Literal["abort", "wait", "keep", "retract"]
+EngineState = Literal["running", "pausing", "paused", "updating", "torn"]
+
+_REFUSING = ("abort", "wait")
+
+
+def as_pause_mode(mode: str) -> PauseMode:
+    """
+    Raises:
+        RequestError: there is no such mode.
+    """
+    if mode not in get_args(PauseMode):
+        raise RequestError(f"mode: expected one of {', '.join(get_args(PauseMode))}, got {mode!r}")
+    return mode  # type: ignore[return-value]  # it is one of them
+
+
+class Gate:
+    """
+    Attributes:
+        is_shut: no step runs.
+        drained: told when a pause that waits for requests has none left; None: none waits.
+    """
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self.drained: Future[None] | None = None
+        self._refusing: PauseMode | None = None
+        self._is_paused = self._is_updating = False
+        self._torn: str | None = None
+
+    @property
+    def state(self) -> EngineState:
+        """The state, for people and health checks."""
+        if self._torn is not None:
+            return "torn"
+        if self._is_updating:
+            return "updating"
+        if self.drained is not None:
+            return "pausing"
+        return "paused" if self._is_paused else "running"
+
+    @property
+    def refusal(self) -> MllmError | None:
+        """The error for a new request; None: it is taken."""
+        if self._torn is not None:
+            return self.torn_error()
+        if self._refusing is not None:
+            return EnginePausedError(
+                f"the engine is paused (mode {self._refusing!r}) and takes no requests. Send it again after resume."
+            )
+        return None
+
+    def torn_error(self) -> WeightsTornError:
+        """The error for all that needs whole weights."""
+        return WeightsTornError(
+            f"the weights are torn: {self._torn}. Nothing is generated until an update that is not partial is whole."
+        )
+
+    def pause(self, mode: PauseMode) -> Future[None] | None:
+        """Notes a pause; newcomers are refused from here on, if they are.
+
+        Returns:
+            What is told when requests have ended; None: the pause holds them.
+        """
+        self._is_paused = True
+        if mode in _REFUSING:
+            self._refusing = mode
+        if mode == "wait":
+            self.drained = self.drained or Future()
+            self._settle()
+        elif mode == "abort":
+            self._settle()
+        else:
+            self.drain_is_over(UpdateConflictError(f"the engine was paused by {mode!r} before its requests had ended."))
+        return self.drained
+
+    def drain_is_over(self, error: MllmError | None = None) -> None:
+        """Tells callers that wait for the end of requests that all have ended, or the `error`."""
+        drained, self.drained = self.drained, None
+        if drained is not None and error is None:
+            drained.set_result(None)
+        elif drained is not None:
+            drained.set_exception(error)
+        self._settle()
+
+    def resume(self) -> None:
+        """
+        Raises:
+            WeightsTornError: the weights are not whole.
+            UpdateConflictError: they are being written.
+        """
+        if self._torn is not None:
+            raise self.torn_error()
+        if self._is_updating:
+            raise UpdateConflictError("a direct update of the weights is open. Finish it or abandon it, then resume.")
+        self._is_paused, self._refusing = False, None
+        self.drain_is_over(UpdateConflictError("the engine was resumed before its requests had ended."))
+
+    def begin_writing(self) -> None:
+        """Notes that weights are written in place."""
+        self._is_updating = True
+        self._settle()
+
+    def end_writing(self, torn: str | None) -> None:
+        """Notes that weights are whole, or why they are not."""
+        self._is_updating, self._torn = False, torn
+        self._settle()
+
+    def _settle(self) -> None:
+        is_held = self._is_paused and self.drained is None
+        self.is_shut = is_held or self._is_updating or self._torn is not None

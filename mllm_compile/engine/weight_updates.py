@@ -1,0 +1,273 @@
+"""Updates of an engine's weights: one at a time, checked beside the engine, swapped in between two steps.
+
+A session takes tensors as they come; `runtime/updates` knows their places. What requests and prefixes make of other
+weights is live_requests.py's; how a wire or a folder brings tensors is not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import torch
+
+from mllm_compile.engine.live_requests import LiveRequests
+from mllm_compile.engine.loop import EngineCore
+from mllm_compile.errors import UpdateConflictError, WeightUpdateError
+from mllm_compile.runtime.updates.live import LiveWeights
+from mllm_compile.runtime.updates.places import Vocabulary
+from mllm_compile.runtime.updates.session import WeightUpdate
+
+FIRST_VERSION = "default"  # as vLLM and SGLang call it
+
+
+class Options(TypedDict, total=False):
+    """The options of an update; all are off unless they are given.
+
+    Attributes:
+        partial: weights that it does not bring stay as they are.
+        direct: it is written in place, without a copy beside the weights; no step runs meanwhile.
+        names: the vocabulary of tensors' names, where a name is one thing in the checkpoint and another in
+            Transformers' model.
+        keep_prefix_cache: new requests may use what older weights computed of their prompts.
+    """
+
+    partial: bool
+    direct: bool
+    names: Vocabulary | None
+    keep_prefix_cache: bool
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """The result of an update.
+
+    Attributes:
+        version: the label of the weights.
+        epoch: how many updates there were.
+        num_tensors: tensors that came.
+        num_unread: those of them that the model has and its program does not read.
+        pause_s: seconds during which no step could run.
+    """
+
+    version: str
+    epoch: int
+    num_tensors: int
+    num_unread: int
+    pause_s: float
+
+
+class WeightUpdates:
+    """The weights of one engine; any thread may call it.
+
+    Args:
+        core: whose steps read them.
+        live: the weights, or why they cannot be updated.
+
+    Attributes:
+        version: their label.
+        epoch: how many updates there were.
+    """
+
+    def __init__(self, core: EngineCore, live: LiveWeights | str) -> None:
+        self._core, self._live = core, live
+        self._lock = threading.RLock()
+        self._open: WeightUpdate | None = None
+        self._is_direct = self._keeps_prefixes = False
+        self._torn: str | None = None
+        self._direct_since = 0.0
+        self._prefix_epoch = 0
+        self.version, self.epoch = FIRST_VERSION, 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while an update is open."""
+        return self._open is not None
+
+    def start(
+        self,
+        *,
+        partial: bool = False,
+        direct: bool = False,
+        names: Vocabulary | None = None,
+        keep_prefix_cache: bool = False,
+    ) -> None:
+        """Begins an update, with its Options.
+
+        Raises:
+            UpdateConflictError: one is open.
+            WeightsTornError: it is partial, and weights are torn.
+            WeightUpdateError: this engine's weights cannot be updated.
+        """
+        if self._open is not None:  # the thread that feeds it may hold the lock for long
+            raise UpdateConflictError("an update of the weights is open. Finish it or abandon it first.")
+        with self._lock:
+            if isinstance(self._live, str):
+                raise WeightUpdateError(self._live)
+            if partial and self._torn is not None:
+                raise self._core.gate.torn_error()
+            self._open = WeightUpdate(self._live, is_direct=direct, is_partial=partial, names=names)
+            self._is_direct, self._keeps_prefixes = direct, keep_prefix_cache
+            if direct:
+                self._direct_since = time.monotonic()
+                self._core.move_gate(lambda gate: gate.begin_writing())
+                self._core.while_still(lambda requests: None)
+
+    def update(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None, **options: Unpack[Options]
+    ) -> UpdateReport:
+        """A whole session; raises what its parts raise. Nothing stays open."""
+        with self._lock:
+            self.start(**options)
+            self.receive(tensors)
+            try:
+                return self.finish(version)
+            except BaseException as error:
+                self.abandon(_reason(error))
+                raise
+
+    def check_announced(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Refuses tensors that could not be taken, before anything is received; the update stays open.
+
+        Raises:
+            WeightUpdateError: one could not.
+            UpdateConflictError: no update is open.
+        """
+        if not len(names) == len(shapes) == len(dtypes):
+            raise WeightUpdateError(
+                f"{len(names)} names, {len(shapes)} shapes and {len(dtypes)} types were announced. Announce as many of "
+                "each."
+            )
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if list(names).count(name) > 1)
+            raise WeightUpdateError(f"tensor {twice!r} was announced twice. Send each tensor once.")
+        with self._lock:
+            update = self._session()
+            for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
+                update.check(name, tuple(shape), dtype)
+
+    def receive(self, tensors: Iterable[tuple[str, torch.Tensor]], sums: Mapping[str, int] | None = None) -> int:
+        """Takes tensors; one that cannot be taken, or a source that fails, ends the update.
+
+        Args:
+            tensors: by name. Each may change behind the next one's turn, on the current stream.
+            sums: weights/sums.py's of some.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            WeightUpdateError: one cannot be taken.
+            UpdateConflictError: no update is open.
+            Exception: the source's.
+        """
+        with self._lock:
+            update, count = self._session(), 0
+            try:
+                for name, tensor in tensors:
+                    update.take(name, tensor, None if sums is None else sums.get(name))
+                    count += 1
+            except BaseException as error:
+                self.abandon(_reason(error))
+                raise
+            return count
+
+    def receive_delta(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes new values [n] of a tensor's numbers at flat indices [n]; as `receive`."""
+        with self._lock:
+            update = self._session()
+            try:
+                update.take_delta(name, indices, values)
+            except BaseException as error:
+                self.abandon(_reason(error))
+                raise
+
+    def finish(self, version: str | None = None) -> UpdateReport:
+        """Swaps the new weights in behind the step in flight, and publishes their version.
+
+        Args:
+            version: their label; None: the number of the update.
+
+        Raises:
+            WeightUpdateError: tensors are missing, and the update stays open; or a weight holds NaN or inf, which ends
+                it.
+            UpdateConflictError: no update is open.
+            EngineDeadError: the engine is closed or dead.
+        """
+        with self._lock:
+            update = self._session()
+            update.check_complete()
+            try:
+                update.prepare()
+                pause_s = self._core.while_still(lambda requests: self._swap(update, version, requests))
+            except BaseException as error:
+                self.abandon(_reason(error))
+                raise
+            self._close(None)
+            return UpdateReport(self.version, self.epoch, update.num_tensors, update.num_unread, pause_s)
+
+    def abandon(self, reason: str) -> None:
+        """Ends the open update, if there is one, without its weights; a direct one may leave them torn."""
+        with self._lock:
+            update = self._open
+            if update is not None:
+                update.drop()
+                self._close(f"an update broke off ({reason})" if update.is_torn else self._torn)
+
+    def label(self, version: str) -> None:
+        """Gives the weights of now another label.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead.
+        """
+        with self._lock:
+            self._core.while_still(lambda requests: self._publish(requests, version))
+
+    def sums(self) -> dict[str, int]:
+        """A 64-bit sum of each weight's bytes, by the program's names.
+
+        Raises:
+            WeightUpdateError: this engine's weights cannot be looked at.
+            EngineDeadError: the engine is closed or dead.
+        """
+        live = self._live
+        if isinstance(live, str):
+            raise WeightUpdateError(live)
+        return self._core.while_still(lambda requests: live.sums())
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _session(self) -> WeightUpdate:
+        if self._open is None:
+            raise UpdateConflictError("no update of the weights is open. Start one first.")
+        return self._open
+
+    def _swap(self, update: WeightUpdate, version: str | None, requests: LiveRequests) -> float:
+        """On the engine's thread, with no step in flight."""
+        began = self._direct_since if self._is_direct else time.monotonic()
+        update.swap()
+        self.epoch += 1
+        if not self._keeps_prefixes:
+            self._prefix_epoch = self.epoch
+        requests.weights_changed(self._prefix_epoch)
+        self._publish(requests, str(self.epoch) if version is None else version)
+        return time.monotonic() - began
+
+    def _publish(self, requests: LiveRequests, version: str) -> None:
+        requests.label(version, self.version)
+        self.version = version
+
+    def _close(self, torn: str | None) -> None:
+        """Ends the session; `torn`: why weights are neither the old ones nor new ones."""
+        if self._is_direct or torn != self._torn:
+            self._core.move_gate(lambda gate: gate.end_writing(torn))
+        self._open, self._torn = None, torn
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
