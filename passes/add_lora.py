@@ -210,19 +210,20 @@ class _Adapters:
     ) -> None:
         start = 0
         for index, (name, part) in enumerate(parts):
-            by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in self._cuts.get(name, ())}
-            outputs, whole_inputs = (_whole(by_dim.get(dim), size) for dim, size in enumerate((part.rows, inputs)))
+            cuts = self._cuts.get(name) or self._cuts.get(stored_in, ())  # a tied head's are the embedding's
+            by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in cuts}
+            of_outputs, of_inputs = (by_dim.get(dim, ()) for dim in ((1, 0) if kind == "embedding" else (0, 1)))
             self._targets.append(
                 LoraTarget(
                     name,
-                    outputs,
-                    whole_inputs,
+                    _whole(of_outputs, part.rows),
+                    _whole(of_inputs, inputs),
                     linear,
                     index,
                     start,
                     part.rows,
-                    by_dim.get(0, ()),
-                    by_dim.get(1, ()),
+                    of_outputs,
+                    of_inputs,
                     stored_in=stored_in,
                     stored_start=part.start,
                     kind=kind,
@@ -271,6 +272,6 @@ def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     return (source, weight, is_embedding) if is_weight(weight) else None
 
 
-def _whole(ranges: Ranges | None, size: int) -> int:
+def _whole(ranges: Ranges, size: int) -> int:
     """The size of a dimension before it was cut."""
     return size if not ranges else max(start + length for of_rank in ranges for start, length in of_rank)

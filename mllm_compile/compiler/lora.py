@@ -8,7 +8,7 @@ shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,8 +60,8 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         lowered = lowered.without_images()
     hf_model = lowered.hf_model
     linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
+    _check_ranks(config, experts)
     others = (*ends, *experts)
-    _check_ranks(config, others)
     wanted = frozenset(
         name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
     )
@@ -135,13 +135,13 @@ def _experts(hf_model: HFModel) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _check_ranks(config: ResolvedConfig, others: Iterable[str]) -> None:
-    """Refuses an embedding, a head and experts that ranks have parts of."""
-    names, ranks = set(map(_module, others)) & set(config.lora.targets), config.runtime.num_ranks
+def _check_ranks(config: ResolvedConfig, experts: Collection[str]) -> None:
+    """Refuses experts that ranks have parts of."""
+    names, ranks = set(map(_module, experts)) & set(config.lora.targets), config.runtime.num_ranks
     if names and ranks > 1:
         raise ConfigError(
             f"lora.targets has {', '.join(map(repr, sorted(names)))}, and the model is on {ranks} ranks: there "
-            "adapters change linears alone. Leave it out, or use one rank."
+            "adapters change all but experts. Leave it out, or use one rank."
         )
 
 

@@ -66,11 +66,6 @@ def test_adapters_that_requests_would_not_get_are_refused(shallow, tmp_path, mon
         compiled(shallow, tmp_path, {})
 
 
-def test_the_head_is_refused_over_ranks(shallow, tmp_path):
-    with pytest.raises(ConfigError, match=r"lora\.targets has 'lm_head', and the model is on 2 ranks"):
-        compiled(shallow, tmp_path, {"targets": ["lm_head"]}, tensor_parallel_size=2)
-
-
 @pytest.mark.parametrize(
     ("targets", "message"),
     [

@@ -145,6 +145,12 @@ def open_with(engine: Engine, adapters: Adapters, cache: Path, **sections: Any) 
     Engine(adapters.config(cache, **sections)).close()
 
 
+def open_on_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    with_experts = Adapters(adapters.folder / "experts", "qwen3_moe")
+    runtime = {"tensor_parallel_size": 2}
+    open_with(engine, with_experts, cache, runtime=runtime, lora={"targets": ["all-linear", "experts"]})
+
+
 CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "structured outputs, log-probabilities, several completions": ("works", check_forms),
     "prefix cache": ("works", check_prefixes),
@@ -163,6 +169,7 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
     "the embedding, the head": ("works", check_ends),
     "experts": ("works", check_experts),
+    "experts over several ranks": ("refused", refused("has 'experts', and the model is on 2 ranks", open_on_ranks)),
     "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
     "`skip_compiled`": (
         "refused",

@@ -20,18 +20,24 @@ from tests.sample import slow_but_a_sample
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12, 5], [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34)), [9])
 NAMES = ("all", None, "some", "all")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+TARGETS = {"targets": ["all-linear", "embed_tokens", "lm_head"]}
 RANKS = {"tensor": {"tensor_parallel_size": 2}, "experts": {"expert_parallel_size": 2}}
 
 
 @pytest.fixture(scope="module", params=slow_but_a_sample(RANKS, 1))
 def adapters(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
-    return Adapters(tmp_path_factory.mktemp(request.param), "qwen3" if request.param == "tensor" else "qwen3_moe")
+    some = ("q_proj", "v_proj", "embed_tokens", "lm_head")
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "tensor":
+        return Adapters(folder, "qwen3", some, tie_word_embeddings=True)
+    return Adapters(folder, "qwen3_moe", some)
 
 
 @pytest.fixture(scope="module")
 def engine(adapters: Adapters, eager_cache: Path) -> Iterator[Engine]:
     ranks = next(keys for kind, keys in RANKS.items() if adapters.folder.name.startswith(kind))
-    with Engine(adapters.config(eager_cache, runtime=ranks | {"max_num_batched_tokens": 32})) as engine:
+    runtime = ranks | {"max_num_batched_tokens": 32}
+    with Engine(adapters.config(eager_cache, runtime=runtime, lora=TARGETS)) as engine:
         adapters.load(engine)
         yield engine
 
@@ -85,7 +91,9 @@ def test_quantised_weights_that_ranks_have_parts_of_work_with_adapters(adapters,
     ranks = {"tensor_parallel_size": 2}
     answers = []
     for runtime in (ranks, {}):
-        with Engine(adapters.config(eager_cache, runtime=runtime, model={"quantization": "int8"})) as engine:
+        with Engine(
+            adapters.config(eager_cache, runtime=runtime, model={"quantization": "int8"}, lora=TARGETS)
+        ) as engine:
             adapters.load(engine)
             answers.append([one.token_ids for one in engine.generate(list(PROMPTS), GREEDY, adapter=list(NAMES))])
     assert answers[0] == answers[1]
