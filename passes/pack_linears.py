@@ -17,7 +17,16 @@ from mllm_compile.passes.base import (
     PassResult,
     PassTarget,
 )
-from mllm_compile.passes.match.nodes import LINEAR, identifier, is_call, is_weight, linear_operands, replace_by_op
+from mllm_compile.passes.match.experts import match_expert_linear
+from mllm_compile.passes.match.nodes import (
+    LINEAR,
+    identifier,
+    is_call,
+    is_op,
+    is_weight,
+    linear_operands,
+    replace_by_op,
+)
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.panels.layout import ROWS, VALUES_UNIT, fits_panels
@@ -44,7 +53,8 @@ class PackLinears(GraphPass):
         z = mllm.rounded_panel_linear(x, values, scales, None, bias, K)
 
     gm.meta[PANELS] has the weights that lie so. One that something else reads too, such as a tied embedding, gets a
-    second input. Where gm.meta[WEIGHT_SCHEMES] does not round inputs, it is mllm.integer_panel_linear.
+    second input. Where gm.meta[WEIGHT_SCHEMES] does not round inputs, it is mllm.integer_panel_linear. Quantised
+    linears of experts get mllm.rounded_panel_expert_linear or mllm.integer_panel_expert_linear.
 
     Requires: linears packed, and rows gathered: no pass behind it looks for linears. Rows a multiple of 16. A CPU with
         AMX (gm.meta[HAS_AMX]) multiplies bfloat16 faster by its library.
@@ -73,6 +83,8 @@ class PackLinears(GraphPass):
                 matches += _pack_floats(gm, node, panels)
             elif match_quantised_linear(node) is not None:
                 matches += _pack_integers(gm, node, panels)
+            elif is_op(node, "quantised_expert_linear"):
+                matches += _pack_experts(gm, node, panels)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -111,17 +123,41 @@ def _second_input(gm: fx.GraphModule, weight: fx.Node) -> fx.Node:
 def _pack_integers(gm: fx.GraphModule, node: fx.Node, panels: dict[str, int]) -> bool:
     linear = match_quantised_linear(node)
     assert linear is not None, "the caller has looked"
-    tensors = [one for one in linear.tensors if one is not None]
     scheme = WeightScheme(linear.kind, linear.group)  # type: ignore[arg-type]
-    if not fits_panels(scheme, *linear.shape) or linear.source.meta["val"].dtype not in _DTYPES:
+    if not fits_panels(scheme, *linear.shape) or not _put_in_panels(linear.source, linear.tensors, panels):
         return False
-    if not all(is_weight(one) and len(one.users) == 1 and _is_plain(one) for one in tensors):
-        return False
-    schemes = gm.meta.get(WEIGHT_SCHEMES)
-    name = "rounded_panel_linear" if schemes is not None and schemes.rounds_inputs else "integer_panel_linear"
+    name = f"{_computed(gm)}_panel_linear"
     replace_by_op(gm.graph, node, op(name), linear.source, *linear.tensors, linear.bias, linear.group)
-    for tensor in tensors:
-        unit = VALUES_UNIT if tensor is linear.values else tensor.meta["val"].dtype.itemsize
+    return True
+
+
+def _pack_experts(gm: fx.GraphModule, node: fx.Node, panels: dict[str, int]) -> bool:
+    linear = match_expert_linear(node)
+    assert linear is not None, "the caller has looked"
+    scheme = WeightScheme(linear.kind, linear.group)  # type: ignore[arg-type]
+    tensors = linear.weight, linear.scales, linear.zeros
+    if not fits_panels(scheme, *linear.shape) or not _put_in_panels(linear.x, tensors, panels):
+        return False
+    name = f"{_computed(gm)}_panel_expert_linear"
+    how = linear.bias, linear.group, linear.of_tokens
+    replace_by_op(gm.graph, node, op(name), linear.x, linear.ids, *tensors, *how)
+    return True
+
+
+def _computed(gm: fx.GraphModule) -> str:
+    schemes = gm.meta.get(WEIGHT_SCHEMES)
+    return "rounded" if schemes is not None and schemes.rounds_inputs else "integer"
+
+
+def _put_in_panels(source: fx.Node, tensors: tuple[fx.Node, fx.Node, fx.Node | None], panels: dict[str, int]) -> bool:
+    """Says that a weight's values, scales and third lie in panels, if they may, and if so returns True."""
+    present = [one for one in tensors if one is not None]
+    if source.meta["val"].dtype not in _DTYPES:
+        return False
+    if not all(is_weight(one) and len(one.users) == 1 and _is_plain(one) for one in present):
+        return False
+    for tensor in present:
+        unit = VALUES_UNIT if tensor is tensors[0] else tensor.meta["val"].dtype.itemsize
         panels[tensor.meta["weight_name"]] = unit
     return True
 

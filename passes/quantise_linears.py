@@ -29,7 +29,7 @@ from mllm_compile.passes.match.nodes import (
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import takes_weight
 from mllm_compile.runtime.ops.panels.layout import fits_panels
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme, tensor_name, third_role
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, WeightScheme, tensor_name, third_role
 
 _FEWEST_ROWS = 16  # of a weight that is plain in the checkpoint: a gate of some rows gains nothing
 
@@ -148,10 +148,11 @@ def _quantise_experts(
     if scheme is None or not _has_whole_groups(gm, linear, scheme):
         return False
     group = min(scheme.group, linear.shape[1])  # of a rank's part of a row
-    if not takes_weight(scheme.kind, group, linear.shape[1]):
+    in_panels = weight_schemes.in_panels and fits_panels(scheme, *linear.shape)
+    if not in_panels and not takes_weight(scheme.kind, group, linear.shape[1]):
         return False
     inputs = _inputs(gm, linear.weight, scheme, linear.is_transposed, told)
-    weight = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), linear.bias, scheme.kind, group
+    weight = inputs[VALUES], inputs[SCALES], inputs.get(third_role(scheme.kind)), linear.bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_expert_linear"), linear.x, linear.ids, *weight, linear.of_tokens)
     gm.graph.erase_node(linear.weight)
     return True

@@ -177,18 +177,19 @@ def _limit(lowered: Lowered, tokens: int) -> float:
     if _calls(lowered, tokens, "scaled_linear"):
         return FP8_TOLERANCE
     exact = TOLERANCE[lowered.hf_model.model.dtype]
-    return max(exact, INT8_TOLERANCE) if _calls(lowered, tokens, "rounded_panel_linear") else exact
+    rounds = _calls(lowered, tokens, "rounded_panel_linear", "rounded_panel_expert_linear")
+    return max(exact, INT8_TOLERANCE) if rounds else exact
 
 
-def _calls(lowered: Lowered, tokens: int, name_of_op: str) -> bool:
-    """True if pieces of a step of so many tokens call the op."""
+def _calls(lowered: Lowered, tokens: int, *names_of_ops: str) -> bool:
+    """True if pieces of a step of so many tokens call one of the ops."""
     variants: dict[str, dict[int, str]] = lowered.graph.meta.get(VARIANTS, {})
     names = []
     for name in called_pieces(lowered.graph):
         of_more = {most: variant for most, variant in variants.get(name, {}).items() if most >= tokens}
         names.append(of_more[min(of_more)] if of_more else name)
     pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
-    return any(is_op(node, name_of_op) for piece in pieces for node in piece.graph.nodes)
+    return any(is_op(node, *names_of_ops) for piece in pieces for node in piece.graph.nodes)
 
 
 def _check_adapters(

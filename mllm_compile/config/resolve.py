@@ -80,7 +80,8 @@ METHOD_KEY = "speculative.method"
 METHOD_WITHOUT_WEIGHTS: SpeculativeMethod = "suffix"
 _QUANTISING_PASS = "quantise_linears"
 _PANELS_PASS = "pack_linears"
-_INTEGERS = frozenset(("int4", "int8"))  # kinds of weights that lie in panels
+_INTEGERS = frozenset(("int4", "int8"))
+_IN_PANELS = _INTEGERS | {"mxfp4"}  # kinds of weights that lie in panels
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
@@ -246,7 +247,7 @@ def _why_not_kept(chosen: str, scheme: Scheme, config: EngineConfig, device: Dev
         return f"compile.disable_passes names {_QUANTISING_PASS}"
     if not scheme.kinds:
         return f"linears do not compute with {scheme.name}"
-    if chosen == "keep_a8" and _INTEGERS.isdisjoint(scheme.kinds):
+    if chosen == "keep_a8" and _IN_PANELS.isdisjoint(scheme.kinds):
         return f"linears do not multiply {scheme.name} with inputs of eight bits"
     return _why_no_panels(config, device) if scheme.is_for_cpus or chosen == "keep_a8" else None
 

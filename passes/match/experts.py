@@ -53,12 +53,15 @@ class ExpertLinear:
 
 
 def match_expert_linear(node: object) -> ExpertLinear | None:
-    """The operands of a call of either op, which have them all by place."""
+    """The operands of a call of any such op, which have them all by place; the kind of a weight in panels is ""."""
     if is_op(node, "expert_linear"):
         return ExpertLinear(*node.args)  # type: ignore[arg-type]
     if is_op(node, "quantised_expert_linear"):
         x, ids, values, scales, zeros, bias, kind, group, of_tokens = node.args
         return ExpertLinear(x, ids, values, bias, False, of_tokens, scales, zeros, kind, group)  # type: ignore[arg-type]
+    if is_op(node, "integer_panel_expert_linear", "rounded_panel_expert_linear"):
+        x, ids, values, scales, third, bias, group, of_tokens = node.args
+        return ExpertLinear(x, ids, values, bias, False, of_tokens, scales, third, "", group)  # type: ignore[arg-type]
     return None
 
 

@@ -6,12 +6,15 @@ import gguf
 import pytest
 import torch
 
-from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+from mllm_compile.checkpoint.plan import as_linear, plan_weights, read_checkpoint, scheme_of
 from mllm_compile.checkpoint.tensors import read_model_tensors
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.architectures import ARCHITECTURES
+from mllm_compile.passes.base import QuantisedTensor
+from mllm_compile.runtime.quantised.numbers import dequantised
+from mllm_compile.runtime.quantised.scheme import tensor_name
 from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
 from tests.gguf.writer import MODELS, tiny_model, write_model
 
@@ -82,6 +85,26 @@ def test_experts_in_mxfp4_are_the_numbers_of_the_file(tmp_path):
     expected = model.state_dict()
     read = loaded(opened(tmp_path / "model.gguf", tmp_path)).state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in read.items())
+
+
+@pytest.mark.parametrize("kind", [Q.MXFP4, Q.Q4_1], ids=lambda kind: kind.name)
+def test_experts_lie_in_memory_as_the_numbers_of_the_file(kind, tmp_path):
+    model = tiny_model("gpt-oss")
+    write_model(model, "gpt-oss", tmp_path / "model.gguf", lambda name: kind if "_exps" in name else Q.F32)
+    folder, weights = opened(tmp_path / "model.gguf", tmp_path), dict(model.named_parameters())
+    table = read_checkpoint(read_model_tensors(folder), model)
+    for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"):
+        scheme, rows = scheme_of(as_linear(table[name], True)), weights[name].transpose(1, 2)
+        told = {
+            tensor_name(name, role): QuantisedTensor(name, role, scheme, tuple(rows.shape), is_transposed=True)
+            for role in scheme.roles
+        }
+        shapes = {one: (scheme.shape(of.role, *rows.shape), scheme.dtype(of.role)) for one, of in told.items()}
+        specs = plan_weights(shapes, {}, table, told)
+        found = allocate_weights(specs, "cpu")
+        load_weights(specs, found, folder.path)
+        by_role = {of.role: found[one] for one, of in told.items()}
+        assert torch.equal(dequantised(by_role, scheme.kind, scheme.group, rows.shape[-1], torch.float32), rows)
 
 
 def test_gate_and_up_of_experts_may_be_of_two_types(tmp_path):

@@ -36,13 +36,10 @@ def test_random_blocks_are_the_numbers_of_the_reference(number):
 @pytest.mark.parametrize("number", KINDS, ids=lambda number: KINDS[number].name)
 def test_linears_read_the_same_numbers_as_they_lie_in_memory(number):
     kind, chance = KINDS[number], np.random.default_rng(number)
-    blocks = torch.from_numpy(chance.integers(0, 256, (16, 2 * kind.num_bytes), dtype=np.uint8))
+    blocks = torch.from_numpy(chance.integers(0, 255, (16, 2 * kind.num_bytes), dtype=np.uint8))
     stored = {VALUES: StoredTensor("w", "f", tuple(blocks.shape), torch.uint8)}
     fmt = FORMATS[format_name(kind)]
     scheme = fmt.scheme(stored, (16, 2 * kind.block), {})
-    if kind.name == "MXFP4":
-        assert scheme is None
-        return
     tensors = {role: fmt.kept_tensor(role, {VALUES: blocks}, {}).to(scheme.dtype(role)) for role in scheme.roles}
     for role, tensor in tensors.items():
         assert tensor.shape == scheme.shape(role, 16, 2 * kind.block)

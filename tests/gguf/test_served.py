@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from types import MappingProxyType
+
+import gguf
 import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.config.device import has_panels
 from tests.gguf.test_architectures import mixed
 from tests.gguf.writer import MODELS, tiny_model, write_model
 from tests.sample import slow_but_a_sample
 
+Q = gguf.GGMLQuantizationType
 PROMPTS = [[3, 5, 7, 9], list(range(20, 40))]
 TOKENS = 8
 
@@ -29,11 +35,12 @@ def config_of(path, cache, **runtime):
     }
 
 
-def assert_served(name, folder, **runtime):
-    model = tiny_model(name)
-    write_model(model, name, folder / "model.gguf", mixed)
+def assert_served(name, folder, kinds=mixed, backend="eager", sizes=MappingProxyType({}), **runtime):
+    model = tiny_model(name, **sizes)
+    write_model(model, name, folder / "model.gguf", kinds)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with Engine(config_of(folder / "model.gguf", folder / "cache", **runtime)) as engine:
+    config = config_of(folder / "model.gguf", folder / "cache", **runtime) | {"compile": {"backend": backend}}
+    with Engine(config) as engine:
         found = [one.outputs[0].token_ids for one in engine.generate(PROMPTS, params, progress=False)]
     assert found == [greedy(model, prompt) for prompt in PROMPTS]
 
@@ -41,6 +48,25 @@ def assert_served(name, folder, **runtime):
 @pytest.mark.parametrize("name", slow_but_a_sample(MODELS, 1))
 def test_tokens_match_transformers(name, tmp_path):
     assert_served(name, tmp_path)
+
+
+IN_BLOCKS = {
+    "gpt-oss": (Q.MXFP4, {"layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 64}),
+    "qwen3moe": (Q.Q4_1, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_panels("cpu"), reason="experts compute from blocks on a CPU with AVX2 alone")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_experts_that_compute_from_the_files_blocks_match_transformers(name, deterministic, tmp_path):
+    kind, sizes = IN_BLOCKS[name]
+    options = {"deterministic": True, "enable_prefix_cache": False} if deterministic else {}
+    sizes = {"num_hidden_layers": 2, **sizes}
+    assert_served(name, tmp_path, lambda name: kind if "_exps" in name else Q.Q8_0, "inductor", sizes, **options)
+    (program,) = (tmp_path / "cache").rglob("program.json")
+    assert re.search(r'"panels": \{[^}]*layers\.0\.mlp\.experts\.gate_up_proj"', program.read_text())
 
 
 @pytest.mark.slow

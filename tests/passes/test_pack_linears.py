@@ -17,11 +17,13 @@ from mllm_compile.passes.base import (
     PassTarget,
     WeightSchemes,
 )
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, assert_values_hold, model_of_layers, run, targets
+from tests.passes.test_every_pass import EXPERTS, decoder_of_experts, decoder_of_experts_with_biases
 
 CPU = PassTarget("cpu", True, False, False, "float32", "float32", has_panels=True)
 
@@ -95,6 +97,28 @@ def test_integers_read_panels_and_a_tied_head_among_them(rounds, name):
     assert {"head.weight", "head.weight_scales"} <= gm.meta[PANELS].keys()
     assert any(node.meta.get("weight_name") == "embed.weight" for node in result.gm.graph.nodes)
     assert_values_hold(result.gm)
+
+
+@pytest.mark.parametrize(("rounds", "name"), [(True, "rounded"), (False, "integer")])
+@pytest.mark.parametrize("make", [decoder_of_experts, decoder_of_experts_with_biases])
+def test_experts_read_panels(make, rounds, name):
+    gm, up, scheme = make(), "layers.0.experts.up", WeightScheme("int4_offsets", 32, torch.float16)
+    where = {"transposed" if make is decoder_of_experts_with_biases else "schemes": {up: scheme}}
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(**({"schemes": {}} | where), in_panels=True, rounds_inputs=rounds)
+    quantised = QuantiseLinears()(gm)
+    assert quantised.matches == 1, "panels hold groups of 32, which no other kernel of experts takes"
+    quantised.gm.recompile()
+    before = run(quantised.gm)
+    linears = PackLinears()(quantised.gm)
+    linears.gm.recompile()
+    assert {up, f"{up}_scales", f"{up}_offsets"} <= gm.meta[PANELS].keys()
+    experts = [one for node in linears.gm.graph.nodes if (one := match_expert_linear(node)) is not None]
+    assert [(one.num_experts, one.group) for one in experts if one.scales is not None] == [(EXPERTS, 32)]
+    assert sum(f"{name}_panel_expert_linear" in one for one in targets(linears.gm)) == 1
+    assert_values_hold(linears.gm)
+    found = run(linears.gm)
+    assert rounds or torch.allclose(found, before, atol=1e-5), "rounded inputs may turn a router's choice"
+    assert PackLinears()(linears.gm).matches == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from mllm_compile.runtime.ops.experts.linear import order_of_step, products_of_experts
 from mllm_compile.runtime.quantised.numbers import dequantised
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, third_role
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
@@ -47,7 +47,7 @@ def quantised_expert_linear_reference(
     Raises:
         IndexError: an id is no expert's.
     """
-    flat = {VALUES: values, SCALES: scales, ZEROS: zeros}
+    flat = {VALUES: values, SCALES: scales, third_role(kind): zeros}
 
     def weight(expert: int) -> torch.Tensor:
         tensors = {role: None if one is None else one[expert] for role, one in flat.items()}

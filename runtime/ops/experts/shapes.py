@@ -46,7 +46,8 @@ def rows_at_once(most_tokens: int | None, num_chosen: int) -> int:
 
 def takes_weight(kind: str, group: int, inputs: int) -> bool:
     """True if grouped_quantised.py takes a weight of so many inputs, in groups of so many that share a scale."""
-    return kind != "nvfp4" and inputs % 4 == 0 and (kind == "mxfp4" or group >= inputs or group % _GROUP_UNIT == 0)
+    is_known = kind != "nvfp4" and not kind.endswith("_offsets")
+    return is_known and inputs % 4 == 0 and (kind == "mxfp4" or group >= inputs or group % _GROUP_UNIT == 0)
 
 
 def takes_part(scheme: WeightScheme, inputs: int, num_ranks: int) -> bool:

@@ -1,7 +1,7 @@
 // Linears of weights in few bits (integers.h has their layout) and inputs as they are: products are summed in float32.
 //
 // Few tokens are multiplied with the integers, and a group's sum with its scale. For many tokens two panels become
-// float32 first.
+// float32 first. All tokens of a step have the same order of sums: a token's place in it changes no bit.
 //
 // Shape legend: M tokens, N outputs, K inputs, G groups of inputs that share a scale.
 #pragma once
@@ -10,13 +10,28 @@
 
 namespace mllm {
 
+constexpr int64_t MANY = 32;  // tokens, for which weights become floats once
+enum class SumOrder { four_chains, two_chains, floats };
+
+inline SumOrder order_of(int64_t tokens) {
+  return tokens == 1 ? SumOrder::four_chains : tokens < MANY ? SumOrder::two_chains : SumOrder::floats;
+}
+
 struct ExactLinear {
   Rows x;  // of float32
-  const float* sums;  // [M, G] of inputs; null of many tokens, and of signed bytes
+  const float* sums;  // [M, G] of inputs, where takes_sums says so
   IntegerWeights weights;
   int64_t m, n, k;
   Outputs out;
+  SumOrder order;
 };
+
+template <Values VALUES>
+constexpr bool IS_SIGNED = VALUES == Values::signed_bytes || VALUES == Values::four_bit_floats;
+
+inline bool takes_sums(const IntegerWeights& weights, SumOrder order) {
+  return order != SumOrder::floats && weights.kind != Values::signed_bytes && weights.kind != Values::four_bit_floats;
+}
 
 inline std::vector<float> sums_of_groups(const Rows& x, int64_t m, int64_t k, int64_t group) {
   std::vector<float> sums;
@@ -34,12 +49,13 @@ inline std::vector<float> sums_of_groups(const Rows& x, int64_t m, int64_t k, in
 template <Values VALUES>
 inline Floats value_of(Integers word, int i) {
   if constexpr (VALUES == Values::signed_bytes) return word.signed_byte(8 * i);
+  if constexpr (VALUES == Values::four_bit_floats) return word.e2m1(4 * i);
   if constexpr (VALUES == Values::bytes) return word.byte(8 * i);
   return word.nibble(4 * i);
 }
 
 template <Values VALUES>
-constexpr int INPUTS = VALUES == Values::four_bits ? 8 : 4;  // of a word
+constexpr int INPUTS = HAS_FOUR_BITS<VALUES> ? 8 : 4;  // of a word
 
 // What a group's integers are times its scale, less this.
 template <Values VALUES, Third THIRD>
@@ -79,7 +95,7 @@ void exact_tile(const ExactLinear& a, int64_t token, int64_t panel) {
       Floats sum = sums[0][m];
       for (int chain = 1; chain < CHAINS; chain++) sum = sum + sums[chain][m];
       totals[m] = Floats::fma(sum, scale, totals[m]);
-      if constexpr (VALUES != Values::signed_bytes)
+      if constexpr (!IS_SIGNED<VALUES>)
         totals[m] = Floats::fma(shift_of<VALUES, THIRD>(w, place, scale), Floats::all(a.sums[(token + m) * groups + g]),
                                 totals[m]);
     }
@@ -97,7 +113,7 @@ void make_floats(const ExactLinear& a, int64_t panel, float* out) {
     const int64_t place = (panel * groups + g) * LANES;
     const Floats scale = load_scales(w.scales, w.scale_type, place);
     Floats shift = Floats::zero();
-    if constexpr (VALUES != Values::signed_bytes) shift = shift_of<VALUES, THIRD>(w, place, scale);
+    if constexpr (!IS_SIGNED<VALUES>) shift = shift_of<VALUES, THIRD>(w, place, scale);
     for (int64_t word = g * words; word < (g + 1) * words; word++) {
       const Integers read = Integers::load(weights + word * LANES * 4);
 #pragma GCC unroll 8
@@ -107,24 +123,16 @@ void make_floats(const ExactLinear& a, int64_t panel, float* out) {
   }
 }
 
-constexpr int64_t MANY = 32;  // tokens, for which weights become floats once
-
-// All tokens of a step have the same order of sums: a token's place in it changes no bit.
-template <Values VALUES, Third THIRD>
+template <Values VALUES, Third THIRD, int CHAINS>
 void exact_panel(const ExactLinear& a, int64_t panel) {
-  if (a.m == 1) return exact_tile<VALUES, THIRD, 1, 4>(a, 0, panel);
   int64_t token = 0;
-  for (; token + 4 <= a.m; token += 4) exact_tile<VALUES, THIRD, 4, 2>(a, token, panel);
-  if (token + 2 <= a.m) exact_tile<VALUES, THIRD, 2, 2>(a, token, panel), token += 2;
-  if (token < a.m) exact_tile<VALUES, THIRD, 1, 2>(a, token, panel);
+  for (; token + 4 <= a.m; token += 4) exact_tile<VALUES, THIRD, 4, CHAINS>(a, token, panel);
+  if (token + 2 <= a.m) exact_tile<VALUES, THIRD, 2, CHAINS>(a, token, panel), token += 2;
+  if (token < a.m) exact_tile<VALUES, THIRD, 1, CHAINS>(a, token, panel);
 }
 
 template <Values VALUES, Third THIRD>
-void exact_panels(const ExactLinear& a, int64_t begin, int64_t end) {
-  if (a.m < MANY) {
-    for (int64_t panel = begin; panel < end; panel++) exact_panel<VALUES, THIRD>(a, panel);
-    return;
-  }
+void exact_floats(const ExactLinear& a, int64_t begin, int64_t end) {
   std::vector<float> floats(2 * a.k * LANES);
   for (int64_t panel = begin; panel < end; panel += 2) {
     const int64_t count = std::min<int64_t>(2, end - panel);
@@ -132,6 +140,13 @@ void exact_panels(const ExactLinear& a, int64_t begin, int64_t end) {
     const FloatLinear linear{a.x, floats.data(), Number::f32, a.m, count * LANES, a.k, a.out.from(panel * LANES)};
     float_pairs<Number::f32, 1>(linear, 0, 1);
   }
+}
+
+template <Values VALUES, Third THIRD>
+void exact_panels(const ExactLinear& a, int64_t begin, int64_t end) {
+  if (a.order == SumOrder::floats) return exact_floats<VALUES, THIRD>(a, begin, end);
+  for (int64_t panel = begin; panel < end; panel++)
+    a.order == SumOrder::four_chains ? exact_panel<VALUES, THIRD, 4>(a, panel) : exact_panel<VALUES, THIRD, 2>(a, panel);
 }
 
 // Computes the outputs of panels [2 * begin, 2 * end).

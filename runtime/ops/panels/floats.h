@@ -9,7 +9,9 @@
 
 namespace mllm {
 
-enum class Number { f32, bf16, f16 };
+enum class Number { f32, bf16, f16, e8m0 };
+
+inline int64_t size_of(Number type) { return type == Number::f32 ? 4 : type == Number::e8m0 ? 1 : 2; }
 
 // Tokens [M, K]; `stride` is from one to the next, in numbers.
 struct Rows {
@@ -18,6 +20,7 @@ struct Rows {
   int64_t stride;
   const float* f32(int64_t row) const { return (const float*)data + row * stride; }
   const uint16_t* half(int64_t row) const { return (const uint16_t*)data + row * stride; }
+  Rows from(int64_t row) const { return {(const char*)data + row * stride * size_of(type), type, stride}; }
 };
 
 inline float number(const void* data, Number type, int64_t place) {
@@ -30,11 +33,12 @@ struct Outputs {
   const void* bias;
   Number type;
   int64_t n;
+  const int64_t* places = nullptr;  // of each token; null: in their order
 
   // The same without the outputs ahead of `first`.
   Outputs from(int64_t first) const {
-    const int64_t bytes = first * (type == Number::f32 ? 4 : 2);
-    return {(char*)data + bytes, bias ? (const char*)bias + bytes : nullptr, type, n};
+    const int64_t bytes = first * size_of(type);
+    return {(char*)data + bytes, bias ? (const char*)bias + bytes : nullptr, type, n, places};
   }
 
   void store(Floats sums, int64_t token, int64_t first) const {
@@ -42,7 +46,7 @@ struct Outputs {
     sums.store(row);
     if (bias)
       for (int i = 0; i < LANES; i++) row[i] += number(bias, type, first + i);
-    const int64_t place = token * n + first;
+    const int64_t place = (places ? places[token] : token) * n + first;
     if (type == Number::f32)
       std::memcpy((float*)data + place, row, sizeof row);
     else

@@ -1,5 +1,5 @@
 // Weights in few bits, in panels: values [N / 16, K / 4, 16, 4] of eight bits, [N / 16, K / 8, 16, 4] of four, two a
-// byte; scales and what stands beside them [N / 16, G, 16].
+// byte; scales and what stands beside them [N / 16, G, 16]. Four bits with powers of two as scales are floats (MXFP4).
 //
 // Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace mllm {
 
-enum class Values { four_bits, signed_bytes, bytes };
+enum class Values { four_bits, four_bit_floats, signed_bytes, bytes };
 enum class Third { none, zeros, offsets };
 
 struct IntegerWeights {
@@ -22,6 +22,20 @@ struct IntegerWeights {
   Number scale_type;
   Third third_kind;
   int64_t group;
+
+  int64_t value_bytes(int64_t numbers) const {
+    return kind == Values::signed_bytes || kind == Values::bytes ? numbers : numbers / 2;
+  }
+
+  // The same from a row on, the first of a panel, of rows of k inputs.
+  IntegerWeights from(int64_t row, int64_t k) const {
+    IntegerWeights found = *this;
+    const int64_t place = row * (k / group), size = third_kind == Third::zeros ? 1 : size_of(scale_type);
+    found.values += value_bytes(row * k);
+    found.scales = (const char*)scales + place * size_of(scale_type);
+    if (third) found.third = (const char*)third + place * size;
+    return found;
+  }
 };
 
 // Calls `then` with the kinds of values and third as constants.
@@ -34,6 +48,7 @@ void with_kind(const IntegerWeights& a, const Then& then) {
   constexpr integral_constant<Values, Values::four_bits> four_bits;
   if (a.kind == Values::signed_bytes) return then(integral_constant<Values, Values::signed_bytes>(), none);
   if (a.kind == Values::bytes) return then(integral_constant<Values, Values::bytes>(), offsets);
+  if (a.kind == Values::four_bit_floats) return then(integral_constant<Values, Values::four_bit_floats>(), none);
   switch (a.third_kind) {
     case Third::none: return then(four_bits, none);
     case Third::zeros: return then(four_bits, zeros);
@@ -41,10 +56,14 @@ void with_kind(const IntegerWeights& a, const Then& then) {
   }
 }
 
+template <Values VALUES>
+constexpr bool HAS_FOUR_BITS = VALUES == Values::four_bits || VALUES == Values::four_bit_floats;
+
 inline Floats load_scales(const void* data, Number type, int64_t place) {
   switch (type) {
     case Number::f32: return Floats::load((const float*)data + place);
     case Number::bf16: return Floats::load_bf16((const uint16_t*)data + place);
+    case Number::e8m0: return Integers::load_u8((const uint8_t*)data + place).e8m0();
     default: return Floats::load_f16((const uint16_t*)data + place);
   }
 }

@@ -8,6 +8,6 @@ PANEL_LINEARS = CpuLibrary(
     name="panel_linears",
     source="ops/panels/linears.cpp",
     switch="compile.disable_passes: [pack_linears]",
-    headers=tuple(f"ops/panels/{name}.h" for name in ("vectors", "floats", "integers", "exact", "rounded")),
+    headers=tuple(f"ops/panels/{name}.h" for name in ("vectors", "floats", "integers", "exact", "rounded", "experts")),
     registers_ops=True,
 )

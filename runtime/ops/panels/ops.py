@@ -52,7 +52,7 @@ def integer_panel_linear_reference(
     Args:
         x: [..., K] in float32 or bfloat16.
         values: [N, K] int8, or uint8 beside offsets; [N, K / 2] uint8 of four bits; in panels, as are all below.
-        scales: [N, G] in float32, float16 or bfloat16.
+        scales: [N, G] in float32, float16 or bfloat16; in uint8 powers of two, of four-bit floats (MXFP4).
         third: [N, G]: zero points in uint8, or offsets in the scales' dtype; or None.
         bias: [N] in the dtype of x, or None.
         group: inputs that share a scale; they divide K, and 8 divides them.
@@ -60,7 +60,7 @@ def integer_panel_linear_reference(
     Returns:
         [..., N] in the dtype of x.
     """
-    weight = _in_floats(values, scales, third, group, x.shape[-1])
+    weight = in_floats(values, scales, third, group, x.shape[-1])
     return functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
@@ -73,28 +73,34 @@ def rounded_panel_linear_reference(
     group: int,
 ) -> torch.Tensor:
     """The same of x in eight bits, with a scale for each group of each token."""
+    wide = None if bias is None else bias.float()
+    return integer_panel_linear_reference(rounded_inputs(x, group), values, scales, third, wide, group).to(x.dtype)
+
+
+def rounded_inputs(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The inputs [..., K] in float32, rounded to eight bits with a scale for each group."""
     groups = x.float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True)
     rounded = (groups * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
-    inputs = rounded.flatten(-2)
-    wide = None if bias is None else bias.float()
-    return integer_panel_linear_reference(inputs, values, scales, third, wide, group).to(x.dtype)
+    return rounded.flatten(-2)
 
 
-def _in_floats(
+def in_floats(
     values: torch.Tensor, scales: torch.Tensor, third: torch.Tensor | None, group: int, columns: int
 ) -> torch.Tensor:
-    kind = kind_of(values, third, columns)
+    """The weight [N, K], or [E, N, K], in float32 that these tensors in panels are."""
+    kind = _kind(values, scales, third, columns)
     units = (values, VALUES_UNIT), (scales, scales.itemsize), (third, 0 if third is None else third.itemsize)
     tensors = [None if one is None else in_rows(one, unit) for one, unit in units]
     roles = dict(zip((VALUES, SCALES, third_role(kind)), tensors, strict=True))
     return dequantised(roles, kind, group, columns, torch.float32)
 
 
-def kind_of(values: torch.Tensor, third: torch.Tensor | None, columns: int) -> Kind:
-    """The kind of a weight of these tensors and so many inputs."""
+def _kind(values: torch.Tensor, scales: torch.Tensor, third: torch.Tensor | None, columns: int) -> Kind:
     if values.dtype == torch.int8:
         return "int8"
+    if scales.dtype == torch.uint8:
+        return "mxfp4"
     has_offsets = third is not None and third.is_floating_point()
     if values.shape[-1] == columns:
         return "int8_offsets"

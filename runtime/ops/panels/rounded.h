@@ -36,7 +36,7 @@ struct QuantisedInputs {
     if (x.type != Number::f32)
       for (int64_t i = 0; i < k; i++) row[i] = widened(x.half(m)[i]);
     for (int64_t g = 0; g < groups; g++) quantise_group(numbers + g * group, &values[m * k + g * group], m * groups + g);
-    if (of_weights == Values::four_bits)
+    if (of_weights == Values::four_bits || of_weights == Values::four_bit_floats)
       for (int64_t i = 0; i < k; i += 8) part_by_halves(&values[m * k + i]);
   }
 
@@ -78,10 +78,11 @@ struct QuantisedInputs {
   }
 };
 
+// Of tokens [first, last).
 struct RoundedLinear {
   const QuantisedInputs* inputs;
   IntegerWeights weights;
-  int64_t m, n;
+  int64_t first, last, n;
   Outputs out;
 };
 
@@ -89,16 +90,18 @@ template <Values VALUES, int PART>
 inline Integers bytes_of(Integers weights) {
   if constexpr (VALUES == Values::signed_bytes) return weights.shifted_bytes();
   if constexpr (VALUES == Values::bytes) return weights;
-  return PART ? weights.high_nibbles() : weights.low_nibbles();
+  const Integers numbers = PART ? weights.high_nibbles() : weights.low_nibbles();
+  if constexpr (VALUES == Values::four_bit_floats) return numbers.shifted_e2m1();
+  return numbers;
 }
 
 // What stands for zero, where no third says it.
 template <Values VALUES>
-constexpr int32_t ZERO = VALUES == Values::signed_bytes ? 128 : 8;
+constexpr int32_t ZERO = VALUES == Values::signed_bytes ? 128 : VALUES == Values::four_bit_floats ? E2M1_ZERO : 8;
 
 template <Values VALUES, Third THIRD, int TOKENS, int PANELS>
 void rounded_tile(const RoundedLinear& a, int64_t token, int64_t panel) {
-  constexpr int PARTS = VALUES == Values::four_bits ? 2 : 1;
+  constexpr int PARTS = HAS_FOUR_BITS<VALUES> ? 2 : 1;
   const QuantisedInputs& x = *a.inputs;
   const int64_t panel_bytes = x.k * LANES / PARTS;
   const uint8_t* weights = a.weights.values + panel * panel_bytes;
@@ -134,7 +137,8 @@ void rounded_tile(const RoundedLinear& a, int64_t token, int64_t panel) {
     }
     for (int p = 0; p < PANELS; p++) {
       const int64_t place = ((panel + p) * x.groups + g) * LANES;
-      const Floats scale = load_scales(a.weights.scales, a.weights.scale_type, place);
+      Floats scale = load_scales(a.weights.scales, a.weights.scale_type, place);
+      if constexpr (VALUES == Values::four_bit_floats) scale = scale * Floats::all(0.5f);  // of doubled ones
       Floats offset;
       Integers zero;
       if constexpr (THIRD == Third::offsets) offset = load_scales(a.weights.third, a.weights.scale_type, place);
@@ -157,9 +161,9 @@ void rounded_tile(const RoundedLinear& a, int64_t token, int64_t panel) {
 
 template <Values VALUES, Third THIRD, int PANELS>
 void rounded_panels(const RoundedLinear& a, int64_t panel) {
-  int64_t token = 0;
-  for (; token + 4 <= a.m; token += 4) rounded_tile<VALUES, THIRD, 4, PANELS>(a, token, panel);
-  for (; token < a.m; token++) rounded_tile<VALUES, THIRD, 1, PANELS>(a, token, panel);
+  int64_t token = a.first;
+  for (; token + 4 <= a.last; token += 4) rounded_tile<VALUES, THIRD, 4, PANELS>(a, token, panel);
+  for (; token < a.last; token++) rounded_tile<VALUES, THIRD, 1, PANELS>(a, token, panel);
 }
 
 template <Values VALUES, Third THIRD>

@@ -13,6 +13,11 @@ namespace mllm {
 
 constexpr int LANES = 16;
 
+// MXFP4: floats of four bits, times powers of two in bytes (E8M0); the smallest power is no normal number.
+constexpr int32_t E2M1_ZERO = 12, SMALLEST_E8M0 = 0x00400000;
+// Each float doubled, and this zero added.
+constexpr uint8_t SHIFTED_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 inline float widened(uint16_t bfloat16) {
   uint32_t bits = uint32_t(bfloat16) << 16;
   float value;
@@ -70,6 +75,16 @@ struct Integers {
   }
   Floats signed_byte(int bit) const {
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - bit), 24))};
+  }
+  Floats e2m1(int bit) const {
+    const __m512 numbers = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, bit), numbers)};
+  }
+  Integers shifted_e2m1() const {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)SHIFTED_E2M1)), v)};
+  }
+  Floats e8m0() const {
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(v, 23), _mm512_set1_epi32(SMALLEST_E8M0)))};
   }
 };
 
@@ -137,6 +152,21 @@ struct Integers {
   Floats nibble(int bit) const { return Integers{part(a, bit, 15), part(b, bit, 15)}.floats(); }
   Floats byte(int bit) const { return Integers{part(a, bit, 255), part(b, bit, 255)}.floats(); }
   Floats signed_byte(int bit) const { return Integers{signed_part(a, bit), signed_part(b, bit)}.floats(); }
+  static __m256 half_e2m1(__m256i x, int bit) {
+    const __m256 sizes = _mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6);
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(x, 28 - bit), _mm256_set1_epi32(INT32_MIN));
+    const __m256 size = _mm256_permutevar8x32_ps(sizes, _mm256_srli_epi32(x, bit));  // which reads three bits of a lane
+    return _mm256_xor_ps(size, _mm256_castsi256_ps(sign));
+  }
+  Floats e2m1(int bit) const { return {half_e2m1(a, bit), half_e2m1(b, bit)}; }
+  static __m256i half_shifted_e2m1(__m256i x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)SHIFTED_E2M1)), x);
+  }
+  Integers shifted_e2m1() const { return {half_shifted_e2m1(a), half_shifted_e2m1(b)}; }
+  static __m256 half_e8m0(__m256i x) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(x, 23), _mm256_set1_epi32(SMALLEST_E8M0)));
+  }
+  Floats e8m0() const { return {half_e8m0(a), half_e8m0(b)}; }
 };
 
 inline __m256i half_dot(__m256i sums, __m256i weights, __m256i inputs) {
@@ -212,6 +242,17 @@ struct Integers {
   Floats nibble(int bit) const { return Floats::of([&](int i) { return float(v[i] >> bit & 15); }); }
   Floats byte(int bit) const { return Floats::of([&](int i) { return float(uint8_t(v[i] >> bit)); }); }
   Floats signed_byte(int bit) const { return Floats::of([&](int i) { return float(int8_t(v[i] >> bit)); }); }
+  Floats e2m1(int bit) const {
+    return Floats::of([&](int i) { return (float(SHIFTED_E2M1[v[i] >> bit & 15]) - E2M1_ZERO) / 2; });
+  }
+  Integers shifted_e2m1() const {
+    return of([&](int i) {
+      uint32_t bytes = 0;
+      for (int bit = 0; bit < 32; bit += 8) bytes |= uint32_t(SHIFTED_E2M1[v[i] >> bit & 15]) << bit;
+      return int32_t(bytes);
+    });
+  }
+  Floats e8m0() const { return Floats::of([&](int i) { return std::ldexp(1.0f, v[i] - 127); }); }
 };
 
 inline Integers dot(Integers sums, Integers weights, Integers inputs) {

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from mllm_compile.runtime.quantised.numbers import exponents, paired
-from mllm_compile.runtime.quantised.scheme import INT4_ZERO, OFFSETS, SCALES, VALUES, WeightScheme
+from mllm_compile.runtime.quantised.scheme import INT4_ZERO, MXFP4, OFFSETS, SCALES, VALUES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import Format, Numbers, Roles, Stored, Tensors
 from mllm_compile.runtime.weights.formats.settings import Settings
 from mllm_compile.runtime.weights.gguf_header import BLOCK_TYPES, BlockType
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class GgufBlocks(Format):
-    """A weight in blocks of one type, whose numbers no scheme of memory has."""
+    """A weight in blocks of one type."""
 
     plain = ""
     roles: ClassVar[Roles] = {VALUES: ""}
@@ -89,6 +89,22 @@ class IntegerBlocks(GgufBlocks):
             )
         else:
             made = parts.numbers()
+        return made.reshape(*stored.shape[:-1], -1)
+
+
+class FloatBlocks(GgufBlocks):
+    """A weight in MXFP4; memory holds the same floats and powers of two."""
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return MXFP4
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        return (VALUES,)
+
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        stored = tensors[VALUES]
+        blocks = stored.reshape(-1, self._kind.num_bytes)
+        made = blocks[:, :1] if role == SCALES else paired(_low_then_high(blocks[:, 1:]))
         return made.reshape(*stored.shape[:-1], -1)
 
 
@@ -234,8 +250,14 @@ _INTEGERS: dict[str, tuple[Callable[[torch.Tensor], Parts], WeightScheme]] = {
     "IQ4_NL": (_iq4_nl, WeightScheme("int8", 32, _HALF)),
     "IQ4_XS": (_iq4_xs, WeightScheme("int8", 32, _FLOAT)),
 }
-GGUF_FORMATS = tuple(
-    IntegerBlocks(kind) if kind.name in _INTEGERS else GgufBlocks(kind)
+_BY_KIND = {
+    kind.name: IntegerBlocks(kind) if kind.name in _INTEGERS else FloatBlocks(kind)
     for kind in BLOCK_TYPES.values()
     if kind.dtype is None
-)
+}
+GGUF_FORMATS = tuple(_BY_KIND.values())
+
+
+def format_of(kind: BlockType) -> GgufBlocks:
+    """The format of a weight in these blocks."""
+    return _BY_KIND[kind.name]

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,
     Format,
@@ -21,7 +22,7 @@ from mllm_compile.runtime.weights.formats.base import (
     Tensors,
     misfit,
 )
-from mllm_compile.runtime.weights.formats.gguf import decoded_rows
+from mllm_compile.runtime.weights.formats.gguf import decoded_rows, format_of
 from mllm_compile.runtime.weights.formats.settings import Settings
 from mllm_compile.runtime.weights.gguf_header import BLOCK_TYPES, BlockType
 
@@ -96,8 +97,25 @@ class _Gates(_Changed):
         return (shape[0], 2 * shape[1], *shape[2:]), dict(details)
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
-        gate, up = (_rows(tensors, numbers, role, slice(start, stop)) for role in (VALUES, UP))
-        return torch.stack((gate, up), 2).flatten(1, 2)
+        return _by_turns(*(_rows(tensors, numbers, role, slice(start, stop)) for role in (VALUES, UP)))
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        kind = _kind(numbers, VALUES)
+        if kind is None or kind is not _kind(numbers, UP) or len(shape) < 3:
+            return None
+        return format_of(kind).scheme(stored, shape, {})
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        return (VALUES, UP)
+
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        kind = _kind(numbers, VALUES)
+        assert kind is not None, "plain tensors have no scheme"
+        return _by_turns(*(format_of(kind).kept_tensor(role, {VALUES: tensors[part]}, {}) for part in (VALUES, UP)))
+
+
+def _by_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.stack((gate, up), 2).flatten(1, 2)
 
 
 class _Groups(_Changed):

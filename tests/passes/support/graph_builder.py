@@ -288,7 +288,7 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
     else:
         weight = torch.cat([_weight(gm, p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
     if (unit := gm.meta.get(PANELS, {}).get(name)) is not None:
-        weight = weight.contiguous()
+        weight = weight.clone(memory_format=torch.contiguous_format)  # quantised values are remembered
         put_in_panels(weight, unit)
     return weight
 

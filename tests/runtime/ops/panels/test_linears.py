@@ -13,7 +13,7 @@ from mllm_compile.runtime.ops.panels.ops import (
     rounded_panel_linear_reference,
 )
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, WeightScheme, third_role
+from mllm_compile.runtime.quantised.scheme import MXFP4, SCALES, VALUES, WeightScheme, third_role
 from tests.runtime.ops.panels.library import load_panel_linears
 
 pytestmark = pytest.mark.skipif(not has_panels("cpu"), reason="the linears are for AVX2 and AVX-512")
@@ -29,6 +29,7 @@ SCHEMES = {
     "int4 with zero points": WeightScheme("int4", 32, torch.float16, has_zeros=True),
     "int4 with offsets": WeightScheme("int4_offsets", 32, torch.float16),
     "int4 of Q4_K": WeightScheme("int4_offsets", 32, torch.float32),
+    "mxfp4": MXFP4,
 }
 
 
@@ -181,6 +182,7 @@ def test_threads_change_nothing():
         (WeightScheme("int4", 12), 192, 576, False),
         (WeightScheme("int4_lanes", 128), 192, 512, False),
         (WeightScheme("fp8", 576), 192, 576, False),
+        (MXFP4, 192, 576, True),
     ],
 )
 def test_which_weights_lie_in_panels(scheme, rows, columns, fits):
