@@ -105,6 +105,7 @@ class SpeculativeSection:
     method: SpeculativeMethod = "none"
     num_speculative_tokens: DraftedTokens = "by_cost"
     model: str | None = None
+    token_map: str | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24

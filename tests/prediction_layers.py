@@ -104,8 +104,8 @@ class TransformersDrafts:
         return ids[len(token_ids) :]
 
     @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The most probable tokens behind a text, by the first layer again and again."""
+    def draft(self, token_ids: Sequence[int], count: int, known: Sequence[int] | None = None) -> list[int]:
+        """The most probable tokens behind a text, by the first layer again and again; of `known` ones alone."""
         ids = torch.tensor([token_ids])
         hidden = self.model(input_ids=ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
         drafted: list[int] = []
@@ -113,6 +113,7 @@ class TransformersDrafts:
             shifted = torch.cat([ids[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=1)
             positions = torch.arange(shifted.shape[1])[None]
             own = self.layer.forward_layer(0, hidden, positions, None, input_ids=shifted)
-            drafted.append(int(self.layer._project_to_logits(own[:, -1]).argmax()))
+            logits = self.layer._project_to_logits(own[0, -1])
+            drafted.append(int(logits.argmax()) if known is None else known[int(logits[list(known)].argmax())])
             hidden = torch.cat([hidden, own[:, -1:]], dim=1)
         return drafted

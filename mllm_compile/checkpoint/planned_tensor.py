@@ -126,6 +126,12 @@ class PlannedTensor:
             raise TypeError("rows of a joined tensor cannot be planned in another order")
         return PlannedTensor(self.shape, (self.blocks[0].then("halves", heads),))
 
+    def rows(self, numbers: Sequence[int]) -> PlannedTensor:
+        """These rows of a tensor of one block."""
+        if len(self.blocks) != 1:
+            raise TypeError("rows of a joined tensor cannot be chosen")
+        return PlannedTensor((len(numbers), *self.shape[1:]), (self.blocks[0].then("rows", *numbers),))
+
     def narrow(self, dim: int, start: int, length: int) -> PlannedTensor:
         blocks = []
         for block in self.blocks:

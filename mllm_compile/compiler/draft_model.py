@@ -27,10 +27,10 @@ _TOLD = 3  # differing tokens in a message
 
 
 def as_part(config: ResolvedConfig, drafter: ResolvedConfig) -> ResolvedConfig:
-    """The drafter's config, where it is a part of the model of `config`."""
-    if config.speculative.method != "mtp":
-        return drafter
-    return drafter.model_copy(update={"model": drafter.model.model_copy(update={"part": "prediction"})})
+    """The drafter's config, where it is a part of the model of `config`, or its head is to be cut."""
+    part = "prediction" if config.speculative.method == "mtp" else "whole"
+    changes = {"part": part, "token_map": config.speculative.token_map}
+    return drafter.model_copy(update={"model": drafter.model.model_copy(update=changes)})
 
 
 def draft_config(config: ResolvedConfig) -> EngineConfig:

@@ -23,6 +23,7 @@ from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.speculators import head_type
+from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels import of_every_kind
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
@@ -86,6 +87,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.checkpoint.cache_scales import cache_scales
         from mllm_compile.checkpoint.plan import line_on_unlisted, names_of_each, read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.tensors import read_model_tensors
+        from mllm_compile.model.cut_head import with_cut_head
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
         from mllm_compile.model.prediction import build_prediction, read_prediction
@@ -102,7 +104,9 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 
             whole = build_head_on_meta(model.path, dtype)
         hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
+    token_ids = () if config.model.token_map is None else read_token_map(config.model.token_map)
     if config.model.load_format == "dummy":
+        hf_model = with_cut_head(hf_model, token_ids) if token_ids else hf_model
         return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None), names=names_of_each(hf_model.model))
     with reporter.stage("find weights"):
         tensors = read_model_tensors(model)
@@ -111,6 +115,10 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         table = read_checkpoint(tensors, whole.model, lent)
         if config.model.part == "prediction":
             table = read_prediction(tensors, whole, hf_model, table)
+        if token_ids:
+            hf_model = with_cut_head(hf_model, token_ids)
+            head = hf_model.embedding_and_head()[1]
+            table[head] = table[head].rows(token_ids)
     if line := line_on_unlisted(tensors, table):
         reporter.announce(line)
     weight_schemes = _weight_schemes(config, hf_model, table)

@@ -79,6 +79,7 @@ _NAMES_ELSEWHERE = {
     "speculative_config": "speculative.method",
     "speculative_algorithm": "speculative.method",
     "speculative_num_draft_tokens": "speculative.num_speculative_tokens",
+    "speculative_token_map": "speculative.token_map",
 }
 
 # Options of vLLM's that ask for what there is not.

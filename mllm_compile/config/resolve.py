@@ -157,9 +157,10 @@ def _speculative(
             asked.num_speculative_tokens,
             lambda: ("by_cost", "as many as pay, by what steps take and what is accepted"),
         )
-    return SpeculativeSection(
-        **asked.model_dump() | {"method": method, "num_speculative_tokens": num_tokens}  # the others have no `auto`
-    )
+    resolved = {"method": method, "num_speculative_tokens": num_tokens}  # the others have no `auto`
+    if asked.token_map is not None:
+        resolved["token_map"] = os.path.abspath(user_path(asked.token_map))
+    return SpeculativeSection(**asked.model_dump() | resolved)
 
 
 def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:

@@ -251,6 +251,10 @@ class SpeculativeConfig(Section):
     model: PathText | None = None
     """draft_model, eagle3, dflash: a hub id or a folder, as model.path. It computes in the model's dtype."""
 
+    token_map: PathText | None = None
+    """eagle3, dflash, mtp: a file with a JSON array of token ids. The head is cut to these tokens: a pass reads less of
+    it, and drafts no other token."""
+
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
     """ngram: fewest of the newest tokens that are looked up."""
 
@@ -294,7 +298,12 @@ class SpeculativeConfig(Section):
 
 
 # The first words of SpeculativeConfig's keys that some methods alone read.
-_METHODS_OF_KEYS = {"prompt": ("ngram",), "suffix": ("suffix",), "model": ("draft_model", "eagle3", "dflash")}
+_METHODS_OF_KEYS = {
+    "prompt": ("ngram",),
+    "suffix": ("suffix",),
+    "model": ("draft_model", "eagle3", "dflash"),
+    "token": ("eagle3", "dflash", "mtp"),
+}
 
 
 class LoraConfig(Section):

@@ -86,6 +86,7 @@ _GROUPS = {
         "attention",
         "states",
         "part",
+        "token map",
         "tensor parallel",
         "expert parallel",
         "max traced tokens",

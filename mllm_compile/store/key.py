@@ -24,6 +24,7 @@ from mllm_compile.config.device import has_libraries
 from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
 from mllm_compile.media.files import PROCESSOR_FILES
@@ -124,6 +125,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         **_adapters(config),
         **_ranks(config),
         **_part(config),
+        **_token_map(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
 
@@ -143,6 +145,16 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
 def _part(config: ResolvedConfig) -> dict[str, str]:
     """The part of a model that a drafter is; of a whole one no factor."""
     return {} if config.model.part == "whole" else {"part": config.model.part}
+
+
+def _token_map(config: ResolvedConfig) -> dict[str, str]:
+    """The tokens that a drafter's head is cut to; of a whole one no factor.
+
+    Raises:
+        ConfigError: their file cannot be read.
+    """
+    path = config.model.token_map
+    return {} if path is None else {"token map": _hash(json.dumps(read_token_map(path)).encode())}
 
 
 def _states(config: ResolvedConfig) -> dict[str, str]:

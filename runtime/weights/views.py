@@ -13,15 +13,23 @@ from mllm_compile.runtime.short_repr import short_repr, typed_repr
 DAMAGED = "in the runtime's program.json is damaged; compile the model again"
 
 # A view to take of a tensor: ("narrow", dim, start, length), ("transpose", dim, dim), ("reshape", *sizes),
-# ("squeeze", dim), ("unsqueeze", dim), ("halves", heads): the rows of each head, which lie in pairs, in two halves.
+# ("squeeze", dim), ("unsqueeze", dim), ("halves", heads): the rows of each head, which lie in pairs, in two halves;
+# ("rows", *numbers): these rows, which are copied.
 ViewStep = tuple[str | int, ...]
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
-    """`tensor` after the views of `steps`; no data is copied unless a reshape needs it."""
+    """`tensor` after the views of `steps`; no data is copied unless a reshape or rows need it."""
     for name, *args in steps:
         tensor = _VIEWS[str(name)](tensor, *args)
     return tensor
+
+
+def _rows(tensor: torch.Tensor, *numbers: int) -> torch.Tensor:
+    """Raises ValueError for a row that the tensor has not."""
+    if min(numbers) < 0 or max(numbers) >= tensor.shape[0]:
+        raise ValueError(f"rows of {tensor.shape[0]} are wanted up to {max(numbers)}")
+    return tensor.index_select(0, torch.tensor(numbers, device=tensor.device))
 
 
 _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
@@ -31,6 +39,7 @@ _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
     "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze,
     "halves": lambda tensor, heads: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2),
+    "rows": _rows,
 }
 _INVERSE = {"transpose": "transpose", "unsqueeze": "squeeze"}
 

@@ -334,6 +334,10 @@ def test_speculation_has_the_names_and_bounds_of_its_page():
             {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
             "expected method: suffix, which alone reads suffix_decoding_max_tree_depth",
         ),
+        (
+            {"method": "auto", "token_map": "t.json"},
+            "expected method: eagle3 or dflash or mtp, which alone reads token_map",
+        ),
         ({"method": "draft_model"}, "expected method: draft_model with speculative.model, a hub id or a folder"),
         ({"method": "eagle3"}, "expected method: eagle3 with speculative.model, a hub id or a folder"),
         (

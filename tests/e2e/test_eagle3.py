@@ -40,13 +40,16 @@ def config_with(cache: Path, head: Path, **sections: Any) -> EngineConfig:
     return tiny_config(cache, **({"compile": EAGER, "speculative": speculative(head)} | sections))
 
 
-def answers_of_markov(model: Path, cache: Path, head: Path | None, num_pages: int = 60) -> tuple[list[list[int]], Any]:
+def answers_of_markov(
+    model: Path, cache: Path, head: Path | dict[str, Any] | None, num_pages: int = 60
+) -> tuple[list[list[int]], Any]:
+    """Args: head: or the section `speculative`."""
     config = {
         "model": {"path": str(model), "dtype": "float32"},
         "compile": EAGER,
         "runtime": {"device": "cpu", "max_model_len": 64, "page_size": 4, "max_num_batched_tokens": 16},
         "cache": {"dir": str(cache)},
-        "speculative": {} if head is None else speculative(head),
+        "speculative": speculative(head) if isinstance(head, Path) else head or {},
     }
     prompts = [[5, 9, 2], [1] * 30, [7, 8], list(range(21))]
     with engine_of_pages(EngineConfig.from_dict(config), num_pages) as engine:
@@ -65,6 +68,21 @@ def test_a_head_that_is_right_drafts_every_token(tmp_path):
             expected.append(token)
         assert answer == expected
     assert stats.drafted_tokens == stats.accepted_tokens > 0
+
+
+def test_a_head_that_is_cut_is_right_about_the_tokens_that_it_has(tmp_path):
+    behind = markov_model(tmp_path / "model")
+    head = right_head(tmp_path / "head", behind)
+    path, known = tmp_path / "tokens.json", set(range(0, 60, 2)) | {1}
+    path.write_text(json.dumps(sorted(known)))
+    plain, _ = answers_of_markov(tmp_path / "model", tmp_path / "cache", None)
+    section = speculative(head, most=1) | {"token_map": str(path)}
+    found, stats = answers_of_markov(tmp_path / "model", tmp_path / "cache", section)
+    assert found == plain
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    own = right_head(tmp_path / "own", behind, draft_vocab_size=50)
+    with pytest.raises(UnsupportedModelError, match="the head has 50 of 60 tokens by itself"):
+        answers_of_markov(tmp_path / "model", tmp_path / "cache", speculative(own) | {"token_map": str(path)})
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -22,9 +24,16 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("architecture", slow_but_a_sample(ARCHITECTURES, 1))
-def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architecture, tmp_path, monkeypatch):
+def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architecture, is_cut, tmp_path, monkeypatch):
+    """Also with a head that is cut to some tokens."""
     save_with_prediction_layer(architecture, tmp_path / "model")
+    known, method = None, MTP
+    if is_cut:
+        known = list(range(3, 90, 2))
+        (tmp_path / "tokens.json").write_text(json.dumps(known[::-1]))
+        method = MTP | {"token_map": str(tmp_path / "tokens.json")}
     drafted: dict[tuple[int, ...], list[int]] = {}
     propose = ModelDrafter.propose
 
@@ -37,13 +46,13 @@ def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architect
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", noted)
-    with Engine(config_of(tmp_path, speculative=MTP)) as engine:
+    with Engine(config_of(tmp_path, speculative=method)) as engine:
         rounds = [engine.generate(prompts_of(5), GREEDY) for _ in range(2)]  # the second with prefix hits
         assert engine.stats().drafts > 0
     reference = TransformersDrafts(tmp_path / "model")
     assert len(drafted) > 20
     for text, draft in list(drafted.items())[::3]:
-        assert draft == reference.draft(text, len(draft)), f"behind {len(text)} tokens"
+        assert draft == reference.draft(text, len(draft), known), f"behind {len(text)} tokens"
     for outputs in rounds:
         for prompt, output in zip(prompts_of(5), outputs, strict=True):
             assert output.token_ids == reference.greedy(prompt, 12)
@@ -102,6 +111,35 @@ def test_a_checkpoint_without_the_layer_or_a_part_of_it_is_refused(tmp_path):
     keep_tensors(tmp_path / "model", lambda name: not name.startswith(start))
     with pytest.raises(CheckpointError, match="has no tensors of a layer for multi-token prediction"):
         load_or_compile(config_of(tmp_path, speculative=MTP))
+
+
+@pytest.fixture(scope="module")
+def folder_with_layer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("with_layer")
+    save_with_prediction_layer("glm4_moe", folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (None, "there is no such file; expected a JSON array of token ids"),
+        ("[]", r"holds \[\]; expected a JSON array"),
+        ('{"5": 1}', "holds {'5': 1}; expected a JSON array"),
+        ("[5, -1]", "holds -1; expected a JSON array"),
+        ("[5, 6.5]", "holds 6.5; expected a JSON array"),
+        ("[5, true]", "holds True; expected a JSON array"),
+        ("\x80\x02]q", "is no JSON"),
+        ("[7, 5, 7]", "holds token 7 twice"),
+        ("[5, 128]", "holds token 128, and the vocabulary has 128"),
+    ],
+)
+def test_a_map_of_tokens_that_is_none_is_refused(content, text, folder_with_layer, tmp_path):
+    path = tmp_path / "tokens.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=text):
+        load_or_compile(config_of(folder_with_layer, speculative=MTP | {"token_map": str(path)}))
 
 
 def test_what_the_layer_does_not_go_with_is_refused(tmp_path):

@@ -172,7 +172,10 @@ def test_a_part_that_lies_outside_of_its_weight_is_refused(folder, shape, part):
 
 @pytest.mark.parametrize(
     "steps",
-    [("narrow", 0, -2, 1), ("narrow", 0, 9, 1), ("narrow", 10**30), ("other", 1), ("reshape", "x"), ("narrow",)],
+    [
+        *(("narrow", 0, -2, 1), ("narrow", 0, 9, 1), ("narrow", 10**30), ("narrow",)),
+        *(("other", 1), ("reshape", "x"), ("rows",), ("rows", 4), ("rows", 0, -1)),
+    ],
 )
 def test_views_that_a_tensor_does_not_have_are_refused(folder, steps):
     spec = WeightSpec("w", (1, 3), torch.float32, (WeightPart("q", FILE, 0, (4, 3), (steps,)),))
