@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,16 @@ from mllm_compile.passes.match.nodes import (
     linear_operands,
 )
 from mllm_compile.passes.match.quantised import match_quantised_linear
-from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, Ranges, TargetKind, a_name, b_name
+from mllm_compile.runtime.lora.target import (
+    LoraBuffers,
+    LoraLayout,
+    LoraTarget,
+    Ranges,
+    TargetKind,
+    a_name,
+    b_name,
+    scales_name,
+)
 from mllm_compile.runtime.ops import op
 
 SLOTS_INPUT = "adapter_slots"
@@ -60,6 +70,7 @@ class AddLora(GraphPass):
 
     The head takes adapter_slots[logits_indices], one for each row. Behind an embedding it is
     mllm.add_lora_of_ids, which takes a row of A for each id; behind experts mllm.add_lora_of_experts.
+    Where adapters may scale outputs (DoRA), mllm.scale_of_adapters is between the linear and that.
 
     Requires: gm.meta[LORA], which the program for adapters alone has. Linears packed and cut over ranks: a sum over
         ranks is behind the linear, so that each adds its part.
@@ -93,7 +104,7 @@ class _Adapters:
         self._quantised: dict[str, QuantisedTensor] = gm.meta.get(QUANTISED_TENSORS, {})
         self._cuts: dict[str, tuple[WeightCut, ...]] = gm.meta.get(WEIGHT_CUTS, {})
         self._factors = gm.meta.get(WEIGHT_FACTORS, {})  # of a checkpoint's scales, which an adapter does not know
-        self._inputs: dict[str, tuple[fx.Node, fx.Node]] = {}
+        self._inputs: dict[str, tuple[fx.Node, ...]] = {}
         self._targets: list[LoraTarget] = []
         self._buffers: list[LoraBuffers] = []
         self._dtypes: list[torch.dtype] = []
@@ -122,18 +133,25 @@ class _Adapters:
         kind: TargetKind = "embedding" if is_embedding else "linear" if rows_of == TOKENS else "head"
         like = node if is_embedding else source
         inputs = int(weight.meta["val"].shape[0] if is_embedding else source.meta["val"].shape[-1])
-        a, b = self._inputs_of(linear, like, inputs, weight, parts, kind)
+        scales = 0 if is_embedding or not self._wish.has_scales else int(node.meta["val"].shape[-1])
+        a, b, *of_outputs = self._inputs_of(linear, like, inputs, weight, parts, kind, scales)
         starts, rows = [part.start for _, part in parts], [part.rows for _, part in parts]
-        slots = self._slots_input()
-        with self._gm.graph.inserting_after(node):
-            if rows_of == ROWS:
-                slots = call(self._gm.graph, operator.getitem, slots, (input_node(self._gm, ROWS),))
-        with self._gm.graph.inserting_after(slots if rows_of == ROWS else node):
+        readers, slots, graph = list(node.users), self._slots_input(), self._gm.graph
+        last = node
+        if rows_of == ROWS:
+            with graph.inserting_after(last):
+                last = slots = call(graph, operator.getitem, slots, (input_node(self._gm, ROWS),))
+        y = node
+        if of_outputs:
+            with graph.inserting_after(last):
+                last = y = call(graph, op("scale_of_adapters"), node, of_outputs[0], _bias(node), slots)
+        with graph.inserting_after(last):
             if is_embedding:
-                added = call(self._gm.graph, op("add_lora_of_ids"), node, source, a, b, slots)
+                added = call(graph, op("add_lora_of_ids"), y, source, a, b, slots)
             else:
-                added = call(self._gm.graph, op("add_lora"), node, source, a, b, slots, starts, rows)
-        _read_instead(node, added)
+                starts, rows = [part.start for _, part in parts], [part.rows for _, part in parts]
+                added = call(graph, op("add_lora"), y, source, a, b, slots, starts, rows)
+        _read_instead(readers, node, added)
         return True
 
     def _add_to_experts(self, node: fx.Node, experts: ExpertLinear) -> bool:
@@ -154,11 +172,11 @@ class _Adapters:
             shapes = {a_name(linear): (count * rank, inputs), b_name(linear): (count * outputs, rank)}
             a, b = (self._placeholder(name, like, shape, experts.weight) for name, shape in shapes.items())
             self._inputs[linear] = a, b
-        slots, graph = self._slots_input(), self._gm.graph
+        readers, slots, graph = list(node.users), self._slots_input(), self._gm.graph
         with graph.inserting_before(node.next):
             a, b = (call(graph, torch.unflatten, factor, 1, (count, -1)) for factor in self._inputs[linear])
             operands = experts.x, a, b, slots, experts.ids, experts.of_tokens
-            _read_instead(node, call(graph, op("add_lora_of_experts"), node, *operands))
+            _read_instead(readers, node, call(graph, op("add_lora_of_experts"), node, *operands))
         return True
 
     def _own_name(self, name: str, is_embedding: bool) -> str:
@@ -191,18 +209,20 @@ class _Adapters:
         weight: fx.Node,
         parts: list[tuple[str, PackedPart]],
         kind: TargetKind,
-    ) -> tuple[fx.Node, fx.Node]:
-        """The placeholders of A and B; made once for linears that share a weight."""
+        scales: int,
+    ) -> tuple[fx.Node, ...]:
+        """The placeholders of A and B, and of scales of outputs; made once for linears that share a weight."""
         if linear not in self._inputs:
             rank, outputs = self._wish.max_rank, sum(part.rows for _, part in parts)
             a_shape = (inputs, rank) if kind == "embedding" else (rank * len(parts), inputs)
-            buffers = LoraBuffers(linear, *a_shape, outputs)
+            buffers = LoraBuffers(linear, *a_shape, outputs, scales)
             self._buffers.append(buffers)
             self._add_targets(linear, inputs, parts, weight.meta["weight_name"], kind)
             self._dtypes.append(like.meta["val"].dtype)
-            shapes = {a_name(linear): a_shape, b_name(linear): (outputs, rank)}
-            a, b = (self._placeholder(name, like.meta["val"], shape, weight) for name, shape in shapes.items())
-            self._inputs[linear] = a, b
+            shapes: dict[str, tuple[int, ...]] = {a_name(linear): a_shape, b_name(linear): (outputs, rank)}
+            shapes |= {scales_name(linear): (scales,)} if scales else {}
+            made = (self._placeholder(name, like.meta["val"], shape, weight) for name, shape in shapes.items())
+            self._inputs[linear] = tuple(made)
         return self._inputs[linear]
 
     def _add_targets(
@@ -231,7 +251,7 @@ class _Adapters:
             )
             start += part.rows
 
-    def _placeholder(self, name: str, like: torch.Tensor, shape: tuple[int, int], before: fx.Node) -> fx.Node:
+    def _placeholder(self, name: str, like: torch.Tensor, shape: tuple[int, ...], before: fx.Node) -> fx.Node:
         with self._gm.graph.inserting_before(before):
             node = self._gm.graph.placeholder(identifier(name))
         node.meta["weight_name"] = name
@@ -249,12 +269,16 @@ class _Adapters:
         return self._slots
 
 
-def _read_instead(node: fx.Node, added: fx.Node) -> None:
+def _bias(node: fx.Node) -> fx.Node | None:
+    quantised = match_quantised_linear(node)
+    return linear_operands(node)[2] if quantised is None else quantised.bias
+
+
+def _read_instead(readers: Iterable[fx.Node], node: fx.Node, added: fx.Node) -> None:
     """Gives the readers of `node` what was added to it."""
     added.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
-    for reader in list(node.users):
-        if reader is not added:
-            reader.replace_input_with(node, added)
+    for reader in readers:
+        reader.replace_input_with(node, added)
 
 
 def _source_and_weight(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

@@ -159,6 +159,7 @@ class LoraWish:
 
     Attributes:
         embedding: the embedding's weight.
+        has_scales: adapters may scale the outputs of linears.
         tied_head: the head's own name, where its weight is the embedding's: adapters change them apart.
     """
 
@@ -167,6 +168,7 @@ class LoraWish:
     max_rank: int
     embedding: str = ""
     tied_head: str = ""
+    has_scales: bool = False
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def _is_by_token(node: fx.Node) -> bool:
     """True if a row of the node's outputs depends only on the same row of its inputs."""
     rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
     rule = _is_linear if is_op(node, "quantised_linear") else rule
-    rule = _moves_dims if is_op(node, "add_lora") else rule
+    rule = _moves_dims if is_op(node, "add_lora", "scale_of_adapters") else rule
     if is_op(node, "all_reduce"):
         rule = _is_pointwise
     inputs = [arg.meta["val"] for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"]) and any(_sizes(arg))]

@@ -34,7 +34,8 @@ class LaunchLora(GraphPass):
 
     with True in variants for few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids
     the first is a gather of rows of A. Rows of
-    mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
+    mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert. mllm.scale_of_adapters becomes
+    plain torch.
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
@@ -63,6 +64,8 @@ def _few(piece: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _is_taken(node: fx.Node) -> bool:
+    if is_op(node, "scale_of_adapters"):
+        return takes_kernels(node)
     if not is_op(node, "add_lora", "add_lora_of_experts", "add_lora_of_ids") or not takes_kernels(node):
         return False
     return takes_lora(int(node.meta["val"].shape[-1]), *_outputs(node))
@@ -78,6 +81,12 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
     if not _is_taken(node):
         return False
     operands: Any = node.args
+    if is_op(node, "scale_of_adapters"):
+        with graph.inserting_before(node):
+            scaled = _scaled(graph, *operands)
+        node.replace_all_uses_with(scaled)
+        graph.erase_node(node)
+        return True
     y, x, a, b, slots = operands[:5]
     with graph.inserting_before(node):
         if is_op(node, "add_lora_of_experts"):
@@ -121,3 +130,14 @@ def _of_rows(
     has_both = call(graph, torch.logical_and, call(graph, torch.ge, of_token, 0), call(graph, torch.ge, ids, 0))
     both = call(graph, torch.add, call(graph, torch.mul, of_token, num_experts), ids)
     return x, a, b, call(graph, torch.flatten, call(graph, torch.where, has_both, both, -1))
+
+
+def _scaled(graph: fx.Graph, y: fx.Node, scales: fx.Node, bias: fx.Node | None, slots: fx.Node) -> fx.Node:
+    """Outputs times their adapters' scales, but for the bias."""
+    rows = call(graph, operator.getitem, scales, (call(graph, torch.clamp, slots, 0),))
+    has_one = call(graph, torch.unsqueeze, call(graph, torch.ge, slots, 0), 1)
+    of_tokens = call(graph, torch.where, has_one, rows, 1.0)
+    scaled = call(graph, torch.mul, y, of_tokens)
+    if bias is None:
+        return scaled
+    return call(graph, torch.add, scaled, call(graph, torch.mul, bias, call(graph, torch.rsub, of_tokens, 1.0)))

@@ -157,6 +157,7 @@ class LoraSection:
     max_adapters: int = 0
     max_rank: int = 16
     targets: tuple[str, ...] = ()
+    dora: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
 
 

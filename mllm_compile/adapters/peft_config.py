@@ -21,14 +21,14 @@ _MAX_BYTES = 16 << 20
 
 SERVED = (
     "LoRA with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, target_modules, target_parameters, "
-    "exclude_modules, layers_to_transform and layers_pattern"
+    "exclude_modules, layers_to_transform, layers_pattern and, of linears, use_dora"
 )
 ALL_LINEAR = "all-linear"
 
 _READ = {
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern",
     "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "init_lora_weights", "target_parameters",
+    "init_lora_weights", "target_parameters", "use_dora",
 }  # fmt: skip
 # Of training, or of how the base model stores its weights: tensors of an adapter are the same whatever these say.
 _WITHOUT_EFFECT = {
@@ -40,7 +40,6 @@ _REFUSED = {
     "lora_bias": "biases of adapters",
     "modules_to_save": "whole modules that were trained",
     "trainable_token_indices": "rows of embeddings that were trained",
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "alora_invocation_tokens": "activated LoRA",
@@ -77,6 +76,7 @@ class PeftConfig:
         exclude_modules: as target_modules.
         layers: numbers of layers that are targeted; None: all.
         layers_pattern: names of the lists of layers; empty: any.
+        is_dora: each module's outputs have a magnitude too.
     """
 
     base: str | None
@@ -90,6 +90,7 @@ class PeftConfig:
     exclude_modules: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
+    is_dora: bool
 
     def scale(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
@@ -144,6 +145,7 @@ def read_peft_config(fields: Mapping[str, Any], path: Path) -> PeftConfig:
         exclude_modules=read.names("exclude_modules"),
         layers=frozenset(layers) if layers else None,
         layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,
+        is_dora=read.flag("use_dora"),
     )
 
 

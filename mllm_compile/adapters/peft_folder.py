@@ -7,6 +7,7 @@ opened. The result is ready for the device: in its type, the scale multiplied in
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_of
 from mllm_compile.adapters.base_names import check_base
+from mllm_compile.adapters.dora import check_magnitudes, scaled
 from mllm_compile.adapters.expert_factors import by_expert, with_parameters
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
@@ -38,7 +40,7 @@ _INFINITY = {
     torch.float16: (torch.int16, 0x7C00),
 }
 
-Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+Matrices = Mapping[str, tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class AdapterTensors:
         digest: 32 hex digits over both files.
         rank: its highest.
         num_bytes: of all matrices.
-        matrices: weight → A [rank, inputs] and B [outputs, rank], of experts [E, …], on the CPU, in BaseModel.dtype.
+        matrices: weight → A [rank, inputs] and B [outputs, rank], of experts [E, …], and DoRA's scales [outputs], on
+            the CPU, in BaseModel.dtype.
     """
 
     digest: str
@@ -78,6 +81,7 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
     names = ModuleNames(config, config_path, [module_of(weight) for weight in (base.embedding, base.head)])
     factors = with_parameters(file.factors, names, base, path)
     places = _places(factors, names, base, path)
+    check_magnitudes(file.magnitudes, config.is_dora, places, base, path)
     _check_layout(header, path)
     data = _read_whole(path, header)
     _check_copies(data, file, base, path)
@@ -85,10 +89,13 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterTensors:
         digest = beside.submit(
             lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:32]
         )
-        matrices = _matrices(data, factors, places, names, base, path)
+        matrices: Matrices = _matrices(data, factors, places, names, base, path)
+        if config.is_dora:
+            magnitudes = {module: _tensor(data, entry) for module, entry in file.magnitudes.items()}
+            matrices = scaled(matrices, magnitudes, places, base, path)
         return AdapterTensors(
             digest.result(),
-            max(down.shape[-2] for down, _ in matrices.values()),
+            max(down.shape[-2] for down, *_ in matrices.values()),
             sum(one.nbytes for pair in matrices.values() for one in pair),
             matrices,
         )
@@ -261,5 +268,5 @@ def _is_finite(matrix: torch.Tensor) -> bool:
 
 
 def _tensor(data: np.ndarray, entry: TensorEntry) -> torch.Tensor:
-    count = entry.shape[0] * entry.shape[1]
+    count = math.prod(entry.shape)
     return torch.frombuffer(data, dtype=entry.dtype, count=count, offset=entry.begin).view(entry.shape)

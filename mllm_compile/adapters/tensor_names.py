@@ -14,12 +14,12 @@ from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
 PREFIX = "base_model.model."
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))
+_MAGNITUDES = ".lora_magnitude_vector"
 _COPY = ".base_layer.weight"  # beside factors of embeddings and heads
 _MOST_OF_NAME = 500  # characters of a module's name, which messages have
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of names of tensors that are not served.
 _OTHERS = {
-    ".lora_magnitude_vector": "DoRA",
     ".bias": "a bias",
     ".modules_to_save": "a whole module that was trained",
     ".trainable_tokens_": "rows of an embedding that were trained",
@@ -54,10 +54,12 @@ class AdapterFile(NamedTuple):
     Attributes:
         factors: of each module that it changes.
         copies: of the base model's weights that lie beside them.
+        magnitudes: DoRA's, one of each output.
     """
 
     factors: dict[str, Factors]
     copies: dict[str, TensorEntry]
+    magnitudes: dict[str, TensorEntry]
 
 
 def tensors_of(tensors: Mapping[str, TensorEntry], path: Path) -> AdapterFile:
@@ -70,15 +72,16 @@ def tensors_of(tensors: Mapping[str, TensorEntry], path: Path) -> AdapterFile:
         UnsupportedModelError: a tensor is of something that is not served.
         CheckpointError: a name, a type or a shape is not an adapter's, or one of two factors is missing.
     """
-    found: dict[str, dict[str, TensorEntry]] = {suffix: {} for suffix in (*_PAIRS[0], *_PAIRS[1], _COPY)}
+    found: dict[str, dict[str, TensorEntry]] = {suffix: {} for suffix in (*_PAIRS[0], *_PAIRS[1], _COPY, _MAGNITUDES)}
     for name, entry in tensors.items():
         suffix = next((one for one in found if name.endswith(one)), None)
         module = name.removeprefix(PREFIX).removesuffix(suffix or "")
         is_known = suffix is not None and name.startswith(PREFIX) and 0 < len(module) <= _MOST_OF_NAME
         _check_name(name if suffix != _COPY else module, path, is_known)
-        if entry.dtype not in _DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
+        dims, kind = (1, "vector") if suffix == _MAGNITUDES else (2, "matrix")
+        if entry.dtype not in _DTYPES or len(entry.shape) != dims or 0 in entry.shape:
             raise CheckpointError(
-                f"{path}: {short_repr(name)} is {_shown(entry)}; expected a matrix in float32, bfloat16 or float16"
+                f"{path}: {short_repr(name)} is {_shown(entry)}; expected a {kind} in float32, bfloat16 or float16"
             )
         found[suffix or _COPY][module] = entry
     factors: dict[str, Factors] = {}
@@ -87,7 +90,7 @@ def tensors_of(tensors: Mapping[str, TensorEntry], path: Path) -> AdapterFile:
         factors |= {module: Factors(down, found[b][module], a != _PAIRS[0][0]) for module, down in found[a].items()}
     if not factors:
         raise CheckpointError(f"{path} holds no tensor of an adapter. Download it again")
-    return AdapterFile(factors, found[_COPY])
+    return AdapterFile(factors, found[_COPY], found[_MAGNITUDES])
 
 
 def _check_pairs(

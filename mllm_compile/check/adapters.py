@@ -43,13 +43,14 @@ class AdapterCase:
 def adding(model: Any, factors: Factors) -> Iterator[None]:
     """Lets the model's modules add what an adapter changes."""
     with ExitStack() as hooks:
-        for weight, (a, b) in factors.items():
+        for weight, (a, b, *scales) in factors.items():
             if a.dim() == 3:
                 hooks.enter_context(_changed_experts(model, weight, b @ a))
                 continue
             module = model.get_submodule(weight.removesuffix(".weight"))
-            add = _adding_of_ids if isinstance(module, torch.nn.Embedding) else _adding
-            hooks.callback(module.register_forward_hook(add(a, b)).remove)
+            is_embedding = isinstance(module, torch.nn.Embedding)
+            hook = _adding_of_ids(a, b) if is_embedding else _adding(a, b, *scales)
+            hooks.callback(module.register_forward_hook(hook).remove)
         yield
 
 
@@ -67,8 +68,15 @@ def _changed_experts(model: Any, weight: str, change: torch.Tensor) -> Iterator[
         module._parameters[name[2]] = before
 
 
-def _adding(a: torch.Tensor, b: torch.Tensor) -> Any:
-    return lambda _, inputs, output: output + inputs[0] @ a.T @ b.T
+def _adding(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None = None) -> Any:
+    def add(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if scales is not None:
+            bias = 0 if getattr(module, "bias", None) is None else module.bias
+            output = (output - bias) * scales + bias
+        added: torch.Tensor = inputs[0] @ a.T @ b.T
+        return output + added
+
+    return add
 
 
 def _adding_of_ids(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -78,11 +86,14 @@ def _adding_of_ids(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def _random_factors(layout: LoraLayout, seed: int, rank: int, dtype: torch.dtype, device: str) -> Factors:
     generator = torch.Generator().manual_seed(seed)
-    found, made = {}, {}
+    made: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+    found = {}
+    scaled = {one.linear for one in layout.buffers if one.scales}
     for target in layout.targets:
-        shape = target.outputs, target.inputs, target.num_experts
+        shape = target.outputs, target.inputs, target.num_experts, int(target.linear in scaled)
         if shape not in made:  # layers share them, as they share weights
             a, b = (torch.randn(one, generator=generator) for one in target.shapes(rank))
-            made[shape] = (a / shape[1] ** 0.5).to(device, dtype), (b * _SIZE).to(device, dtype)
+            scales = [1 + _SIZE * torch.randn(shape[0], generator=generator)] * shape[3]
+            made[shape] = tuple(one.to(device, dtype) for one in (a / shape[1] ** 0.5, b * _SIZE, *scales))
         found[target.weight] = made[shape]
     return found

@@ -68,7 +68,12 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     with reporter.stage("trace for adapters"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
     trace.graph_module.meta[LORA] = LoraWish(
-        wanted, config.lora.max_adapters, config.lora.max_rank, ends[0] if ends else "", tied_head(hf_model.model)
+        wanted,
+        config.lora.max_adapters,
+        config.lora.max_rank,
+        ends[0] if ends else "",
+        tied_head(hf_model.model),
+        config.lora.dora,
     )
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
@@ -136,8 +141,13 @@ def _experts(hf_model: HFModel) -> dict[str, tuple[str, ...]]:
 
 
 def _check_ranks(config: ResolvedConfig, experts: Collection[str]) -> None:
-    """Refuses experts that ranks have parts of."""
+    """Refuses experts that ranks have parts of, and norms of parts of weights."""
     names, ranks = set(map(_module, experts)) & set(config.lora.targets), config.runtime.num_ranks
+    if config.lora.dora and ranks > 1:
+        raise ConfigError(
+            f"lora.dora is set, and the model is on {ranks} ranks, which have parts of the weights that it norms. "
+            "Leave it out, or use one rank."
+        )
     if names and ranks > 1:
         raise ConfigError(
             f"lora.targets has {', '.join(map(repr, sorted(names)))}, and the model is on {ranks} ranks: there "

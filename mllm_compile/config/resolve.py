@@ -172,7 +172,8 @@ def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
         )
     adapters = {name: os.path.abspath(user_path(path)) for name, path in asked.adapters.items()}
     targets = () if asked.targets == "auto" else tuple(sorted(asked.targets))
-    return LoraSection(max_adapters=asked.max_adapters, max_rank=asked.max_rank, targets=targets, adapters=adapters)
+    given = {name: getattr(asked, name) for name in ("max_adapters", "max_rank", "dora")}
+    return LoraSection(**given, targets=targets, adapters=adapters)
 
 
 def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) -> ResolvedStructuredOutputs:

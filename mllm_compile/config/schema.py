@@ -319,6 +319,9 @@ class LoraConfig(Section):
     """Last parts of the names of modules that adapters may change, such as q_proj, embed_tokens or lm_head; all-linear
     is every linear but the head. auto: all-linear."""
 
+    dora: bool = False
+    """Adapters may be DoRA's (use_dora), which scale each output; the others pay for reading a scale."""
+
     adapters: dict[str, PathText] = {}
     """Adapters to begin with: a folder as PEFT writes it, by the name that requests use."""
 

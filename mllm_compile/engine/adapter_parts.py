@@ -46,14 +46,15 @@ class PoolWriter:
         flat = torch.empty(
             sum(one.numel() for pair in matrices.values() for one in pair), dtype=self._dtype, pin_memory=True
         )
-        pinned, start = {}, 0
+        pinned: dict[str, tuple[torch.Tensor, ...]] = {}
+        start = 0
         for weight, pair in matrices.items():
             places = []
             for one in pair:
                 places.append(flat[start : start + one.numel()].view(one.shape))
                 places[-1].copy_(one)
                 start += one.numel()
-            pinned[weight] = (places[0], places[1])
+            pinned[weight] = tuple(places)
         return pinned
 
     def write(self, slot: int, matrices: Matrices) -> None:
@@ -81,6 +82,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         modules=frozenset(_modules(compiled.artifact.weights)),
         elsewhere=_elsewhere(pool.targets.values()),
         max_rank=pool.max_rank,
+        takes_dora=bool(pool.scaled),
         dtype=pool.dtype,
         embedding=_weight_of_kind(pool, "embedding"),
         head=_weight_of_kind(pool, "head"),

@@ -174,7 +174,8 @@ def _adapters(config: ResolvedConfig) -> dict[str, str]:
     lora = config.lora
     if not lora.max_adapters:
         return {}
-    return {"lora": f"{lora.max_adapters} adapters, rank {lora.max_rank}, {' '.join(lora.targets) or 'all targets'}"}
+    targets, kind = " ".join(lora.targets) or "all targets", ", DoRA" if lora.dora else ""
+    return {"lora": f"{lora.max_adapters} adapters, rank {lora.max_rank}, {targets}{kind}"}
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:

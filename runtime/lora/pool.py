@@ -9,10 +9,11 @@ from collections.abc import Mapping
 
 import torch
 
-from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_name, b_name
+from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_name, b_name, scales_name
 
-# Weight → A and B of the shapes that LoraTarget.shapes has, the scale within B.
-Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+# Weight → A and B of the shapes that LoraTarget.shapes has, all scales within B; of DoRA also what W's outputs [N] are
+# multiplied with.
+Factors = Mapping[str, tuple[torch.Tensor, ...]]
 
 
 class LoraPool:
@@ -21,6 +22,7 @@ class LoraPool:
     Attributes:
         targets: the weights that adapters may change, by their names.
         buffers: by the program's names.
+        scaled: the linears whose outputs adapters may scale.
     """
 
     def __init__(self, layout: LoraLayout, device: torch.device, rank: int = 0) -> None:
@@ -30,6 +32,9 @@ class LoraPool:
         self.buffers = {
             name: torch.zeros(shape, dtype=self.dtype, device=device) for name, shape in layout.shapes().items()
         }
+        self.scaled = frozenset(one.linear for one in layout.buffers if one.scales)
+        for linear in self.scaled:
+            self.buffers[scales_name(linear)].fill_(1)  # for good, where a part of the linear is no target
         self._rank = rank
 
     @property
@@ -43,7 +48,7 @@ class LoraPool:
         Raises:
             ValueError: it changes another weight, a shape is not the weight's, or a rank is above max_rank.
         """
-        for name, (a, b) in factors.items():
+        for name, (a, b, *scales) in factors.items():
             target = self.targets.get(name)
             if target is None:
                 raise ValueError(f"{name!r} is no weight that adapters may change; these are: {self._named()}")
@@ -54,6 +59,8 @@ class LoraPool:
                 raise ValueError(
                     f"{name!r}: expected A and B of shapes {expected}, got {list(a.shape)} and {list(b.shape)}"
                 )
+            if scales and (target.linear not in self.scaled or scales[0].shape != (target.outputs,)):
+                raise ValueError(f"{name!r}: expected no scales, or [{target.outputs}] with lora.dora: true")
             if rank > self.max_rank:
                 raise ValueError(f"{name!r}: expected a rank of at most {self.max_rank} (lora.max_rank), got {rank}")
 
@@ -76,6 +83,9 @@ class LoraPool:
             if given is not None:
                 a[..., :rank, :].copy_(self._part(given[0], -1, target.input_ranges), non_blocking=True)
                 b[..., :rank].copy_(self._part(given[1], -2, target.output_ranges), non_blocking=True)
+            if target.linear in self.scaled:
+                own = self.buffers[scales_name(target.linear)][slot].narrow(0, target.stored_start, target.rows)
+                own.fill_(1) if given is None or len(given) < 3 else own.copy_(given[2], non_blocking=True)
             # Both: what was there may be no number, and zero times that is none.
             a[..., rank:, :].zero_()
             b[..., rank:].zero_()

@@ -73,12 +73,16 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class LoraBuffers:
-    """The buffers of one linear: A [slots, a_rows, inputs] and B [slots, b_rows, max_rank], of a rank."""
+    """The buffers of one linear: A [slots, a_rows, inputs] and B [slots, b_rows, max_rank], of a rank.
+
+    Where adapters may scale its outputs, also [slots, scales], one of each output. 0: they may not.
+    """
 
     linear: str
     a_rows: int
     inputs: int
     b_rows: int
+    scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ class LoraLayout:
         for one in self.buffers:
             found[a_name(one.linear)] = self.num_slots, one.a_rows, one.inputs
             found[b_name(one.linear)] = self.num_slots, one.b_rows, self.max_rank
+            if one.scales:
+                found[scales_name(one.linear)] = self.num_slots, one.scales
         return found
 
     @property
@@ -117,3 +123,8 @@ def a_name(linear: str) -> str:
 def b_name(linear: str) -> str:
     """The program's name of a linear's B."""
     return f"lora_B.{linear}"
+
+
+def scales_name(linear: str) -> str:
+    """The program's name of the scales of a linear's outputs."""
+    return f"lora_scales.{linear}"

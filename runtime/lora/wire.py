@@ -32,12 +32,12 @@ def unpack(message: bytearray, dtype: torch.dtype) -> tuple[int, Factors]:
     """The slot and the factors of a message, which stays in use by them."""
     start = message.index(b"\n") + 1
     head = parse_json(bytes(message[:start]))
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    factors: dict[str, tuple[torch.Tensor, ...]] = {}
     for weight, shapes in head["shapes"].items():
         pair = []
         for shape in shapes:
             count = math.prod(shape)
             pair.append(torch.frombuffer(message, dtype=dtype, count=count, offset=start).view(shape))
             start += count * dtype.itemsize
-        factors[weight] = (pair[0], pair[1])
+        factors[weight] = tuple(pair)
     return head["slot"], factors

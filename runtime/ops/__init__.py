@@ -75,6 +75,7 @@ OPS = {
     "rope_and_cache": "attention.rope_cache",
     "rounded_panel_expert_linear": "panels.expert_ops",
     "rounded_panel_linear": "panels.ops",
+    "scale_of_adapters": "lora.reference",
     "scaled_linear": "scaled_linear.ops",
     "segment_attention": "segments.reference",
     "segment_attention_by_kernel": "segments.ops",

@@ -190,7 +190,7 @@ def test_an_adapter_of_another_model_of_the_hub_is_refused(tmp_path, named, sour
         ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not served"),
         ({"bias": "lora_only"}, "'bias' (biases of the base model that were trained) is not served"),
         ({"lora_bias": True}, "'lora_bias' (biases of adapters) is not served"),
-        ({"use_dora": True}, "'use_dora' (DoRA) is not served"),
+        ({"use_dora": True}, "is DoRA's, and the model was compiled for others. Set lora.dora: true"),
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' (whole modules that were trained) is not served"),
         ({"trainable_token_indices": [3]}, "'trainable_token_indices' (rows of embeddings"),
         (
@@ -260,7 +260,7 @@ def filled(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
             lambda tensors: tensors.update({f"{PREFIX}model.norm.base_layer.weight": torch.zeros(6, 5)}),
             "model.norm is a weight of the base model, which is not read of an adapter",
         ),
-        (renamed("lora_A.weight", "lora_magnitude_vector"), "is DoRA, which is not served"),
+        (renamed("lora_A.weight", "lora_magnitude_vector"), "is float32 of shape [4, 5]; expected a vector"),
         (renamed("lora_A.weight", "lora_B.bias"), "is a bias, which is not served"),
         (
             lambda tensors: [renamed(f"_proj.lora_{one}", f"_proj.base_layer.lora_{one}")(tensors) for one in "A"],
@@ -513,4 +513,60 @@ def test_experts_have_a_pair_of_factors_each_and_the_first_parameter_is_wrapped_
 def test_experts_that_do_not_fit_are_refused(tmp_path, wrapped, fields, said):
     with pytest.raises(MllmError, match=re.escape(said)) as caught:
         read_adapter(experts(tmp_path, wrapped, **fields), with_experts())
+    assert "\n" not in str(caught.value)
+
+
+def dora(folder: Path, **changes: Any) -> Path:
+    """An adapter of queries with magnitudes; tensors or fields are others, None: without it."""
+    tensors: dict[str, Any] = matrices(QUERIES)
+    for index, module in enumerate(QUERIES):
+        tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = torch.arange(6.0) * (index + 1)
+    fields = peft_fields(["q_proj"], use_dora=True)
+    changed = tensors | {f"{PREFIX}{name}": one for name, one in changes.items() if name not in fields}
+    given = {name: one for name, one in changed.items() if one is not None}
+    return write_adapter(folder, given, fields | {name: one for name, one in changes.items() if name in fields})
+
+
+def with_dora(**changes: Any) -> BaseModel:
+    def read(weight: str, start: int, rows: int) -> torch.Tensor:
+        return torch.randn(6, 5, generator=torch.Generator().manual_seed(len(weight)))[start : start + rows]
+
+    return BaseModel(**vars(BASE) | {"takes_dora": True, "read": read} | changes)
+
+
+def test_magnitudes_over_norms_are_in_the_second_factor_and_beside_it(tmp_path):
+    base, tensors = with_dora(), matrices(QUERIES)
+    adapter = read_adapter(dora(tmp_path), base)
+    for index, module in enumerate(QUERIES):
+        down, up, scales = adapter.matrices[f"{module}.weight"]
+        change = expected(tensors, module, 2.0)
+        norms = (base.read(f"{module}.weight", 0, 6) + change).norm(dim=1)
+        assert torch.allclose(scales, torch.arange(6.0) * (index + 1) / norms)
+        assert torch.allclose(up @ down, scales[:, None] * change, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "said"),
+    [
+        ({"use_dora": False}, {}, "has magnitudes of model.layers.0.self_attn.q_proj, and its config no use_dora"),
+        ({}, {"takes_dora": False}, "Set lora.dora: true"),
+        ({}, {"embedding": "model.layers.0.self_attn.q_proj.weight"}, "expected lora_embedding_A and B"),
+        ({}, {"read": lambda *_: None}, "is not stored in rows of numbers, whose norms DoRA needs"),
+        ({"model.layers.0.self_attn.q_proj.lora_magnitude_vector": None}, {}, "expected factors and magnitudes of it"),
+        ({"other.lora_magnitude_vector": torch.ones(6)}, {}, "other: expected factors and magnitudes of it"),
+        (
+            {"model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(5)},
+            {},
+            "model.layers.0.self_attn.q_proj has 5 magnitudes; expected 6",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.full((6,), torch.nan)},
+            {},
+            "a magnitude over a norm is no number",
+        ),
+    ],
+)
+def test_magnitudes_that_do_not_fit_are_refused(tmp_path, changes, base, said):
+    with pytest.raises(MllmError, match=re.escape(said)) as caught:
+        read_adapter(dora(tmp_path, **changes), with_dora(**base))
     assert "\n" not in str(caught.value)

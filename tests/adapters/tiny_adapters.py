@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from mllm_compile import Engine
 from mllm_compile.config.schema import EngineConfig
@@ -85,6 +88,28 @@ class Adapters:
             factors[f"{module}.weight"] = (down, up * scale)
         self.factors[name] = factors
         write_adapter(self.folder / name, tensors, peft_fields(targets, rank, target_parameters=parameters, **fields))
+
+    def with_dora(self, name: str) -> Adapters:
+        """The same, with one adapter as DoRA's: in other folders."""
+        other = copy.copy(self)
+        other.folder = self.folder / "dora"
+        shutil.copytree(self.folder, other.folder, ignore=shutil.ignore_patterns("dora"))
+        path = other.folder / name / "adapter_model.safetensors"
+        tensors, factors = load_file(path), {}
+        chance = torch.Generator().manual_seed(9)
+        for weight, (down, up) in self.factors[name].items():
+            parameter = self.model.get_parameter(weight).detach()
+            scales = 1 + 0.2 * torch.randn(len(parameter), generator=chance)
+            norms = (parameter + up @ down).norm(dim=1)
+            tensors[f"{PREFIX}{weight.removesuffix('.weight')}.lora_magnitude_vector"] = scales * norms
+            # W + B A, with its rows times the scales, is W and this.
+            change = scales[:, None] * (parameter + up @ down) - parameter
+            factors[weight] = change, torch.eye(len(parameter))
+        save_file(tensors, path, metadata={"format": "pt"})
+        fields = other.folder / name / "adapter_config.json"
+        fields.write_text(json.dumps(json.loads(fields.read_text()) | {"use_dora": True}))
+        other.factors = self.factors | {name: factors}
+        return other
 
     def config(self, cache: Path, **sections: Any) -> EngineConfig:
         given: dict[str, Any] = {

@@ -102,6 +102,11 @@ def check_experts(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_section(engine, with_experts, cache, lora={"targets": ["all-linear", "experts"]})
 
 
+def check_dora(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    """One adapter is DoRA's, the other is not."""
+    with_section(engine, adapters.with_dora("all"), cache, lora={"dora": True})
+
+
 def check_quantised(engine: Engine, adapters: Adapters, cache: Path) -> None:
     """Numbers are nearer to those of the adapter than its own change is large."""
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -175,11 +180,12 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
         "refused",
         refused("runtime.skip_compiled", partial(open_with, runtime={"skip_compiled": True})),
     ),
-    "DoRA, biases, `modules_to_save`": (
+    "DoRA": ("works", check_dora),
+    "biases, `modules_to_save`": (
         "refused",
         refused(
             "'modules_to_save'",
-            lambda *given: load_changed(*given, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}),
+            lambda *given: load_changed(*given, {"bias": "all"}, {"modules_to_save": ["lm_head"]}),
         ),
     ),
 }

@@ -51,7 +51,11 @@ def said_of(model: Any, prompt: Sequence[int]) -> Said:
 
 
 def check(
-    folder: Path, model_type: str, targets: Sequence[str], adapters: Sequence[Mapping[str, Any]], **changes: Any
+    folder: Path,
+    model_type: str,
+    lora: Mapping[str, Any],
+    adapters: Sequence[Mapping[str, Any]],
+    **changes: Any,
 ) -> None:
     model = save_tiny_model(tiny_config(model_type, **changes), folder / "model")
     with torch.no_grad():
@@ -63,7 +67,7 @@ def check(
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "compile": {"backend": "eager"},
         "runtime": {"device": "cpu", "max_model_len": 64, "max_running_requests": 8, "page_size": 4},
-        "lora": {"max_adapters": 2, "max_rank": 8, "targets": list(targets)},
+        "lora": {"max_adapters": 2, "max_rank": 8} | dict(lora),
         "cache": {"dir": str(folder / "cache")},
     }
     with Engine(EngineConfig.from_dict(sections)) as engine:
@@ -85,7 +89,7 @@ def test_the_embedding_and_the_head(model_type: str, is_tied: bool, tmp_path: Pa
     check(
         tmp_path,
         model_type,
-        ["all-linear", "embed_tokens", "lm_head"],
+        {"targets": ["all-linear", "embed_tokens", "lm_head"]},
         [{"r": 8, "lora_alpha": 4} | ENDS, {"r": 3, "use_rslora": True, "target_modules": ["lm_head"]}],
         tie_word_embeddings=is_tied,
     )
@@ -101,4 +105,14 @@ def test_experts(model_type: str, tmp_path: Path) -> None:
     adapters = [{"r": 8, "lora_alpha": 4} | BOTH | ranks, {"r": 3, "use_rslora": True} | DOWN]
     if model_type == "deepseek_v3":
         adapters[0] |= {"target_modules": ["o_proj"]}
-    check(tmp_path, model_type, ["all-linear", "experts"], adapters)
+    check(tmp_path, model_type, {"targets": ["all-linear", "experts"]}, adapters)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "phi3", "gpt_oss"])
+def test_dora(model_type: str, tmp_path: Path) -> None:
+    lora = {"dora": True, "targets": ["all-linear", "lm_head"]}
+    head = {"target_modules": ["o_proj", "lm_head"], "use_dora": True, "r": 8}
+    check(tmp_path, model_type, lora, [head, {"target_modules": "all-linear", "use_dora": False, "r": 3}])
+    tmp_path = tmp_path / "second"
+    all_of_them = {"target_modules": "all-linear", "use_dora": True, "r": 4, "lora_alpha": 6}
+    check(tmp_path, model_type, lora, [all_of_them, head], tie_word_embeddings=True)

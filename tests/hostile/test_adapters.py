@@ -28,6 +28,7 @@ BASE = BaseModel(
     *("m", _TARGETS, SHAPES | _ENDS, {}, 8, torch.float32, "embed_tokens.weight", "lm_head.weight"),
     experts=dict.fromkeys(_EXPERTS, StackedExperts(2, ("up", "down"))),
     read=lambda _, start, rows: TABLE[start : start + rows],
+    takes_dora=True,
 )
 
 
@@ -77,8 +78,14 @@ def test_adapters(count: int, tmp_path: Path) -> None:
         rank_pattern={r"layers\.1\..*": 4},
     )
     whole = write_adapter(tmp_path, matrices(SHAPES) | tensors_of_ends() | tensors_of_experts(), fields) / TENSOR_FILE
-    tensors, num_read = whole.read_bytes(), 0
+    kinds = [(fields, whole.read_bytes())]
+    magnitudes = {f"{PREFIX}{module}.lora_magnitude_vector": torch.ones(6) for module in SHAPES}
+    of_dora = peft_fields(["q_proj", "v_proj"], use_dora=True)
+    write_adapter(tmp_path, matrices(SHAPES) | magnitudes, of_dora)
+    kinds.append((of_dora, whole.read_bytes()))
+    num_read = 0
     for number, chance in cases("adapters", count):
+        fields, tensors = chance.choice(kinds)
         try:
             (tmp_path / CONFIG_FILE).write_bytes(
                 changed_config(chance, fields) if chance.random() < 0.6 else json.dumps(fields).encode()
@@ -93,7 +100,7 @@ def test_adapters(count: int, tmp_path: Path) -> None:
             raise
         else:
             num_read += 1
-            for weight, (down, up) in adapter.matrices.items():
+            for weight, (down, up, *scales) in adapter.matrices.items():
                 assert (up @ down).shape[-2:] == BASE.targets[weight]
-                assert torch.isfinite(down).all() and torch.isfinite(up).all()
+                assert all(torch.isfinite(one).all() for one in (down, up, *scales))
     assert count // 20 < num_read < count

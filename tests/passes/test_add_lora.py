@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
@@ -120,3 +122,16 @@ def test_an_input_says_which_adapter_each_token_has():
     tokens = next(one for one in gm.graph.nodes if one.meta.get("input_name") == "input_ids")
     assert node.meta["val"].dtype == torch.int32
     assert node.meta["val"].shape == tokens.meta["val"].shape
+
+
+def test_scales_are_of_all_outputs_of_a_packed_linear_and_come_before_what_is_added():
+    gm = model("layers.0.attn.q.weight", "layers.0.attn.v.weight")
+    gm.meta[LORA] = replace(gm.meta[LORA], has_scales=True)
+    gm = apply(AddLora(), gm)
+    (node,) = added(gm)
+    scaled = node.args[0]
+    assert is_op(scaled, "scale_of_adapters")
+    assert set(scaled.args[0].users) == {scaled}, "nothing reads the linear without them"
+    (buffers,) = layout(gm).buffers
+    assert scaled.args[1].meta["val"].shape == (3, buffers.scales) == (3, 32)
+    assert [target.stored_start for target in layout(gm).targets] == [0, 24]

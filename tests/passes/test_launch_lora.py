@@ -23,7 +23,7 @@ from tests.passes.support.graph_builder import apply, assert_values_hold, model_
 
 OF_LAYERS = [f"layers.{layer}.attn.{name}.weight" for layer in range(2) for name in "qo"]
 WEIGHTS = ["embed.weight", *OF_LAYERS]
-OPS = "add_lora", "add_lora_of_ids", "lora_shrink", "lora_expand"
+OPS = "add_lora", "add_lora_of_ids", "scale_of_adapters", "lora_shrink", "lora_expand"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,10 +33,10 @@ def kernels_on_cpu() -> Iterator[None]:
         yield
 
 
-def pieces() -> fx.GraphModule:
+def pieces(has_scales: bool = False) -> fx.GraphModule:
     builder, logits = model_of_layers(2)
     gm = builder.canonical(logits)
-    gm.meta[LORA] = LoraWish(frozenset(WEIGHTS), num_slots=2, max_rank=4)
+    gm.meta[LORA] = LoraWish(frozenset(WEIGHTS), num_slots=2, max_rank=4, has_scales=has_scales)
     for one in (PackProjections(), AddLora(), LowerAttention(), GatherRowsEarly(), SplitAtAttention()):
         gm = apply(one, gm)
     return apply(DeduplicatePieces(), gm)
@@ -49,9 +49,10 @@ def calls(gm: fx.GraphModule, name: str) -> list[str]:
     return [str(target).split(".")[1] for target in found]
 
 
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_the_kernels_have_the_numbers_of_the_op(tokens):
-    gm = pieces()
+def test_the_kernels_have_the_numbers_of_the_op(tokens, has_scales):
+    gm = pieces(has_scales)
     before = run(gm, tokens)
     after = apply(LaunchLora(), gm)
     assert_values_hold(after)
@@ -60,7 +61,7 @@ def test_the_kernels_have_the_numbers_of_the_op(tokens):
         small = after.meta[VARIANTS].get(name, {})
         assert set(small) == ({64} if calls(after, name) else set())
         assert all(calls(after, variant) == calls(after, name) for variant in small.values())
-        assert not {"add_lora", "add_lora_of_ids"} & set(calls(after, name))
+        assert not {"add_lora", "add_lora_of_ids", "scale_of_adapters"} & set(calls(after, name))
     assert LaunchLora()(after).matches == 0
 
 

@@ -19,6 +19,7 @@ _LIBRARY.define("add_lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, 
 _LIBRARY.define(
     "add_lora_of_experts(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor ids, bool of_tokens) -> Tensor"
 )
+_LIBRARY.define("scale_of_adapters(Tensor y, Tensor scales, Tensor? bias, Tensor slots) -> Tensor")
 _LIBRARY.define("add_lora_of_ids(Tensor y, Tensor ids, Tensor a, Tensor b, Tensor slots) -> Tensor")
 
 
@@ -139,6 +140,22 @@ def add_lora_of_ids(
     return out
 
 
+def scale_of_adapters(
+    y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, slots: torch.Tensor
+) -> torch.Tensor:
+    """A linear's outputs, but for its bias, times the scales of each token's adapter (DoRA); as they are without one.
+
+    Args:
+        y: [..., N] of T tokens in all; scales: [L, N]; bias: [N] that y has, or None.
+        slots: [T] int32, each token's slot; -1: it has no adapter.
+
+    Returns:
+        [..., N] in the dtype of y.
+    """
+    of_tokens = torch.where((slots >= 0)[:, None], scales[slots.clamp_min(0)], 1).view(y.shape)
+    return y * of_tokens if bias is None else y * of_tokens + bias * (1 - of_tokens)  # exactly y where it is 1
+
+
 def _added(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -187,6 +204,12 @@ def _fake_of_experts(
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
+def _fake_of_scales(
+    y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, slots: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
 def _fake_of_ids(
     y: torch.Tensor, ids: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
@@ -195,6 +218,8 @@ def _fake_of_ids(
 
 _LIBRARY.impl("add_lora", add_lora_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("add_lora", add_lora_on_cpu, "CPU")
+_LIBRARY.impl("scale_of_adapters", scale_of_adapters, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::scale_of_adapters", _fake_of_scales, lib=_LIBRARY)
 _LIBRARY.impl("add_lora_of_ids", add_lora_of_ids, "CompositeExplicitAutograd")
 _LIBRARY.impl("add_lora_of_experts", add_lora_of_experts_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("add_lora_of_experts", add_lora_of_experts_on_cpu, "CPU")

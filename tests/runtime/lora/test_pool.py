@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.lora.pool import LoraPool
-from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name, scales_name
 from mllm_compile.runtime.lora.wire import pack, unpack
 
 CPU = torch.device("cpu")
@@ -104,3 +104,16 @@ def test_an_embedding_s_first_factor_is_turned_and_experts_have_factors_of_their
     assert torch.equal(b, torch.cat([of_table[1], torch.zeros(2, 1)], 1))
     a, b = (written.buffers[name][1].unflatten(0, (5, -1)) for name in (a_name("experts.up"), b_name("experts.up")))
     assert torch.equal(b @ a, of_experts[1] @ of_experts[0])
+
+
+def test_scales_are_one_but_for_those_of_an_adapter():
+    target = LoraTarget("v.weight", 4, 6, "q+v", 0, 0, 4, stored_in="q+v", stored_start=2)
+    layout = LoraLayout(2, 3, "float32", (target,), (LoraBuffers("q+v", 3, 6, 4, 8),))
+    written, scales = LoraPool(layout, CPU), torch.arange(4.0)
+    written.write(1, {"v.weight": (*factors(), scales)})
+    found = written.buffers[scales_name("q+v")]
+    assert torch.equal(found, torch.stack([torch.ones(8), torch.cat([torch.ones(2), scales, torch.ones(2)])]))
+    written.write(1, {"v.weight": factors()})
+    assert bool((found == 1).all())
+    with pytest.raises(ValueError, match=r"expected no scales, or \[4\] with lora.dora: true"):
+        pool().write(1, {"attn.q.weight": (*factors(), scales)})

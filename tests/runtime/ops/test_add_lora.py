@@ -12,6 +12,7 @@ from mllm_compile.runtime.ops.lora.reference import (
     add_lora_of_ids,
     add_lora_on_cpu,
     add_lora_reference,
+    scale_of_adapters,
 )
 
 STARTS, ROWS, INPUTS, OUTPUTS, RANK = [0, 24], [16, 8], 20, 32, 4
@@ -85,3 +86,15 @@ def test_each_row_has_its_adapter_s_factors_of_its_expert(op, of_tokens):
     assert torch.allclose(found, expected, atol=1e-5)
     assert torch.equal(found[2:4], y[2:4])
     assert torch.equal(found[6], y[6])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_outputs_but_for_the_bias_are_scaled_and_stay_bitwise_without_an_adapter(has_bias):
+    generator = torch.Generator().manual_seed(5)
+    y, scales, bias = (torch.randn(shape, generator=generator) for shape in ((1, 4, 6), (2, 6), (6,)))
+    slots = torch.tensor([1, -1, 0, 1], dtype=torch.int32)
+    found = scale_of_adapters(y, scales, bias if has_bias else None, slots)
+    own = bias if has_bias else torch.zeros(6)
+    assert torch.equal(found[0, 1], y[0, 1])
+    for token, slot in ((0, 1), (2, 0), (3, 1)):
+        assert torch.allclose(found[0, token], (y[0, token] - own) * scales[slot] + own, atol=1e-6)
