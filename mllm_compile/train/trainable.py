@@ -53,7 +53,6 @@ class Trainable(nn.Module):
         self._places = ParameterPlaces(plain.weights, artifact.weights, weights, artifact.program.panels)
         for name, data in self._places.parameters.items():
             _register(self, name, nn.Parameter(data))
-        self._named = dict(self.named_parameters())
         self._gradients = Gradients(plain, {**plain.constants, **self._places.parameters}, runner.vocab_size)
         is_cpu = runner.device.type == "cpu"
         self._scorer = Scorer(runner, prepare_threads(compiled, runner, timeline, None) if is_cpu else _nothing)
@@ -73,13 +72,16 @@ class Trainable(nn.Module):
         """
         ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten()
         _check(ids, lengths, temperature, self._runner)
-        parameters = self._named.values()
+        parameters = self._checked_parameters()
         output: torch.Tensor = _Logprobs.apply(self, ids, list(lengths), temperature, *parameters)  # type: ignore[no-untyped-call]
         return output
 
     def _score(self, ids: torch.Tensor, lengths: Sequence[int], temperature: float) -> torch.Tensor:
         """The log-probabilities without gradients; `forward` checks the arguments."""
         self._places.publish()
+        if self._runner.device.type == "cuda":
+            # Kernels that are launched early read weights before the optimiser's kernels end (docs/kernels.md).
+            torch.cuda.synchronize(self._runner.device)
         return self._scorer(ids.cpu().numpy(), lengths, temperature)
 
     def _gradients_of(
@@ -95,7 +97,22 @@ class Trainable(nn.Module):
         ids, grad = ids.to(device), grad.to(device)
         for tokens, some in _groups(lengths):
             self._gradients.run(ids[tokens], some, grad[tokens], temperature, add)
-        return [found.get(name) for name in self._named]
+        return [found.get(name) for name in self._places.parameters]
+
+    def _checked_parameters(self) -> list[nn.Parameter]:
+        """The parameters.
+
+        Raises:
+            RequestError: one is in another place than where it is served from.
+        """
+        parameters = [self.get_parameter(name) for name in self._places.parameters]
+        for one, (name, data) in zip(parameters, self._places.parameters.items(), strict=True):
+            if one.data_ptr() != data.data_ptr() or one.dtype != data.dtype:
+                raise RequestError(
+                    f"the parameter {name} has been replaced, as .to(), .data or load_state_dict(assign=True) do; "
+                    "expected the one that is served. Write it in place, as copy_() does."
+                )
+        return parameters
 
     def close(self) -> None:
         """Gives the memory of the served program back; the module cannot be called any more."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile import ConfigError, Engine, EngineConfig, RequestError, RequestOutput, SamplingParams, trainable
 from mllm_compile.train.trainable import Trainable
-from tests.tiny_model import TINY, Reference, engine_of_pages, tiny_config
+from tests.tiny_model import TINY, Reference, engine_of_pages, shallow_tiny, tiny_config
 
 Config = Callable[..., EngineConfig]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -118,7 +118,8 @@ def test_a_step_changes_what_a_fresh_load_of_the_weights_has(
     fresh = trainable(config(tmp_path / "model"))
     assert torch.equal(fresh(ids, lengths), after)
     fresh.close()
-    with Engine(config(tmp_path / "model")) as engine:
+    with Engine(config()) as engine:
+        engine.update_weights(written.state_dict().items())
         check_bitwise(written, engine.generate(PROMPTS, SAMPLED))
 
 
@@ -169,6 +170,33 @@ def test_a_step_between_forward_and_backward_is_an_error(written: Trainable) -> 
         written.get_parameter("model.norm.weight").mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_parameter_that_was_replaced_is_refused(written: Trainable) -> None:
+    norm = written.get_parameter("model.norm.weight")
+    data = norm.data
+    norm.data = data.clone()
+    with pytest.raises(RequestError, match=r"model\.norm\.weight has been replaced.*copy_"):
+        written([1, 2], [2])
+    norm.data = data
+
+
+@pytest.mark.slow
+def test_compiled_pieces_and_weights_in_panels_give_the_same(tmp_path: Path) -> None:
+    model = {"path": str(shallow_tiny(tmp_path / "model"))}
+    compiled = tiny_config(tmp_path / "cache", model=model, runtime={"deterministic": True, "max_model_len": 128})
+    module = trainable(compiled)
+    embedding = module.get_parameter("model.embed_tokens.weight")
+    with torch.no_grad():
+        embedding.mul_(1.01)
+    with Engine(compiled) as engine:
+        outputs = engine.generate(PROMPTS, SAMPLED)
+        with pytest.raises(AssertionError):
+            check_bitwise(module, outputs)
+        with torch.no_grad():
+            embedding.copy_(Reference().model.get_parameter("model.embed_tokens.weight"))
+        check_bitwise(module, outputs)
+    module.close()
 
 
 @pytest.mark.parametrize(
