@@ -160,17 +160,16 @@ def _load(
                 snapshot_bytes=runner.state_bytes_per_request,
                 tower=tower,
                 adapters=adapters,
-                live=_live_weights(runner, group),
+                live=_live_weights(runner),
+                tell_ranks=None if group is None else group.tell,
             )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
 
 
-def _live_weights(runner: ModelRunner, group: RankGroup | None) -> LiveWeights | str:
+def _live_weights(runner: ModelRunner) -> LiveWeights | str:
     """The weights, for updates; a text: why they stay."""
-    if group is not None:
-        return "the weights of several ranks cannot be updated. Serve the model with one rank."
     if runner.model.live is None:
         return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
     return runner.model.live

@@ -478,7 +478,7 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
 def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
     from mllm_compile.engine.weight_updates import WeightUpdates  # torch
 
-    return WeightUpdates(core, parts.live)
+    return WeightUpdates(core, parts.live, parts.tell_ranks)
 
 
 def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:

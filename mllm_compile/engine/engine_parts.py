@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ class EngineParts:
         tower: what prompts with images are checked with; a text: why none are served.
         adapters: the device's side of adapters; None: none are served.
         live: the weights, for updates; a text: why there are none.
+        tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
     """
 
     scheduler: Scheduler | DataParallelScheduler
@@ -70,3 +71,4 @@ class EngineParts:
     tower: Tower | str = "the model takes text alone"
     adapters: AdapterParts | None = None
     live: LiveWeights | str = "there are no weights to update"
+    tell_ranks: Callable[[Iterable[memoryview]], None] | None = None

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -19,6 +19,7 @@ from mllm_compile.engine.loop import EngineCore
 from mllm_compile.errors import UpdateConflictError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Vocabulary
+from mllm_compile.runtime.updates.ranked import RankedUpdate, Send
 from mllm_compile.runtime.updates.session import WeightUpdate
 
 FIRST_VERSION = "default"  # as vLLM and SGLang call it
@@ -66,14 +67,15 @@ class WeightUpdates:
     Args:
         core: whose steps read them.
         live: the weights, or why they cannot be updated.
+        tell_ranks: as EngineParts.tell_ranks.
 
     Attributes:
         version: their label.
         epoch: how many updates there were.
     """
 
-    def __init__(self, core: EngineCore, live: LiveWeights | str) -> None:
-        self._core, self._live = core, live
+    def __init__(self, core: EngineCore, live: LiveWeights | str, tell_ranks: Send | None) -> None:
+        self._core, self._live, self._tell_ranks = core, live, tell_ranks
         self._lock = threading.RLock()
         self._open: WeightUpdate | None = None
         self._is_direct = self._keeps_prefixes = False
@@ -109,7 +111,7 @@ class WeightUpdates:
                 raise WeightUpdateError(self._live)
             if partial and self._torn is not None:
                 raise self._core.gate.torn_error()
-            self._open = WeightUpdate(self._live, is_direct=direct, is_partial=partial, names=names)
+            self._open = self._begun(self._live, is_direct=direct, is_partial=partial, names=names)
             self._is_direct, self._keeps_prefixes = direct, keep_prefix_cache
             if direct:
                 self._direct_since = time.monotonic()
@@ -128,6 +130,18 @@ class WeightUpdates:
             except BaseException as error:
                 self.abandon(_reason(error))
                 raise
+
+    def _begun(self, live: LiveWeights, **options: Any) -> WeightUpdate:
+        """A session of all ranks."""
+        tell = self._tell_ranks
+        if tell is None:
+            return WeightUpdate(live, **options)
+
+        def send(message: Iterable[memoryview]) -> None:
+            parts = list(message)
+            self._core.between_steps(lambda: tell(parts))
+
+        return RankedUpdate(live, send, tell, **options)
 
     def check_announced(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]

@@ -125,7 +125,7 @@ def _follow(
         if isinstance(record, StepRecord):
             steps.follow(record)
         else:
-            steps.take_adapter(record)
+            steps.take(record)
         ring.done()
 
 

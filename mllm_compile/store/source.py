@@ -146,13 +146,14 @@ class ArtifactSource:
                 panels = artifact.program.every_panels()
                 for name, unit in panels.items():
                     put_in_panels(weights[name], unit)
-        return LiveWeights(specs, weights, panels, factors, self._find_places)
+        num_ranks = 1 + len(artifact.further_weights)
+        return LiveWeights(specs, weights, panels, factors, self._find_places, self._rank, num_ranks)
 
-    def _find_places(self) -> Places:
-        """The places of tensors that an update brings."""
+    def _find_places(self, rank: int) -> Places:
+        """The places of tensors that an update brings to a rank."""
         artifact = self._artifact
         ranks = (artifact.weights, *artifact.further_weights)
-        return Places(artifact.tensor_names(), None if artifact.manifest.weights.are_random else ranks, self._rank)
+        return Places(artifact.tensor_names(), None if artifact.manifest.weights.are_random else ranks, rank)
 
 
 def load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

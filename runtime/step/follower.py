@@ -8,11 +8,14 @@ from mllm_compile.runtime.lora.wire import unpack
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.step.paths.base import Step
 from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.runtime.updates.wire import FollowedUpdate, is_update
 
 
 class FollowingStepRunner(StepRunner):
     """Runs the steps that rank 0 has announced. At the end of each all ranks have its tokens: rank 0 broadcasts them,
     or they have chosen together."""
+
+    _update: FollowedUpdate | None = None
 
     def follow(self, record: StepRecord) -> None:
         """Launches a step as rank 0 has planned it."""
@@ -25,7 +28,19 @@ class FollowingStepRunner(StepRunner):
             path.follow(Step(batch, plan, record.choice))
             self._pools.save_states(batch.state_saves)
 
-    def take_adapter(self, message: bytearray) -> None:
+    def take(self, message: bytearray) -> None:
+        """Does what rank 0 says between two steps: weights, or this rank's part of an adapter."""
+        if not is_update(message):
+            self._take_adapter(message)
+            return
+        with self._runner.on_device():
+            if self._update is None:
+                live = self._runner.model.live
+                assert live is not None, "rank 0 has looked"
+                self._update = FollowedUpdate(live)
+            self._update.take(message)
+
+    def _take_adapter(self, message: bytearray) -> None:
         """Puts this rank's part of an adapter into a slot, behind the steps that were launched."""
         lora = self._runner.model.lora
         assert lora is not None, "rank 0 sends adapters of a program that takes some"

@@ -24,19 +24,22 @@ class LiveWeights:
         tensors: them, by name.
         panels: those that lie in panels, and the bytes of a unit.
         factors: the numbers that loading multiplied parts by.
-        find_places: reads the names that updates may use.
+        find_places: reads the names that updates may use, and gives the places of a rank.
+        rank, num_ranks: which part these are of the model.
     """
 
     specs: Specs
     tensors: Mapping[str, torch.Tensor]
     panels: Mapping[str, int]
     factors: Mapping[Factor, float]
-    find_places: Callable[[], Places]
+    find_places: Callable[[int], Places]
+    rank: int = 0
+    num_ranks: int = 1
 
     @cached_property
     def places(self) -> Places:
         """Where tensors go, found when the first update begins."""
-        return self.find_places()
+        return self.find_places(self.rank)
 
     def in_rows(self, name: str) -> torch.Tensor:
         """A copy of a weight, in the order that parts are of."""

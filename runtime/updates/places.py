@@ -166,6 +166,12 @@ class Places:
         named = ([name for weight, names in one.items() if weight in incomplete for name in names] for one in lacking)
         return min((list(dict.fromkeys(names)) for names in named), key=len)
 
+    def filled_by(self, names: set[str]) -> set[Box]:
+        """The boxes that tensors of these names fill."""
+        known = names.union(*(self.same(name) for name in names))
+        uses = (use for _, table in self._tables for name in known for use in table.get(name, ()))
+        return {use.box for use in uses if known.issuperset(needed_of(use.part))}
+
     @staticmethod
     def _lacking(specs: Specs, filled: set[Box]) -> dict[str, list[str]]:
         """Weight → names of tensors whose boxes are not filled."""

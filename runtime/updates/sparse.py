@@ -83,6 +83,8 @@ def _check(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.
         raise WeightUpdateError(f"values of {name!r} are {values.dtype}; expected float32, float16 or bfloat16.")
     if any(use.part.kept is not None or not use.spec.dtype.is_floating_point for use in uses):
         raise WeightUpdateError(f"{name!r} is quantised in memory, where no single value changes. Send it whole.")
+    if any(step[0] != "narrow" and step[0] not in _MOVES for use in uses for step in use.part.steps):
+        raise WeightUpdateError(f"{name!r} is in memory in another order of rows. Send it whole.")
     count = math.prod(uses[0].part.shape)
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
         raise WeightUpdateError(f"an index of {name!r} is beyond its {count} values.")

@@ -41,7 +41,7 @@ def live_weights() -> LiveWeights:
     )
     tensors = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
     names = TensorNames((specs,), None, (), ("tower.weight",))
-    return LiveWeights(specs, tensors, {}, {}, lambda: Places(names, (specs,), 0))
+    return LiveWeights(specs, tensors, {}, {}, lambda rank: Places(names, (specs,), rank))
 
 
 def following(live: LiveWeights) -> Callable[[list[int]], int]:

@@ -1,0 +1,129 @@
+"""The table of docs/rollouts.md: an engine with each feature is, after an update, one that started with its weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.errors import WeightUpdateError
+from tests.adapters.tiny_adapters import Adapters
+from tests.e2e.test_weight_updates import tensors_of, write_changed
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as shape_of
+from tests.sample import slow_but_a_sample
+from tests.tiny_model import TINY, engine_of_pages, tiny_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
+PROMPTS = [[41, 30, 77, 102, 5, 90, 12, 5] * 2, [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34))]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+EAGER = {"backend": "eager"}
+
+
+def answers(engine: Engine, **options: Any) -> list[list[int]]:
+    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY, **options)]
+
+
+def update_while_running(engine: Engine, folder: Path, mode: str) -> None:
+    """With requests that are kept over the update, and their prompts in the prefix cache."""
+    running = [engine.stream(prompt, GREEDY) for prompt in PROMPTS]
+    for stream in running:
+        next(stream)
+    engine.pause(mode)
+    engine.update_weights_from_folder(folder)
+    engine.resume()
+    for stream in running:
+        assert list(stream)[-1].finish_reason == "length"
+
+
+def check(
+    cache: Path,
+    scratch: Path,
+    served: Path = TINY,
+    num_pages: int | None = None,
+    quantization: str = "auto",
+    **sections: Any,
+) -> None:
+    other = write_changed(served, scratch / "other")
+    config, fresh_config = (
+        tiny_config(cache, model={"path": str(folder), "quantization": quantization}, compile=EAGER, **sections)
+        for folder in (served, other)
+    )
+    with engine_of_pages(fresh_config, num_pages) as fresh:
+        expected = answers(fresh)
+    with engine_of_pages(config, num_pages) as engine:
+        before = answers(engine)
+        for mode in ("keep", "retract"):
+            update_while_running(engine, other, mode)
+            assert answers(engine) == expected != before
+            engine.update_weights(tensors_of(served).items())
+            assert answers(engine) == before
+
+
+def check_weights(cache: Path, scratch: Path) -> None:
+    save_tiny_model(shape_of("mixtral", tie_word_embeddings=True), scratch / "model")
+    check(scratch / "cache", scratch, scratch / "model", quantization="int4", runtime={"max_model_len": 64})
+
+
+def check_states(cache: Path, scratch: Path) -> None:
+    save_tiny_model(shape_of("qwen3_next"), scratch / "model")
+    check(scratch / "cache", scratch, scratch / "model", runtime={"max_model_len": 64, "page_size": 4})
+
+
+def check_drafts_and_adapters(cache: Path, scratch: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    check(cache, scratch, speculative=drafts)
+    adapters = Adapters(scratch / "adapters")
+    other = write_changed(scratch / "adapters" / "model", scratch / "adapters" / "other")
+    with Engine(adapters.config(scratch / "cache")) as engine:
+        adapters.load(engine)
+        asked = partial(answers, engine, adapter=["all", None, "some"])
+        before = asked()
+        engine.update_weights_from_folder(other)
+        found = asked()
+        first = scratch / "adapters" / "model"
+        first.rename(scratch / "adapters" / "kept")
+        shutil.copytree(other, first)
+    with Engine(adapters.config(scratch / "cache")) as fresh:
+        adapters.load(fresh)
+        assert found == answers(fresh, adapter=["all", None, "some"]) != before
+
+
+def refused(message: str, **runtime: Any) -> Callable[[Path, Path], None]:
+    def run(cache: Path, scratch: Path) -> None:
+        with Engine(tiny_config(cache, compile=EAGER, runtime=runtime)) as engine:
+            with pytest.raises(WeightUpdateError, match=message):
+                engine.update_weights(tensors_of(TINY).items())
+            assert engine.state == "running"
+            with suppress(WeightUpdateError):
+                engine.weights.start(direct=True)
+            assert len(answers(engine)) == len(PROMPTS)
+
+    return run
+
+
+CHECKS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "tied, packed, expert, quantised weights": ("works", check_weights),
+    "prefix cache, preemption": ("works", partial(check, num_pages=5, runtime={"page_size": 16, "max_model_len": 48})),
+    "recurrent states": ("works", check_states),
+    "drafts, adapters": ("works; they stay as they are", check_drafts_and_adapters),
+    "several ranks": ("works", partial(check, runtime={"tensor_parallel_size": 2})),
+    "`skip_compiled`": ("refused", refused("runtime.skip_compiled is set", skip_compiled=True)),
+}
+
+
+def test_the_page_says_what_is_tested_here():
+    rows = re.findall(r"^\| ([^|]+) \| ((?:works|refused)[^|]*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(feature, says) for feature, (says, _) in CHECKS.items()]
+
+
+@pytest.mark.parametrize("feature", slow_but_a_sample(CHECKS, 1))
+def test_a_feature_works_with_updates_or_is_refused_by_name(feature, eager_cache, tmp_path):
+    CHECKS[feature][1](eager_cache, tmp_path)

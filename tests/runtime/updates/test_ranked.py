@@ -1,0 +1,106 @@
+"""An update over ranks, each in this process: a follower does what rank 0 has sent, and nothing that it has refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from mllm_compile.runtime.errors import WeightUpdateError
+from mllm_compile.runtime.updates.live import LiveWeights
+from mllm_compile.runtime.updates.names import TensorNames
+from mllm_compile.runtime.updates.places import Places
+from mllm_compile.runtime.updates.ranked import RankedUpdate
+from mllm_compile.runtime.updates.wire import FollowedUpdate, is_update
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
+
+ROWS, COLUMNS = 4, 6
+TENSORS = {"up": torch.randn(ROWS, COLUMNS), "expert.0": torch.randn(2, 3), "expert.1": torch.randn(2, 3)}
+
+
+def ranks() -> list[LiveWeights]:
+    """Rows of `up` are divided; each rank has one expert."""
+    specs = tuple(
+        (
+            WeightSpec(
+                "up",
+                (ROWS // 2, COLUMNS),
+                torch.float32,
+                (WeightPart("up", "f", 0, (ROWS, COLUMNS), (("narrow", 0, rank * ROWS // 2, ROWS // 2),)),),
+            ),
+            WeightSpec("experts", (2, 3), torch.bfloat16, (WeightPart(f"expert.{rank}", "f", 0, (2, 3)),)),
+        )
+        for rank in range(2)
+    )
+    names = TensorNames(specs, None, (), ())
+    return [
+        LiveWeights(
+            specs[rank],
+            {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs[rank]},
+            {},
+            {},
+            lambda of_rank: Places(names, specs, of_rank),
+            rank,
+            2,
+        )
+        for rank in range(2)
+    ]
+
+
+def update_of(lives: list[LiveWeights], **options: bool) -> RankedUpdate:
+    followed = FollowedUpdate(lives[1])
+
+    def send(parts: Iterable[memoryview]) -> None:
+        message = bytearray(b"".join(parts))
+        assert is_update(message)
+        followed.take(message)
+
+    return RankedUpdate(lives[0], send, send, **options)
+
+
+def holds(lives: list[LiveWeights], tensors: dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(live.tensors["up"], tensors["up"][rank * 2 : rank * 2 + 2])
+        and torch.equal(live.tensors["experts"], tensors[f"expert.{rank}"].bfloat16())
+        for rank, live in enumerate(lives)
+    )
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_each_rank_gets_its_part(is_direct):
+    lives = ranks()
+    update = update_of(lives, is_direct=is_direct)
+    for name, tensor in TENSORS.items():
+        update.take(name, tensor)
+    update.check_complete()
+    update.prepare()
+    assert is_direct or not lives[1].tensors["up"].any()
+    update.swap()
+    assert holds(lives, TENSORS)
+
+
+def test_rank_0_refuses_what_another_one_would():
+    lives = ranks()
+    update = update_of(lives)
+    with pytest.raises(WeightUpdateError, match=r"'expert\.1' holds NaN or inf as bfloat16"):
+        update.take("expert.1", torch.full((2, 3), 3.4e38))
+    with pytest.raises(WeightUpdateError, match=r"'expert.1': expected shape \[2, 3\], got \[3, 2\]"):
+        update.take("expert.1", torch.zeros(3, 2))
+    for name in ("up", "expert.0"):
+        update.take(name, TENSORS[name])
+    with pytest.raises(WeightUpdateError, match=r"the update lacks 'expert\.1'"):
+        update.check_complete()
+    update.drop()
+    assert not any(tensor.any() for live in lives for tensor in live.tensors.values())
+
+
+def test_single_values_reach_the_rank_that_has_them():
+    lives = ranks()
+    update = update_of(lives, is_partial=True)
+    update.take_delta("up", torch.tensor([0, 5, 23], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
+    update.prepare()
+    update.swap()
+    expected = torch.zeros(ROWS * COLUMNS)
+    expected[[0, 5, 23]] = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(torch.cat([live.tensors["up"] for live in lives]).flatten(), expected)
