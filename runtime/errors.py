@@ -74,6 +74,10 @@ class UpdateConflictError(MllmError):
     """A call on weights at a wrong moment: another update is open, or none is."""
 
 
+class TransferError(MllmError):
+    """Weights that did not come: a host that is not allowed, a group that nobody joins, a sender that is gone."""
+
+
 class EnginePausedError(MllmError):
     """A request came while the engine takes none: it is paused until `resume`."""
 

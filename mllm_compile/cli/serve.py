@@ -99,6 +99,18 @@ def serve_command(
             "--allow-runtime-lora", help="Clients may load adapters of this machine's folders, and unload them."
         ),
     ] = False,
+    enable_rl: Annotated[
+        bool,
+        typer.Option(
+            "--enable-rl", help="Rollouts: clients may pause the engine and replace its weights (docs/rollouts.md)."
+        ),
+    ] = False,
+    rl_host: Annotated[
+        list[str] | None, typer.Option(help="A host whose group the engine may join; this machine always is one.")
+    ] = None,
+    rl_folder: Annotated[
+        list[str] | None, typer.Option(help="A folder below which weights may be read; may be given several times.")
+    ] = None,
     logprobs_mode: Annotated[
         str | None,
         typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
@@ -146,6 +158,9 @@ def serve_command(
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
         runtime=runtime,
+        enable_rl=enable_rl,
+        rl_hosts=tuple(rl_host or ()),
+        rl_folders=tuple(rl_folder or ()),
     )
     if isinstance(source, EngineConfig):
         check_adapters(source, options)

@@ -225,6 +225,15 @@ class WeightUpdates:
             self._close(None)
             return UpdateReport(self.version, self.epoch, update.num_tensors, update.num_unread, pause_s)
 
+    def missing(self) -> list[str]:
+        """Names of tensors that the open update lacks.
+
+        Raises:
+            UpdateConflictError: no update is open.
+        """
+        with self._lock:
+            return self._session().missing()
+
     def abandon(self, reason: str) -> None:
         """Ends the open update, if there is one, without its weights; a direct one may leave them torn."""
         with self._lock:

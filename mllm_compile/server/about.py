@@ -8,6 +8,7 @@ from mllm_compile.server.endpoints import Answer
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import Receive, Scope, respond_json
+from mllm_compile.server.rl.rendezvous import backend_of
 from mllm_compile.version import __version__
 
 # Of ServeOptions: keys, and where things are on this machine.
@@ -44,6 +45,11 @@ def server_info(front: Front) -> Answer:
                 "start_seconds": hello.seconds,
                 "config": hello.config,
             }
+            if front.options.enable_rl:
+                info["vllm_config"] = {  # what clients of vLLM's weight transfer look at
+                    "weight_transfer_config": {"backend": backend_of(facts)},
+                    "model_config": {"dtype": f"torch.{hello.dtype}"},
+                }
         await respond_json(send, info)
 
     return answer

@@ -10,7 +10,7 @@ import hmac
 import ipaddress
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +31,8 @@ from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
 from mllm_compile.server.http import Receive, Scope, client_of, header, respond, respond_error
 from mllm_compile.server.openapi import openapi
+from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.rl import paths as rl
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -51,7 +53,7 @@ _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
     **dict.fromkeys(("embeddings", "pooling", "classify", "score", "rerank", "moderations", "encode"), _GENERATES),
     **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), _GENERATES),
-    **dict.fromkeys(("generate", "inference/v1/generate", "invocations", "api/generate"), "use /v1/completions"),
+    **dict.fromkeys(("invocations", "api/generate"), "use /v1/completions"),
     **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("reset_prefix_cache", "flush_cache"), _CACHE),
@@ -60,6 +62,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("get_server_info", "get_load"), "use /server_info, /load or /metrics"),
     "health_generate": "use /health, which sees a step that is stuck",
 }
+_FOR_ROLLOUTS = "it is for rollouts: serve with --enable-rl, and an API key or on this machine alone"
 
 
 class _Raw:
@@ -95,18 +98,27 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/load", about.load),
     ("GET", "/server_info", about.server_info),
-    ("GET", "/openapi.json", lambda front: openapi(paths_of(), _BODIES)),
+    ("GET", "/openapi.json", lambda front: openapi(paths_of(front.options), _bodies_of(front.options))),
 )
 
 
-def paths_of() -> list[tuple[str, str]]:
-    """Method and path of every route."""
-    return [(method, path) for method, path, _ in _ROUTES]
+def paths_of(options: ServeOptions) -> list[tuple[str, str]]:
+    """Method and path of every route of a server."""
+    return [(method, path) for method, path, _ in _routes_of(options)]
+
+
+def _routes_of(options: ServeOptions) -> tuple[tuple[str, str, endpoints.Endpoint], ...]:
+    return (*_ROUTES, *rl.PATHS) if options.enable_rl else _ROUTES
+
+
+def _bodies_of(options: ServeOptions) -> dict[str, type[msgspec.Struct]]:
+    return _BODIES | rl.BODIES if options.enable_rl else _BODIES
 
 
 def make_app(front: Front) -> App:
     """The application of a front."""
-    routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in _ROUTES]
+    found = _routes_of(front.options)
+    routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in found]
     # A redirect would be made of the Host header, and lead from TLS to plain HTTP behind a proxy.
     router = Router(routes, redirect_slashes=False)
     app: App = _Guarded(router, front)
@@ -132,6 +144,7 @@ class _Guarded:
         self._origins = options.allowed_origins
         self._root = options.root_path
         self._known_hosts = {_place_of(origin) for origin in options.allowed_origins}
+        self._paths = paths_of(options)
         self._is_private = options.is_local and options.uds is None and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,7 +170,7 @@ class _Guarded:
         try:
             await self._app(scope, receive, send)  # type: ignore[arg-type]
         except HTTPException as missed:
-            error, headers = _not_found(scope["method"], scope["path"], missed)
+            error, headers = _not_found(scope["method"], scope["path"], missed, self._paths)
             self._tell(scope, error)
             await respond(send, error.body, status=error.status, headers=headers)
         except asyncio.CancelledError:  # of the server, which ends, while it waited for its body or a thread
@@ -182,7 +195,7 @@ class _Guarded:
     def _tell(self, scope: Scope, error: ApiError) -> None:
         """Logs and counts a request that comes to no endpoint. An unknown path is quoted: it may hold anything."""
         path = scope["path"]
-        is_known = error.code == _UNSUPPORTED or any(path == known for _, known in paths_of())
+        is_known = error.code == _UNSUPPORTED or any(path == known for _, known in self._paths)
         self._front.refused(error, path if is_known else repr(path[:_MOST_OF_PATH]), client_of(scope))
 
     def _may_ask(self, scope: Scope) -> bool:
@@ -229,8 +242,10 @@ def _is_of_no_site(host: str) -> bool:
     return True
 
 
-def _not_found(method: str, path: str, error: HTTPException) -> tuple[ApiError, Headers]:
-    """The answer to a path that is not there, or not for the method, and its headers."""
+def _not_found(
+    method: str, path: str, error: HTTPException, paths: Sequence[tuple[str, str]]
+) -> tuple[ApiError, Headers]:
+    """The answer to a path that is not among `paths`, or not for the method, and its headers."""
     if error.status_code == 405:
         methods = sorted((error.headers or {}).get("Allow", "").split(", "))
         allowed = ", ".join(methods)
@@ -238,10 +253,12 @@ def _not_found(method: str, path: str, error: HTTPException) -> tuple[ApiError, 
         return refused, [*JSON, (b"allow", allowed.encode())]
     bare = path.rstrip("/")
     why = _ELSEWHERE.get(re.sub(r"^/(v[12]/)?", "", bare))
+    if why is None and any(bare == of_rollouts for _, of_rollouts, _ in rl.PATHS):
+        why = _FOR_ROLLOUTS
     if why is not None:
         return ApiError(404, f"there is no {path}: {why}", code=_UNSUPPORTED), JSON
     known: dict[str, list[str]] = {}
-    for one, like in paths_of():
+    for one, like in paths:
         if "{" not in like:
             known.setdefault(like, []).append(one)
     meant = [like for like in (bare, f"/v1{bare}", bare.removeprefix("/v1")) if like in known]

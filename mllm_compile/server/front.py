@@ -28,6 +28,7 @@ from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.rl.calls import RolloutCalls
 from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
@@ -80,9 +81,11 @@ class Front:
             is_idle=lambda: self.is_idle,
             on_adapters=self._adapters_changed,
             adapters=lambda: self.names.adapters,
+            on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
         )
+        self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)
-        self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave)
+        self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave, gives_aborted=options.enable_rl)
         self.metrics = Metrics(
             lambda: self.names.first or "",
             {
@@ -107,6 +110,8 @@ class Front:
     def _engine_lost(self, error: ApiError) -> None:
         self.dispatcher.fail_all(error)
         self.adapter_changes.fail_all(error)
+        if self.rollouts is not None:
+            self.rollouts.engine_lost(error)
 
     def _adapters_changed(self, event: AdaptersChanged) -> None:
         self.names.set_adapters(event.adapters)
@@ -149,6 +154,8 @@ class Front:
         """
         if self.is_draining:
             raise not_ready("the server is shutting down", "shutting_down")
+        if self.rollouts is not None:
+            self.rollouts.check_weights()
 
     def check_ignored(self, names: Sequence[str], why: str = "this server knows no such field") -> None:
         """Says once in the log that a field changes nothing.
@@ -297,7 +304,7 @@ class Front:
         for prompt in plan.prompts:
             key = self.dispatcher.next_key()
             run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media)
-            job.add(run, plan.params, facts.tokenizer, plan.make_parser)
+            job.add(run, plan.params, facts.tokenizer if plan.has_text else None, plan.make_parser)
         return job
 
     def _over(self, job: Job, model: str | None, client: str, parent: Context | None) -> None:

@@ -39,6 +39,9 @@ class ServeOptions:
         lora: keys of the section lora that options give.
         allow_runtime_lora: clients may load and unload adapters.
         runtime: keys of the section runtime that options give.
+        enable_rl: clients may pause the engine, and replace its weights.
+        rl_hosts: hosts beside this machine whose groups the engine may join.
+        rl_folders: below these folders are those that weights may be read from.
     """
 
     model: str
@@ -66,6 +69,9 @@ class ServeOptions:
     lora: Mapping[str, Any] = field(default_factory=dict)
     allow_runtime_lora: bool = False
     runtime: Mapping[str, Any] = field(default_factory=dict)
+    enable_rl: bool = False
+    rl_hosts: tuple[str, ...] = ()
+    rl_folders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -89,11 +95,16 @@ class ServeOptions:
                     f"--allowed-origin: expected an origin as browsers send it, such as https://app.example or "
                     f"http://localhost:3000 (small letters, no path, each one by itself), got {origin!r}"
                 )
-        if self.allow_runtime_lora and not (self.api_keys or self.is_local or self.uds):
-            raise ConfigError(
-                "--allow-runtime-lora: expected an API key beside it, or a server that only this machine reaches, got "
-                f"--host {self.host} without a key. Give --api-key"
-            )
+        for option, is_on in (("--allow-runtime-lora", self.allow_runtime_lora), ("--enable-rl", self.enable_rl)):
+            if is_on and not (self.api_keys or self.is_local or self.uds):
+                raise ConfigError(
+                    f"{option}: expected an API key beside it, or a server that only this machine reaches, got "
+                    f"--host {self.host} without a key. Give --api-key"
+                )
+        if self.enable_rl and self.sleep_after_s is not None:
+            raise ConfigError("--enable-rl: an engine that sleeps forgets its weights; leave out --sleep-after")
+        if (self.rl_hosts or self.rl_folders) and not self.enable_rl:
+            raise ConfigError("--rl-host, --rl-folder: expected --enable-rl beside them")
         if self.log not in FORMATS:
             raise ConfigError(f"--log: expected {' or '.join(FORMATS)}, got {self.log!r}")
         if self.max_queue is not None and self.max_queue < 1:

@@ -19,6 +19,7 @@ from mllm_compile.server.wire.messages import (
     AdaptersChanged,
     Begin,
     Command,
+    Controlled,
     EngineEvent,
     Failed,
     Hello,
@@ -53,6 +54,7 @@ class Supervisor:
         is_idle: True while there is no work.
         on_adapters: told of loads and unloads that are over.
         adapters: those that the next engine is to have, where another one was ready before it.
+        on_controlled: told of calls that are over.
 
     Attributes:
         stage, stage_since_s: of the start that is on.
@@ -72,6 +74,7 @@ class Supervisor:
         is_idle: Callable[[], bool],
         on_adapters: Callable[[AdaptersChanged], None],
         adapters: Callable[[], list[AdapterCard]],
+        on_controlled: Callable[[Controlled], object],
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -82,6 +85,7 @@ class Supervisor:
         self._is_idle = is_idle
         self._on_adapters = on_adapters
         self._adapters = adapters
+        self._on_controlled = on_controlled
         self.state = STARTING
         self.stage = "start"
         self.stage_since_s = time.monotonic()
@@ -251,6 +255,8 @@ class Supervisor:
             self.stage = event.name
         elif isinstance(event, AdaptersChanged):
             self._on_adapters(event)
+        elif isinstance(event, Controlled):
+            self._on_controlled(event)
         elif isinstance(event, Failed):
             self._failure = event
         elif self._hello is not None and not self._hello.done():

@@ -39,7 +39,7 @@ class Front:
 
 def served(engine: Any, prompts: list[list[int]], params: SamplingParams) -> Front:
     front = Front()
-    events = StepEvents(front.frames.append)
+    events = StepEvents(front.frames.append, str)
     engine.core.tell_steps(events)
     submissions = [engine.builder.build_one(prompt, params) for prompt in prompts]
     for key, submission in enumerate(submissions):
@@ -82,7 +82,7 @@ def test_the_token_that_ends_an_answer_comes_with_its_end():
 def test_an_engine_that_ends_tells_every_request_that_waits():
     runner = FakeStepRunner()
     front = Front()
-    events = StepEvents(front.frames.append)
+    events = StepEvents(front.frames.append, str)
     with fake_engine(runner, **ROOM_FOR_ENDLESS) as engine:
         engine.core.tell_steps(events)
         submissions = [engine.builder.build_one([1, 2], SamplingParams(max_tokens=ENDLESS)) for _ in range(6)]
@@ -103,7 +103,7 @@ def test_a_refusal_is_told_though_no_step_runs():
 
 def test_other_sinks_are_told_beside_it():
     with fake_engine() as engine:
-        engine.core.tell_steps(StepEvents([].append))
+        engine.core.tell_steps(StepEvents([].append, str))
         submission = engine.builder.build_one([1], SamplingParams(max_tokens=3, ignore_eos=True))
         submission.sink = Countdown([submission])
         engine.core.submit([submission])

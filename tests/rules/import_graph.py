@@ -27,6 +27,7 @@ FLOORS = (
     "mllm_compile/bench",
     "mllm_compile/server",
     "mllm_compile/train",
+    "mllm_compile/transfer",
     "mllm_compile/engine",
     "mllm_compile/ranks",
     "mllm_compile/structured",

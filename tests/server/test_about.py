@@ -14,6 +14,7 @@ import pytest
 
 from mllm_compile.server.app import paths_of
 from mllm_compile.server.openapi import document
+from mllm_compile.server.options import ServeOptions
 from tests.server.harness import Server, eventually, fake_server
 
 # Of vLLM's v1/metrics/loggers.py (005a810b), and of Prometheus' clients.
@@ -114,7 +115,7 @@ def test_its_interface_is_described_for_programs(server):
     told = get(server, "/openapi.json").json
     assert told["openapi"].startswith("3.1")
     assert {(m.upper(), path) for path, methods in told["paths"].items() for m in methods} == {
-        (method, path.replace(":path", "")) for method, path in paths_of()
+        (method, path.replace(":path", "")) for method, path in paths_of(ServeOptions(model="m"))
     }
     schemas = told["components"]["schemas"]
     refs = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(told)))

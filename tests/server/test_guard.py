@@ -13,9 +13,11 @@ import prometheus_client.parser
 import pytest
 
 from mllm_compile.server.app import OPEN_PATHS, paths_of
+from mllm_compile.server.options import ServeOptions
 from tests.server.harness import ROOT, Server, fake_server
 
 KEY = "secret-1"
+OPTIONS = ServeOptions(model="m")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def server() -> Iterator[Server]:
 
 
 def test_every_path_but_health_and_ready_needs_the_key(server):
-    paths = paths_of()
+    paths = paths_of(OPTIONS)
     assert len(paths) > 15
     for method, path in paths:
         path = path.replace("{name:path}", "fake")
@@ -41,7 +43,7 @@ def test_every_path_but_health_and_ready_needs_the_key(server):
 
 @pytest.mark.parametrize("headers", [{"authorization": f"Bearer {KEY}"}, {"x-api-key": "secret-2"}])
 def test_a_key_opens_every_path(server, headers):
-    for method, path in paths_of():
+    for method, path in paths_of(OPTIONS):
         answer = server.ask(method, path.replace("{name:path}", "fake"), {} if method == "POST" else None, headers)
         assert answer.status in (200, 400) or answer.error["code"] == "unsupported_endpoint", path
 
@@ -83,7 +85,7 @@ def test_a_path_of_other_servers_is_answered_with_what_to_do(server, method, pat
 
 def test_a_hint_leads_to_a_path_that_is_there(server):
     key = {"authorization": f"Bearer {KEY}"}
-    known = {path for _, path in paths_of() if "{" not in path}
+    known = {path for _, path in paths_of(OPTIONS) if "{" not in path}
     missed = {path + "s" for path in known} | {path[:-1] for path in known} | {f"/v1{path}" for path in known}
     missed |= (
         {path.removeprefix("/v1") for path in known} | {path + "/" for path in known} | {"/v1/rerankk", "/v1/scor"}
@@ -111,7 +113,7 @@ def test_a_browser_gets_the_page_with_the_key_as_password(server):
     page = server.get("/", headers={"authorization": f"Bearer {KEY}"})
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     for path in re.findall(r'fetch\("([^"]+)"', page.body.decode()):
-        assert path in {path for _, path in paths_of()}
+        assert path in {path for _, path in paths_of(OPTIONS)}
 
 
 def test_a_page_of_another_site_may_not_ask(server):

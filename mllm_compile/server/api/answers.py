@@ -19,6 +19,7 @@ from mllm_compile.server.wire.messages import Scores
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.encode
+_FIRST_VERSION = "default"  # of weights that nobody has named, as vLLM and SGLang call them
 
 
 def event(data: Any) -> bytes:
@@ -42,6 +43,20 @@ def usage_of(job: Job) -> dict[str, Any]:
     return usage
 
 
+def versions_of(choice: Choice) -> list[dict[str, Any]]:
+    """vLLM's form of the weights that made a completion's tokens: a version for each span of them."""
+    versions = choice.versions
+    if not versions or versions[0][1]:  # it began before anybody had named them
+        versions = [(_FIRST_VERSION, 0), *versions]
+    ends = [start for _, start in versions[1:]] + [choice.num_tokens]
+    spans = [
+        {"version": version, "start": start, "end": end}
+        for (version, start), end in zip(versions, ends, strict=True)
+        if start < end
+    ]
+    return spans or [{"version": versions[-1][0], "start": 0, "end": 0}]
+
+
 class OpenAIAnswers:
     """The part that both interfaces share.
 
@@ -52,6 +67,7 @@ class OpenAIAnswers:
         texts: of tokens, where their log-probabilities are wanted.
         prompt_texts: likewise of the prompt's.
         gives_ids: the answer has token ids too.
+        gives_versions: and versions of weights.
     """
 
     chunk_object: str
@@ -66,7 +82,9 @@ class OpenAIAnswers:
         texts: TokenTexts | None = None,
         prompt_texts: TokenTexts | None = None,
         gives_ids: bool = False,
+        gives_versions: bool = False,
     ) -> None:
+        self._gives_versions = gives_versions
         self._answer_head = {"object": self.answer_object, **head}
         self._chunk_head = {"object": self.chunk_object, **head}
         self._usage = usage
@@ -94,6 +112,8 @@ class OpenAIAnswers:
         entry |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._gives_ids:
             entry |= self._ids(choice)
+        if self._gives_versions and choice.finish_reason is not None:
+            entry["weight_versions"] = versions_of(choice)
         extra = {"usage": usage_of(job)} if self._usage_in_each else {}
         choice.sent()
         return event(self._chunk_head | {"choices": [entry]} | extra)
@@ -133,6 +153,8 @@ class OpenAIAnswers:
             entry |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
             if self._gives_ids:
                 entry |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt.token_ids}
+            if self._gives_versions:
+                entry["weight_versions"] = versions_of(choice)
             if self._prompt_texts is not None:
                 entry["prompt_logprobs"] = prompt_logprobs(self._prompt_texts, choice.prompt.scores)
             choices.append(entry)

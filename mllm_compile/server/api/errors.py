@@ -111,6 +111,12 @@ def of_kind(kind: str, message: str) -> ApiError:
         return ApiError(409, message, param="model", code="adapter_replaced", retry_after_s=1)
     if kind == "AdapterGoneError":
         return ApiError(410, message, param="model", code="adapter_gone")
+    if kind in ("WeightUpdateError", "TransferError"):
+        return ApiError(400, message, code="weight_update")
+    if kind == "UpdateConflictError":
+        return ApiError(409, message, code="update_conflict")
+    if kind in ("EnginePausedError", "WeightsTornError"):
+        return not_ready(message, "weights_torn" if kind == "WeightsTornError" else "paused")
     if kind == "ConfigError":  # what the request needs is not installed
         return bad_request(message, "structured_outputs", "unsupported_field")
     return ApiError(500, message, code="out_of_memory" if kind == "DeviceMemoryError" else "engine_error")

@@ -82,6 +82,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     priority: Any = None
     request_id: str | None = None
     cache_salt: str | None = None

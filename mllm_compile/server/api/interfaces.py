@@ -46,6 +46,7 @@ class AnswerPlan:
         is_only_echoed: generate nothing.
         make_parser: of the parser that reads an answer; None: it is its text.
         kept_bytes: of the request, that the answer needs beside prompts and parameters.
+        has_text: the answer has a text, or its end depends on it.
         unread: fields that the model's chat template does not read.
     """
 
@@ -56,6 +57,7 @@ class AnswerPlan:
     make_parser: Callable[[], CallParser] | None = None
     unread: tuple[str, ...] = ()
     kept_bytes: int = 0
+    has_text: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -212,6 +214,7 @@ def _options(fields: GenerateFields, facts: EngineFacts, params: SamplingParams)
         "texts": None if params.logprobs is None else texts,
         "prompt_texts": None if fields.prompt_logprobs is None else texts,
         # Without a tokenizer an answer has no text: its ids are all there is.
+        "gives_versions": bool(fields.return_weight_versions),
         "gives_ids": facts.tokenizer is None if fields.return_token_ids is None else fields.return_token_ids,
     }
 

@@ -13,6 +13,11 @@ _LEAST = -9999.0  # JSON has no -inf
 _OPEN = "\ufffd"
 
 
+def floored(logprob: float) -> float:
+    """A log-probability as JSON can hold it: of a token without probability -9999, as vLLM tells it."""
+    return max(logprob, _LEAST)
+
+
 class TokenTexts:
     """Tokens as text and bytes, by their entries in the vocabulary.
 
@@ -63,7 +68,7 @@ def chat_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> dict[str, Any]
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = texts.bytes_of(token_id)
-        return {"token": texts.text_of(token_id), "logprob": max(logprob, _LEAST), "bytes": list(data)}
+        return {"token": texts.text_of(token_id), "logprob": floored(logprob), "bytes": list(data)}
 
     return {
         "content": [
@@ -84,7 +89,7 @@ def completion_logprobs(
     """
     return {
         "tokens": [texts.name_of(token_id) for token_id in token_ids],
-        "token_logprobs": [None if one is None else max(one.logprob, _LEAST) for one in scores],
+        "token_logprobs": [None if one is None else floored(one.logprob) for one in scores],
         "top_logprobs": [None if one is None else _top(texts, one) for one in scores],
         "text_offset": offsets,
     }
@@ -92,8 +97,8 @@ def completion_logprobs(
 
 def _top(texts: TokenTexts, scores: Scores) -> dict[str, float]:
     """The alternatives, and the token itself if it is not among them."""
-    top = {texts.name_of(token_id): max(logprob, _LEAST) for token_id, logprob in scores.top}
-    top.setdefault(texts.name_of(scores.token_id), max(scores.logprob, _LEAST))
+    top = {texts.name_of(token_id): floored(logprob) for token_id, logprob in scores.top}
+    top.setdefault(texts.name_of(scores.token_id), floored(scores.logprob))
     return top
 
 
@@ -107,7 +112,7 @@ def prompt_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> list[dict[st
         entries.append(
             {
                 str(token_id): {
-                    "logprob": max(logprob, _LEAST),
+                    "logprob": floored(logprob),
                     "rank": rank,
                     "decoded_token": texts.text_of(token_id),
                 }

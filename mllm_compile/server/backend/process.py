@@ -16,12 +16,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.errors import EngineDeadError, EnginePausedError, MllmError
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
@@ -38,6 +38,7 @@ from mllm_compile.server.wire.messages import (
     AdaptersChanged,
     Begin,
     Close,
+    Control,
     Failed,
     Hello,
     LoadAdapter,
@@ -49,6 +50,7 @@ from mllm_compile.server.wire.messages import (
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
     from mllm_compile.engine.sequences import Submission
+    from mllm_compile.server.rl.engine_calls import EngineCalls
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -99,6 +101,7 @@ class EngineServer:
         self._channel = channel
         self._is_over = threading.Event()
         self._loads = ThreadPoolExecutor(2, thread_name_prefix="mllm-loads")
+        self._calls: EngineCalls | None = None
         self._telling = threading.Lock()  # the last list of adapters that the front hears is the newest
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
@@ -113,7 +116,7 @@ class EngineServer:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
         with engine:
-            events = StepEvents(self._channel.send)
+            events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
             _load_again(engine, begin.adapters or ())
             self._tell(_hello(engine, timeline))
@@ -167,8 +170,18 @@ class EngineServer:
                         engine.core.withdraw([submission])
                 elif isinstance(command, LoadAdapter | UnloadAdapter):
                     self._loads.submit(self._change_adapters, engine, command)
+                elif isinstance(command, Control):
+                    self._controls(engine).begin(command)
                 elif isinstance(command, Close):
                     return
+
+    def _controls(self, engine: Engine) -> EngineCalls:
+        """The calls of rollouts, made when there is a first one."""
+        if self._calls is None:
+            from mllm_compile.server.rl.engine_calls import EngineCalls
+
+            self._calls = EngineCalls(engine, self._tell)
+        return self._calls
 
     def _change_adapters(self, engine: Engine, command: LoadAdapter | UnloadAdapter) -> None:
         """Loads or unloads an adapter, and tells how that went."""
@@ -205,19 +218,22 @@ class EngineServer:
         self, engine: Engine, events: StepEvents, begun: Sequence[tuple[Submit, Submission | MllmError]]
     ) -> None:
         """Hands submissions to the engine, and tells why one is refused."""
-        submissions = []
-        refused = []
-        for command, built in begun:
-            if isinstance(built, MllmError):
-                refused.append(messages.end_of(command.key, [], built))
-            else:
-                events.take(command.key, built)
-                submissions.append(built)
+        taken = {command.key: built for command, built in begun if not isinstance(built, MllmError)}
+        refused = {command.key: built for command, built in begun if isinstance(built, MllmError)}
+        for key, submission in taken.items():
+            events.take(key, submission)
+        try:
+            if taken:
+                engine.core.submit(list(taken.values()))
+        except EngineDeadError:  # all are told by Failed
+            return
+        except EnginePausedError as error:
+            for key, submission in taken.items():
+                events.give_back(submission)
+                refused[key] = error
         if refused:
-            self._channel.send(messages.encode_step(b"", b"", messages.StepRest(ended=refused)))
-        if submissions:
-            with suppress(EngineDeadError):  # all are told by Failed
-                engine.core.submit(submissions)
+            ended = [messages.end_of(key, [], error) for key, error in refused.items()]
+            self._channel.send(messages.encode_step(b"", b"", messages.StepRest(ended=ended)))
 
 
 def _submission(engine: Engine, command: Submit) -> Submission:

@@ -27,10 +27,12 @@ class StepEvents:
 
     Args:
         send: sends a frame without waiting.
+        version: gives the label of the engine's weights, which changes between two steps.
     """
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
+    def __init__(self, send: Callable[[bytes], None], version: Callable[[], str]) -> None:
         self._send = send
+        self._version, self._told_version = version, version()
         self._places: dict[Request, tuple[int, int]] = {}  # key and index of each completion
         self._scored: set[Request] = set()  # those that want log-probabilities
         self._keys: dict[Submission, int] = {}
@@ -50,6 +52,13 @@ class StepEvents:
                 self._scored.add(sequence.request)
         submission.sink = self
 
+    def give_back(self, submission: Submission) -> None:
+        """Forgets a submission that the engine did not take."""
+        self._live.pop(self._keys.pop(submission), None)
+        for sequence in submission.sequences:
+            self._places.pop(sequence.request, None)
+            self._scored.discard(sequence.request)
+
     def submission_of(self, key: int) -> Submission | None:
         """The submission of that number, None after its end."""
         return self._live.get(key)
@@ -58,6 +67,8 @@ class StepEvents:
         if self._has_step:
             self.flush()
         self._has_step = True
+        if (newest := self._version()) != self._told_version:
+            self._rest.version = self._told_version = newest
         if batch.admitted:
             self._note_admitted(batch)
         if output.runs is not None and result.counts is not None:
@@ -127,13 +138,10 @@ class StepEvents:
         raise RuntimeError("internal error: a served request is told once a step, not by itself")
 
     def on_end(self, submission: Submission) -> None:
-        key = self._keys.pop(submission, None)
+        key = self._keys.get(submission)
         if key is None:
             return
-        self._live.pop(key, None)
-        for sequence in submission.sequences:
-            self._places.pop(sequence.request, None)
-            self._scored.discard(sequence.request)
+        self.give_back(submission)
         reasons = [(sequence.finish_reason or "error", sequence.stop_reason) for sequence in submission.sequences]
         self._rest.ended.append(messages.end_of(key, reasons, submission.failure))
 

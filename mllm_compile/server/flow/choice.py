@@ -69,6 +69,7 @@ class Choice:
         begin: where its text begins in what is sent: behind a prompt that is repeated.
         events: what `parser` has made of the text, as far as it is not sent.
         finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
+        versions: (weights' version, its first token), in order; none of an engine whose weights nobody has named.
         was_admitted: it has had a row.
         has_begun: something of it was sent.
         end_is_told: a stream has been told how it ended.
@@ -97,6 +98,7 @@ class Choice:
         "stop_reason",
         "text",
         "token_ids",
+        "versions",
         "was_admitted",
     )
 
@@ -114,6 +116,7 @@ class Choice:
         self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
+        self.versions: list[tuple[str, int]] = []
         self.offsets: list[int] = []
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -149,6 +152,11 @@ class Choice:
     def will_end(self, reason: str, stop_reason: StopReason) -> None:
         """Says before its last token how it ends: a token that ends it is not shown."""
         self._ending = (reason, stop_reason)
+
+    def has_version(self, version: str) -> None:
+        """Notes that further tokens are of weights of that version."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, self.num_tokens))
 
     def take(self, token_id: int, scores: Scores | None) -> None:
         """Adds a token."""

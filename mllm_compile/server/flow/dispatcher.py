@@ -29,9 +29,14 @@ class Dispatcher:
     Args:
         send: sends a command to the engine.
         on_admitted: called for each prompt that does not wait any more, because it runs or has ended.
+        gives_aborted: what the engine has ended is an answer with the tokens that there are, and no error.
     """
 
-    def __init__(self, send: Callable[[Command], None], on_admitted: Callable[[], None]) -> None:
+    def __init__(
+        self, send: Callable[[Command], None], on_admitted: Callable[[], None], *, gives_aborted: bool = False
+    ) -> None:
+        self._gives_aborted = gives_aborted
+        self._version: str | None = None  # of the engine's weights; None: nobody has named them
         self._send = send
         self._on_admitted = on_admitted
         self._keys = itertools.count()
@@ -93,10 +98,20 @@ class Dispatcher:
             self.jobs[name].fail(bad_request("the request was aborted", param="request_id", code=ABORTED))
         return found
 
+    def end_aborted(self, names: Iterable[str] | None) -> list[str]:
+        """Ends requests by name, or all, each with the tokens that it has; returns those that were there."""
+        found = list(self.jobs) if names is None else [name for name in names if name in self.jobs]
+        for name in found:
+            job = self.jobs[name]
+            for choice in job.choices:
+                self._end(job, choice, "abort", None)
+        return found
+
     def fail_all(self, error: ApiError) -> None:
         """Ends all requests with an error, as the engine is gone."""
         self._by_row.clear()
         self._runs.clear()
+        self._version = None
         for job in list(self.jobs.values()):
             job.fail(error)
 
@@ -140,10 +155,16 @@ class Dispatcher:
 
     def _begin_rest(self, rest: StepRest) -> None:
         """Takes the events that must come before the step's tokens."""
+        if rest.version is not None:
+            self._version = rest.version
+            for _, choice in self._by_row.values():
+                choice.has_version(rest.version)
         for admitted in rest.admitted:
             if admitted.key in self._runs:
                 job, prompt = self._runs[admitted.key]
                 choice = prompt.choices[admitted.index]
+                if self._version is not None:
+                    choice.has_version(self._version)
                 self._by_row[admitted.row] = (job, choice)
                 job.admitted(choice, admitted)
                 self._no_longer_waits(prompt)
@@ -178,7 +199,7 @@ class Dispatcher:
             job.fail(error)
             return
         for choice, (reason, stop_reason) in zip(prompt.choices, end.reasons, strict=True):
-            if choice.finish_reason is None and reason == "abort":
+            if choice.finish_reason is None and reason == "abort" and not self._gives_aborted:
                 job.fail(ApiError(503, "the server has ended the request", code=ABORTED))
                 return
             self._end(job, choice, reason, stop_reason)

@@ -71,6 +71,14 @@ class UnloadAdapter(msgspec.Struct, tag=5, array_like=True):
     name: str
 
 
+class Control(msgspec.Struct, tag=7, array_like=True):
+    """A call of rl/engine_calls.py; `Controlled` with the same key follows."""
+
+    key: int
+    name: str
+    fields: dict[str, Any]
+
+
 class AdapterCard(msgspec.Struct, array_like=True):
     """An adapter that requests can name."""
 
@@ -138,6 +146,15 @@ class AdaptersChanged(msgspec.Struct, tag=5, array_like=True):
     error_kind: str = ""  # name of the MllmError
 
 
+class Controlled(msgspec.Struct, tag=6, array_like=True):
+    """A call is over."""
+
+    key: int
+    answer: Any
+    error: str | None = None
+    error_kind: str = ""  # name of the MllmError
+
+
 class Admitted(msgspec.Struct, array_like=True):
     """A completion got a row; again after a preemption. `scheduled` is time.monotonic(), which all processes share."""
 
@@ -176,14 +193,15 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
     scores: list[tuple[int, Scores]] = []  # row, of its new token
     prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first
     drafts: list[tuple[int, int, int]] = []  # row, drafted tokens, accepted ones
+    version: str | None = None  # of the weights, where this step is the first that has them
 
     def is_empty(self) -> bool:
         told = self.admitted or self.finished or self.ended or self.scores or self.prompt_scores or self.drafts
-        return not told
+        return not told and self.version is None
 
 
-Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled
 
 _STEP = b"S"
 _EVENT = b"T"

@@ -1,0 +1,1 @@
+"""Weights from a trainer's process, over groups that both join."""

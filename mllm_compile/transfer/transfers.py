@@ -1,0 +1,227 @@
+"""Weights from a trainer into an engine, over groups that both join: vLLM's, SGLang's and prime-rl's forms.
+
+One transfer at a time. What is announced is checked before a collective is entered, as a peer that waits in one cannot
+be told. A transfer that breaks off ends its group: both sides would count its buffers from different places.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mllm_compile.errors import MllmError, TransferError, UpdateConflictError, WeightUpdateError
+from mllm_compile.transfer.announcement import Announcement
+from mllm_compile.transfer.group import DistributedGroup, packed
+from mllm_compile.transfer.table import MOST_BYTES, read_table
+
+if TYPE_CHECKING:
+    from mllm_compile.engine.weight_updates import WeightUpdates
+
+_JOIN_S = 300.0  # a trainer starts its side by hand, or loads a model first
+_SILENCE_S = 120.0  # of a sender
+_MOST_GROUPS = 16
+_MOST_TABLES = 1 << 16
+_VLLM, _PRIME = "vLLM", "prime-rl"
+
+
+class Transfers:
+    """The groups of one engine, and the weights that it receives over them."""
+
+    def __init__(self, weights: WeightUpdates) -> None:
+        self._weights = weights
+        self._groups: dict[str, DistributedGroup] = {}
+        self._buffer_bytes: int | None = None  # of vLLM's packed form; None: tensor by tensor
+        self._last: Announcement | None = None  # of vLLM's form
+        self._received: list[Announcement] = []  # in the update that is open
+        self.version: str | None = None  # of SGLang's last bucket
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """
+        Raises:
+            UpdateConflictError: another transfer runs.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise UpdateConflictError("weights are being received already. Wait for the end of that call.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def started(self) -> None:
+        """Notes that an update has begun."""
+        self._received = []
+
+    def _join(self, name: str, host: str, port: int, rank: int, world_size: int, named: str | None = None) -> None:
+        """Joins a group in the place of any other one of that name; returns once all have joined.
+
+        An update that is open is over: its trainer is gone, or begins anew.
+
+        Args:
+            named: as DistributedGroup.join takes it.
+        """
+        self.leave(name)
+        self._weights.abandon("a trainer joins anew")
+        if len(self._groups) >= _MOST_GROUPS:
+            raise UpdateConflictError(f"{_MOST_GROUPS} groups are joined; leave one first")
+        self._groups[name] = DistributedGroup.join(
+            host,
+            port,
+            rank,
+            world_size,
+            timeout_s=_JOIN_S,
+            silence_s=_SILENCE_S,
+            allowed_hosts=(host,),  # the front has looked at it
+            name=named,
+        )
+
+    def leave(self, name: str) -> bool:
+        """Leaves a group; False: there was none."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def close(self) -> None:
+        for name in list(self._groups):
+            self.leave(name)
+
+    # vLLM's form ------------------------------------------------------------------------------------------------------
+
+    def join_vllm(self, host: str, port: int, rank: int, world_size: int, buffer_bytes: int | None) -> None:
+        """Joins the group of /init_weight_transfer_engine.
+
+        Args:
+            buffer_bytes: a packed buffer ends with the tensor that exceeds so many; None: tensors come one by one.
+        """
+        with self.alone():
+            self._join(_VLLM, host, port, rank, world_size)
+        self._buffer_bytes = buffer_bytes
+
+    def receive_vllm(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> int:
+        """Receives what /update_weights announces; empty lists announce what the last ones did.
+
+        Announced again in one update, as by a client that has lost the answer, nothing follows and nothing is awaited.
+        """
+        announced = self._announced(names, dtypes, shapes)
+        if announced in self._received:
+            return len(announced.names)
+        group = self._group(_VLLM, "/init_weight_transfer_engine")
+        if self._buffer_bytes is None:
+            tensors = one_by_one(group, announced)
+        else:
+            tensors = packed(group, announced.names, announced.dtypes, announced.shapes, self._buffer_bytes)
+        return self._take(_VLLM, tensors, announced)
+
+    def _announced(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> Announcement:
+        """
+        Raises:
+            WeightUpdateError: the model has no such tensors. An update that has received nothing is over then.
+        """
+        try:
+            announced = Announcement.of(names, dtypes, shapes)
+            if not names and self._last is None:
+                raise WeightUpdateError("no tensors are announced, and none were before; give names, dtypes and shapes")
+            if not names and self._last is not None:
+                announced = self._last
+            if announced in self._received:
+                return announced
+            self._weights.check_announced(announced.names, announced.shapes, announced.dtypes)
+        except MllmError as error:
+            if not self._received:
+                self._weights.abandon(str(error))
+            raise
+        self._last = announced
+        return announced
+
+    def _take(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]], announced: Announcement) -> int:
+        """Gives tensors to the update that is open; a transfer that fails ends the group, and the update."""
+        try:
+            count = self._weights.receive(tensors)
+        except BaseException:
+            self.leave(name)
+            raise
+        self._received.append(announced)
+        return count
+
+    def _group(self, name: str, path: str) -> DistributedGroup:
+        group = self._groups.get(name)
+        if group is None:
+            raise UpdateConflictError(
+                f"no group is joined for this transfer. Call {path} first, and again after a failure."
+            )
+        return group
+
+    # SGLang's form ----------------------------------------------------------------------------------------------------
+
+    def join_named(self, name: str, host: str, port: int, rank: int, world_size: int) -> None:
+        """Joins the group of /init_weights_update_group."""
+        with self.alone():
+            self._join(f"sglang {name}", host, port, rank, world_size, named=name)
+
+    def leave_named(self, name: str) -> bool:
+        """Leaves it; False: there was none."""
+        return self.leave(f"sglang {name}")
+
+    def receive_bucket(
+        self, group_name: str, names: list[Any], dtypes: list[Any], shapes: list[Any], *, is_flat: bool
+    ) -> int:
+        """Receives a bucket of /update_weights_from_distributed, tensor by tensor or as one buffer."""
+        group_name = f"sglang {group_name}"
+        group = self._group(group_name, "/init_weights_update_group")
+        announced = self._announced(names, dtypes, shapes)
+        tensors = packed(group, *announced, sum(announced.sizes)) if is_flat else one_by_one(group, announced)
+        return self._take(group_name, tensors, announced)
+
+    # prime-rl's form --------------------------------------------------------------------------------------------------
+
+    def join_prime(self, host: str, port: int, rank: int, world_size: int) -> None:
+        """Joins the group of /init_broadcaster."""
+        with self.alone():
+            self._join(_PRIME, host, port, rank, world_size)
+
+    @property
+    def has_prime(self) -> bool:
+        """True if weights come over a group, and not from a folder."""
+        return _PRIME in self._groups
+
+    def receive_prime(self) -> int:
+        """Receives a whole checkpoint: how many tables, and of each its bytes, itself, and a buffer a dtype."""
+        group = self._group(_PRIME, "/init_broadcaster")
+        nothing = Announcement((), (), ())
+        return self._take(_PRIME, self._from_tables(group), nothing)
+
+    def _from_tables(self, group: DistributedGroup) -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(_number(group, "tables", _MOST_TABLES)):
+            table = torch.empty(_number(group, "bytes of a table", MOST_BYTES), dtype=torch.uint8)
+            group.broadcast_into(table)
+            for _, rows in read_table(table.numpy().tobytes()):
+                announced = Announcement.of_rows(rows)
+                self._weights.check_announced(announced.names, announced.shapes, announced.dtypes)
+                yield from packed(group, *announced, sum(announced.sizes))
+
+
+def one_by_one(group: DistributedGroup, announced: Announcement) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are broadcast one after another."""
+    for name, dtype, shape in zip(*announced, strict=True):
+        tensor = torch.empty(shape, dtype=dtype)
+        group.broadcast_into(tensor)
+        yield name, tensor
+
+
+def _number(group: DistributedGroup, what: str, most: int) -> int:
+    """A number that the trainer sends, int64.
+
+    Raises:
+        TransferError: it is no number of such things.
+    """
+    number = torch.zeros(1, dtype=torch.int64)
+    group.broadcast_into(number)
+    if not 0 <= int(number) <= most:
+        raise TransferError(f"the trainer announces {int(number)} {what}; expected from 0 to {most}")
+    return int(number)
