@@ -97,9 +97,6 @@ class TorchAttnBackend(AttentionBackend, Cascades):
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         return (num_requests - 1) * num_tokens >= FEWEST_SHARED_KEYS
 
-    def forward_decode(self, inputs: AttentionInputs) -> None:
-        self.forward_extend(inputs)
-
     def forward_extend(self, inputs: AttentionInputs) -> None:
         plan, layer = self._plan, inputs.layer
         if plan is None:
@@ -122,6 +119,8 @@ class TorchAttnBackend(AttentionBackend, Cascades):
         latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         attend = partial(attend_in_torch, sm_scale=layer.params.sm_scale)
         prompts.run(inputs.q, latents, layer, inputs.out, attend, partial(new_room, Widths.of(layer), inputs.q))
+
+    forward_decode = forward_extend
 
     def _expanded(self, plan: _Plan, inputs: AttentionInputs) -> ExpandedPrompts:
         widths, common = Widths.of(inputs.layer), CommonAttentionMetadata.of(inputs.batch)

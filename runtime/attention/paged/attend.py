@@ -18,6 +18,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 
 _INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _OPERANDS = struct.Struct("17q")  # as Operands has them: addresses and strides are 64 bits each
+_NOTHING_NEW = (0,) * 6  # where keys and values are in the cache
 
 
 class _Layer(ctypes.Structure):
@@ -56,11 +57,13 @@ class PagedBatch:
         parts: [N, 5] int32: row of the table, first row of T, number of queries, tokens up to the last of them, and
             whether they see each other in both directions; the decodes first.
         table: [rows, max_context_len] int32: slot of each position.
+        address: of the library's structure, which `_struct` holds.
     """
 
     parts: np.ndarray
     table: torch.Tensor
     _struct: _Batch
+    address: int
 
     @classmethod
     def of(cls, parts: np.ndarray, table: torch.Tensor, num_decodes: int) -> PagedBatch:
@@ -69,22 +72,10 @@ class PagedBatch:
             num_decodes: leading parts of one query each that may begin with the same slots.
         """
         parts = np.ascontiguousarray(parts, dtype=np.int32)
-        return cls(
-            parts,
-            table,
-            _Batch(
-                parts.ctypes.data,
-                table.data_ptr(),
-                table.stride(0),
-                len(parts),
-                num_decodes,
-                torch.get_num_threads(),
-            ),
+        given = _Batch(
+            parts.ctypes.data, table.data_ptr(), table.stride(0), len(parts), num_decodes, torch.get_num_threads()
         )
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._struct)
+        return cls(parts, table, given, ctypes.addressof(given))
 
 
 class PagedAttention:
@@ -134,36 +125,40 @@ class PagedLayer:
             MemoryError: there is no room for sums.
         """
         keys, values = inputs.batch.token_to_kv_pool.get_pages(self._id)
-        # The tensors that are read live until the call has ended.
-        q, k, v = (self._rows(one) for one in (inputs.q, inputs.k, inputs.v))
-        slots = inputs.slots
+        slots, new, at = inputs.slots, _NOTHING_NEW, 0
+        q, places = self._placed(inputs.q)
+        if slots is not None:
+            _k, of_keys = self._placed(inputs.k)
+            _v, of_values = self._placed(inputs.v)
+            new, at = of_keys + of_values, slots.data_ptr()
         out = inputs.out if inputs.out.dtype is self._dtype else torch.empty_like(inputs.out, dtype=self._dtype)
-        new = (0, 0, 0, 0, 0, 0) if slots is None else (*_places(k), *_places(v))
         _OPERANDS.pack_into(
             self._operands,
             0,
-            *_places(q),
-            *_places(out),
+            *places,
+            out.data_ptr(),
+            *out.stride()[:2],
             *new,
             keys.data_ptr(),
             values.data_ptr(),
-            0 if slots is None else slots.data_ptr(),
+            at,
             q.shape[0],
             num_shared,
         )
         layer, operands = self._addresses
+        # The tensors that are read live until the call has ended.
         if self._call(layer, batch.address, operands):
             raise MemoryError("attention on the CPU has no room for its sums: lower runtime.max_running_requests")
         if out is not inputs.out:
             inputs.out.copy_(out)
 
-    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows in the cache's type, with the last dimension in a row; as most are already."""
+    def _placed(self, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """The rows in the cache's type, with the last dimension in a row, as most are already; and where they are, as
+        the library has it."""
         if rows.dtype is not self._dtype:
             rows = rows.to(self._dtype)
-        return rows if rows.stride(2) == 1 else rows.contiguous()
-
-
-def _places(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Rows, as the library has them."""
-    return rows.data_ptr(), rows.stride(0), rows.stride(1)
+        of_token, of_head, of_number = rows.stride()
+        if of_number != 1:
+            rows = rows.contiguous()
+            of_token, of_head, _ = rows.stride()
+        return rows, (rows.data_ptr(), of_token, of_head)
