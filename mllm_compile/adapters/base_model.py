@@ -52,6 +52,7 @@ class BaseModel:
         dtype: the type in which adapters lie on the device.
         embedding, head: the weights among the targets that are theirs; "" where it is no target.
         experts: those targets that are a parameter for all experts of a layer.
+        unread: modules that no text goes through, such as a tower of images.
         takes_dora: there is room for scales of linears' outputs.
         read: gives [start, start + rows) of a target's weight as the checkpoint has it, in float32 on the CPU; None
             where it has it otherwise.
@@ -67,6 +68,7 @@ class BaseModel:
     head: str = ""
     experts: Mapping[str, StackedExperts] = field(default_factory=dict)
     takes_dora: bool = False
+    unread: tuple[str, ...] = ()
     read: ReadRows = lambda *_: None
 
     def rows_of(self, module: str) -> tuple[RowsOf, ...]:

@@ -8,7 +8,7 @@ shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +67,8 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     )
     with reporter.stage("trace for adapters"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
+    inputs = trace.graph_module.graph.find_nodes(op="placeholder")
+    unread = unread_modules(linears, {node.meta.get("weight_name", "") for node in inputs})
     trace.graph_module.meta[LORA] = LoraWish(
         wanted,
         config.lora.max_adapters,
@@ -81,7 +83,7 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     layout: LoraLayout = with_sources(graph.meta[LORA_LAYOUT], lowered.built.table or {})
     siblings = {name: of_module for name, of_module in experts.items() if name in wanted}
     targets = (replace(target, siblings=siblings.get(target.weight, ())) for target in layout.targets)
-    layout = replace(layout, targets=tuple(targets))
+    layout = replace(layout, targets=tuple(targets), unread=unread)
     _check_found(config.lora.targets, [*linears, *others], [target.weight for target in layout.targets])
     program = build_program(graph)
     if pass_target(config).compiles_cuda:
@@ -138,6 +140,17 @@ def _experts(hf_model: HFModel) -> dict[str, tuple[str, ...]]:
             stacked = (one for one, parameter in parameters.items() if parameter.dim() == 3)
             found |= {f"{name}.{one}": tuple(parameters) for one in stacked}
     return found
+
+
+def unread_modules(linears: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
+    """The largest modules that have some of these weights, and none of the weights that are read."""
+    above = {name[:end] for name in read for end, letter in enumerate(name) if letter == "."}
+    found = set()
+    for linear in linears:
+        parts = linear.split(".")
+        modules = (".".join(parts[:count]) for count in range(1, len(parts)))
+        found |= set() if linear in read else {next(one for one in modules if one not in above)}
+    return tuple(sorted(found))
 
 
 def _check_ranks(config: ResolvedConfig, experts: Collection[str]) -> None:

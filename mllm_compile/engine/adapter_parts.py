@@ -83,6 +83,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         elsewhere=_elsewhere(pool.targets.values()),
         max_rank=pool.max_rank,
         takes_dora=bool(pool.scaled),
+        unread=pool.unread,
         dtype=pool.dtype,
         embedding=_weight_of_kind(pool, "embedding"),
         head=_weight_of_kind(pool, "head"),

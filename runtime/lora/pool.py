@@ -23,10 +23,12 @@ class LoraPool:
         targets: the weights that adapters may change, by their names.
         buffers: by the program's names.
         scaled: the linears whose outputs adapters may scale.
+        unread: as LoraLayout's.
     """
 
     def __init__(self, layout: LoraLayout, device: torch.device, rank: int = 0) -> None:
         self.num_slots, self.max_rank = layout.num_slots, layout.max_rank
+        self.unread = layout.unread
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.targets: Mapping[str, LoraTarget] = {target.weight: target for target in layout.targets}
         self.buffers = {

@@ -91,6 +91,7 @@ class LoraLayout:
 
     Attributes:
         dtype: of the factors, torch's name.
+        unread: modules whose weights no text goes through, such as a tower of images.
     """
 
     num_slots: int
@@ -98,6 +99,7 @@ class LoraLayout:
     dtype: str
     targets: tuple[LoraTarget, ...]
     buffers: tuple[LoraBuffers, ...]
+    unread: tuple[str, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each buffer, by its name."""

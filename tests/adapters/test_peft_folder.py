@@ -570,3 +570,9 @@ def test_magnitudes_that_do_not_fit_are_refused(tmp_path, changes, base, said):
     with pytest.raises(MllmError, match=re.escape(said)) as caught:
         read_adapter(dora(tmp_path, **changes), with_dora(**base))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tower_s_module_is_refused_by_name(tmp_path):
+    write_adapter(tmp_path, matrices(SHAPES | {"model.visual.q_proj": (6, 5)}), peft_fields("all-linear"))
+    with pytest.raises(MllmError, match=r"model\.visual\.q_proj is of model\.visual, which no text goes through"):
+        read_adapter(tmp_path, BaseModel(**vars(BASE) | {"unread": ("model.visual",)}))

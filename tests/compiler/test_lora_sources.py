@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mllm_compile.checkpoint.planned_tensor import PlannedTensor
-from mllm_compile.compiler.lora import with_sources
+from mllm_compile.compiler.lora import unread_modules, with_sources
 from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, SourceRows
 
 
@@ -37,3 +37,14 @@ def test_the_rows_of_a_checkpoint_s_modules_are_told():
         "bits.weight": (),
         "absent.weight": (),
     }
+
+
+def test_a_tower_is_the_largest_module_that_nothing_reads():
+    linears = [
+        "model.visual.0.qkv.weight",
+        "model.visual.merge.weight",
+        "model.text.0.q.weight",
+        "model.text.0.mtp.weight",
+    ]
+    read = {"model.text.0.q.weight", "model.text.norm.weight", ""}
+    assert unread_modules(linears, read) == ("model.text.0.mtp", "model.visual")

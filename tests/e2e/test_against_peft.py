@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+import mllm_compile.model
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import MllmError
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
+VISION = Path(mllm_compile.model.__file__).parent / "tiny_vision"
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12, 5], [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34)))
 SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, ignore_eos=True)
 ENDS = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
@@ -50,6 +54,22 @@ def said_of(model: Any, prompt: Sequence[int]) -> Said:
     return of_prompt.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0], ids[len(prompt) :]
 
 
+def config_of(model: Path, folder: Path, lora: Mapping[str, Any]) -> EngineConfig:
+    sections = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu", "max_model_len": 64, "max_running_requests": 8, "page_size": 4},
+        "lora": {"max_adapters": 2, "max_rank": 8} | dict(lora),
+        "cache": {"dir": str(folder / "cache")},
+    }
+    return EngineConfig.from_dict(sections)
+
+
+def told_of(answer: Any) -> torch.Tensor:
+    """The log-probabilities of a prompt's tokens but the first."""
+    return torch.tensor([next(iter(one.values())).logprob for one in answer.prompt_logprobs or [] if one])
+
+
 def check(
     folder: Path,
     model_type: str,
@@ -63,20 +83,13 @@ def check(
     names = [chr(ord("a") + index) for index in range(len(adapters))]
     for name, fields in zip(names, adapters, strict=True):
         expected[name] = saved(model, folder / name, fields)
-    sections = {
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "compile": {"backend": "eager"},
-        "runtime": {"device": "cpu", "max_model_len": 64, "max_running_requests": 8, "page_size": 4},
-        "lora": {"max_adapters": 2, "max_rank": 8} | dict(lora),
-        "cache": {"dir": str(folder / "cache")},
-    }
-    with Engine(EngineConfig.from_dict(sections)) as engine:
+    with Engine(config_of(folder / "model", folder, lora)) as engine:
         for name in names:
             engine.load_adapter(name, folder / name)
         order = [(name, index) for index in range(len(PROMPTS)) for name in expected]
         answers = engine.generate([list(PROMPTS[i]) for _, i in order], SCORED, adapter=[name for name, _ in order])
     for (name, index), answer in zip(order, answers, strict=True):
-        told = torch.tensor([next(iter(one.values())).logprob for one in answer.prompt_logprobs or [] if one])
+        told = told_of(answer)
         assert torch.allclose(told, expected[name][index][0], atol=1e-4), (name, index)
         assert answer.token_ids == expected[name][index][1], (name, index)
         if name is not None:
@@ -116,3 +129,17 @@ def test_dora(model_type: str, tmp_path: Path) -> None:
     tmp_path = tmp_path / "second"
     all_of_them = {"target_modules": "all-linear", "use_dora": True, "r": 4, "lora_alpha": 6}
     check(tmp_path, model_type, lora, [all_of_them, head], tie_word_embeddings=True)
+
+
+def test_the_language_part_of_a_model_with_images(tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(VISION, dtype=torch.float32).eval()
+    expected = saved(model, tmp_path / "text", {"r": 4, "target_modules": r".*language_model.*(q_proj|down_proj)"})
+    saved(model, tmp_path / "all", {"r": 4, "target_modules": "all-linear"})
+    with Engine(config_of(VISION, tmp_path, {})) as engine:
+        engine.load_adapter("text", tmp_path / "text")
+        answers = engine.generate([list(prompt) for prompt in PROMPTS], SCORED, adapter="text")
+        with pytest.raises(MllmError, match=r"is of model\.visual, which no text goes through"):
+            engine.load_adapter("all", tmp_path / "all")
+    for answer, (logprobs, token_ids) in zip(answers, expected, strict=True):
+        assert torch.allclose(told_of(answer), logprobs, atol=1e-4)
+        assert answer.token_ids == token_ids
