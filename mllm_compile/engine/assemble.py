@@ -49,6 +49,7 @@ from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
+from mllm_compile.store.shared_weights import num_weight_bytes
 from mllm_compile.store.source import ArtifactSource, runner_config
 from mllm_compile.structured.grammars import Grammars
 from mllm_compile.structured.vocabulary import Vocabulary
@@ -220,9 +221,13 @@ def media_preprocessor(
     return MediaPreprocessor(config.model.source, files, max_model_len, why_not, config.media.allowed_domains)
 
 
-def model_source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
-    """Where a runner's weights and program come from."""
-    source = ArtifactSource(compiled, timeline)
+def model_source(compiled: CompiledRuntime, timeline: Timeline, lender: ModelSource | None = None) -> ModelSource:
+    """Where a runner's weights and program come from.
+
+    Args:
+        lender: the source of the model that it drafts for.
+    """
+    source = ArtifactSource(compiled, timeline, lender=lender if isinstance(lender, ArtifactSource) else None)
     if not compiled.config.runtime.skip_compiled:
         return source
     from mllm_compile.model.eager_model import EagerSource
@@ -236,7 +241,7 @@ def _start_runner(
     """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
     ranks where there are some."""
     source = model_source(compiled, timeline)
-    drafter = _draft_runner(compiled, timeline)
+    drafter = _draft_runner(compiled, source, timeline)
     with timeline.stage("memory plan"):
         now = situation(settings, early.free_bytes)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
@@ -255,15 +260,19 @@ def _start_runner(
     return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
 
 
-def _draft_runner(compiled: CompiledRuntime, timeline: Timeline) -> ModelRunner | None:
-    """A runner of the draft model, where the runtime has one; its pages are as many as the model's."""
+def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Timeline) -> ModelRunner | None:
+    """A runner of the draft model, where the runtime has one; its pages are as many as the model's.
+
+    Args:
+        source: of the model.
+    """
     drafter = compiled.drafter
     if drafter is None:
         return None
     settings = runner_config(drafter.config)
     if drafter.artifact.program.block is not None:
         settings = replace(settings, most_chained=MOST_VERIFIED)
-    return ModelRunner(settings, model_source(drafter, timeline))
+    return ModelRunner(settings, model_source(drafter, timeline, source))
 
 
 def _initialized(
@@ -348,12 +357,11 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
     """Stores beside the runtime what this device was found to hold, and how long this start took."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
-    models = [compiled] if compiled.drafter is None else [compiled, compiled.drafter]
     graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
     folder, key = compiled.artifact.measured_folder, device_key(device)
     start = {
         "memory": {
-            "weights": sum(spec.num_bytes for one in models for spec in one.artifact.weights),
+            "weights": num_weight_bytes(compiled),
             "KV cache": pool.num_pages * runner.kv_bytes_per_page,
             "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
             "features of images": runner.feature_bytes,

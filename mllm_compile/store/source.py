@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -26,6 +27,7 @@ from mllm_compile.runtime.updates.places import Places
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.runtime.weights.spec import Factor
 from mllm_compile.store.artifact import CONSTANTS, Artifact
+from mllm_compile.store.shared_weights import shared_weights
 
 if TYPE_CHECKING:
     from mllm_compile.store.opened import CompiledRuntime
@@ -45,9 +47,19 @@ def runner_config(config: ResolvedConfig) -> RunnerConfig:
 class ArtifactSource:
     """A ModelSource over a compiled runtime and the folder that its weights are in."""
 
-    def __init__(self, runtime: CompiledRuntime, reporter: Reporter, rank: int = 0) -> None:
-        self._artifact = runtime.artifact
+    def __init__(
+        self, runtime: CompiledRuntime, reporter: Reporter, rank: int = 0, lender: ArtifactSource | None = None
+    ) -> None:
+        """
+        Args:
+            lender: the source of the model that `runtime` drafts for, which is loaded before: weights that both have
+                are the model's (shared_weights.py).
+        """
+        self._runtime, self._artifact = runtime, runtime.artifact
         self._weights, self._rank = runtime.artifact.weights_of(rank), rank
+        self._lender = lender
+        self._lent = {} if lender is None else shared_weights(lender._runtime, runtime)
+        self._loaded: ReferenceType[LiveWeights] | None = None
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
@@ -59,7 +71,7 @@ class ArtifactSource:
     def weight_bytes(self) -> int:
         lora = self._artifact.program.lora
         of_adapters = 0 if lora is None else lora.layout.num_bytes
-        return sum(spec.num_bytes for spec in self._weights) + of_adapters
+        return sum(spec.num_bytes for spec in self._weights if spec.name not in self._lent) + of_adapters
 
     def load(self, device: torch.device) -> LoadedModel:
         """Brings program and weights to `device`.
@@ -73,6 +85,7 @@ class ArtifactSource:
         with self._reporter.stage("load model"), ThreadPoolExecutor(1, thread_name_prefix="pieces") as beside:
             linking = beside.submit(self._link, device)
             live = self._load_weights(device)
+            self._loaded = ref(live)
             weights = {**live.tensors, **load_constants(artifact, device)}
             self._kernels.result()
             linked = linking.result()
@@ -130,7 +143,8 @@ class ArtifactSource:
             use_kernels_from(folder)
 
     def _load_weights(self, device: torch.device) -> LiveWeights:
-        specs, artifact = self._weights, self._artifact
+        lent, artifact = self._weights_of_lender(), self._artifact
+        specs = [spec for spec in self._weights if spec.name not in lent]
         factors: dict[Factor, float] = {}
         with current_device(device):
             weights = allocate_weights(specs, str(device))
@@ -145,9 +159,19 @@ class ArtifactSource:
                         factors = load_weights(specs, weights, self._weights_root, stage.advance)
                 panels = artifact.program.every_panels()
                 for name, unit in panels.items():
-                    put_in_panels(weights[name], unit)
+                    if name not in lent:
+                        put_in_panels(weights[name], unit)
         num_ranks = 1 + len(artifact.further_weights)
-        return LiveWeights(specs, weights, panels, factors, self._find_places, self._rank, num_ranks)
+        return LiveWeights(self._weights, weights | lent, panels, factors, self._find_places, self._rank, num_ranks)
+
+    def _weights_of_lender(self) -> dict[str, torch.Tensor]:
+        """The weights that the model has already."""
+        if not self._lent:
+            return {}
+        loaded = None if self._lender is None or self._lender._loaded is None else self._lender._loaded()
+        if loaded is None:
+            raise RuntimeError("internal error: a draft model was loaded ahead of the model that lends it weights")
+        return {name: loaded.tensors[other] for name, other in self._lent.items()}
 
     def _find_places(self, rank: int) -> Places:
         """The places of tensors that an update brings to a rank."""

@@ -12,8 +12,9 @@ from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.compiler.target import find_target
 from mllm_compile.errors import CheckpointError, ConfigError, UnsupportedModelError
 from mllm_compile.runtime.step.draft_model import ModelDrafter
+from mllm_compile.store.shared_weights import num_weight_bytes
 from tests.e2e.test_quantised import Lines
-from tests.e2e.test_speculation import config_of, prompts_of
+from tests.e2e.test_speculation import config_of, parts_of, prompts_of
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.prediction_layers import TransformersDrafts, save_with_prediction_layer
@@ -140,6 +141,27 @@ def test_a_map_of_tokens_that_is_none_is_refused(content, text, folder_with_laye
         path.write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=text):
         load_or_compile(config_of(folder_with_layer, speculative=MTP | {"token_map": str(path)}))
+
+
+@pytest.mark.parametrize("is_cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_embeddings_and_head_of_the_model_are_in_memory_once(is_cut, folder_with_layer, tmp_path):
+    method = MTP
+    if is_cut:
+        (tmp_path / "tokens.json").write_text("[3, 5]")
+        method = MTP | {"token_map": str(tmp_path / "tokens.json")}
+    config = config_of(folder_with_layer, speculative=method)
+    with parts_of(config) as parts:
+        runner = parts.step_runner._runner
+        model, layer = runner.model.live.tensors, runner.drafter.model.live.tensors
+        places = {tensor.data_ptr(): name for name, tensor in model.items()}
+        shared = {name: places[tensor.data_ptr()] for name, tensor in layer.items() if tensor.data_ptr() in places}
+        of_head = {} if is_cut else {"shared_head.weight": "lm_head.weight"}
+        assert shared == {"embed_tokens.weight": "model.embed_tokens.weight"} | of_head
+        num_bytes = sum(
+            tensor.nbytes for tensor in {t.data_ptr(): t for t in (*model.values(), *layer.values())}.values()
+        )
+        assert num_weight_bytes(load_or_compile(config)) == num_bytes
+        assert runner._source.weight_bytes + runner.drafter._source.weight_bytes == num_bytes
 
 
 def test_what_the_layer_does_not_go_with_is_refused(tmp_path):
