@@ -16,6 +16,7 @@ import torch
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.device.memory import cpu_kv_budget, cuda_kv_budget, give_back_unused
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.program.images import ImageEncoder
@@ -77,7 +78,7 @@ def count_pages(runner: ProfiledModel) -> int:
         if runner.drafter is not None:
             num_bytes = config.num_kept_hidden_states * bytes_each[0]
             budget = budget.without(num_bytes, "hidden states that drafts are made of")
-        if graph_bytes := sum(_estimate_graph_bytes(one) for one in runners if one.captures_graphs):
+        if graph_bytes := _graph_bytes([one for one in runners if one.captures_graphs]):
             budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")
     else:
         budget = cpu_kv_budget(1 if runner.communicator is None else runner.communicator.size)
@@ -93,17 +94,30 @@ def count_pages(runner: ProfiledModel) -> int:
     return num_pages
 
 
-def _estimate_graph_bytes(runner: ProfiledModel) -> int:
-    """Bytes of all graphs, from the two largest of each kind, captured on a pool of the dummy page alone."""
+def _graph_bytes(runners: Sequence[ProfiledModel]) -> int:
+    """Bytes of all graphs of a model and its draft model, whose passes behind verify steps are graphs too."""
+    total, num_verifies = 0, 0
+    for runner in runners:
+        block = runner.model.block
+        num_behind = num_verifies if block is not None and block.sees_ahead else 0  # cuda_graph/draft_chain.py
+        num_bytes, num_verifies = _estimate_graph_bytes(runner, num_behind)
+        total += num_bytes
+    return total
+
+
+def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, int]:
+    """Bytes of a model's graphs, from the two largest of each kind, captured on a pool of the dummy page alone, and of
+    `num_behind` passes behind another model's steps; and how many sizes of verify steps it has."""
     from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
     from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
     runner.token_to_kv_pool = runner.make_kv_pool(1)
     runner.init_attention_backend()
-    num_bytes = estimate_graph_bytes(runner, dispatcher_of(runner))
+    dispatcher = dispatcher_of(runner)
+    num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind)
     del runner.token_to_kv_pool, runner.attn_backend
     give_back_unused(runner.device)
-    return num_bytes
+    return num_bytes, len(dispatcher.sizes[GraphKind.VERIFY])
 
 
 def _run_largest_batches(runners: Sequence[ProfiledModel], bytes_each: list[int]) -> None:

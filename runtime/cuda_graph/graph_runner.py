@@ -127,16 +127,20 @@ class GraphRunner:
         return None
 
 
-def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -> int:
+def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher, num_behind: int = 0) -> int:
     """Device memory that capturing every size of `dispatcher` will take.
 
     The two largest sizes of each kind are captured and thrown away: the largest pays for the pool, the second shows
     what one more size adds. All kinds of decodes take as much as DECODE.
+
+    Args:
+        num_behind: graphs of the model's passes behind another's steps (draft_chain.py); they take as much, too.
     """
     tried = {kind: GraphKind.DECODE if kind.is_decode else kind for kind in GraphKind}
     graphs = GraphRunner(runner, dispatcher.largest(2, [kind for kind, like in tried.items() if kind is like]))
     graphs.capture()
-    total = 0.0
+    decodes = [figure.mib for figure in graphs.figures if figure.kind is GraphKind.DECODE]
+    total = num_behind * (decodes[-1] if decodes else 0.0)
     for kind, sizes in dispatcher.sizes.items():
         mib = [figure.mib for figure in graphs.figures if figure.kind is tried[kind]]
         captured = mib if kind is tried[kind] else []

@@ -1,6 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
-from mllm_compile.runtime.memory_profile import count_pages, run_largest_batch
+from mllm_compile.runtime.cuda_graph import graph_runner, kinds
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.graph_mode import GraphKind
+from mllm_compile.runtime.memory_profile import _graph_bytes, count_pages, run_largest_batch
+from mllm_compile.runtime.speculation.block import DraftBlock
 from tests.runtime.runner_cases import TinyModel, make_runner
 
 
@@ -33,6 +39,18 @@ def test_the_largest_step_has_all_requests_and_all_tokens_and_leaves_neither_pag
     assert batch.token_to_kv_pool.num_pages == 1
     assert model.calls == [(sum(lengths), len(lengths))]
     assert not hasattr(runner, "token_to_kv_pool") and not hasattr(runner, "attn_backend")
+
+
+@pytest.mark.parametrize(("block", "behind"), [(None, 0), (DraftBlock(9, 7, sees_ahead=True, from_newest=False), 3)])
+def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(block, behind, monkeypatch):
+    head = TinyModel(1)
+    load = head.load
+    head.load = lambda device: replace(load(device), block=block)
+    runner, counted = make_runner(draft_model=head), []
+    monkeypatch.setattr(kinds, "dispatcher_of", lambda _: GraphDispatcher({GraphKind.VERIFY: (4, 8, 16)}))
+    monkeypatch.setattr(graph_runner, "estimate_graph_bytes", lambda one, _, num: counted.append((one, num)) or 5)
+    assert _graph_bytes([runner, runner.drafter]) == 10
+    assert counted == [(runner, 0), (runner.drafter, behind)]
 
 
 def test_ranks_have_as_many_pages_as_the_one_that_has_fewest():

@@ -127,4 +127,8 @@ def test_memory_is_estimated_by_the_two_largest_sizes_of_each_kind_and_of_decode
     }
     mixed = 10 + 3 * GraphKind.MIXED.value
     assert found == (mixed + 10 + (4 * 3 - 1) * GraphKind.DECODE.value) * 2**20
-    assert estimate_graph_bytes(None, GraphDispatcher({})) == 0
+    assert estimate_graph_bytes(None, GraphDispatcher({})) == estimate_graph_bytes(None, GraphDispatcher({}), 7) == 0
+    behind = estimate_graph_bytes(None, GraphDispatcher(decodes), 7) - estimate_graph_bytes(
+        None, GraphDispatcher(decodes)
+    )
+    assert behind == 7 * GraphKind.DECODE.value * 2**20
