@@ -70,10 +70,10 @@ class Trainable(nn.Module):
         Raises:
             RequestError: an argument is out of bounds.
         """
-        ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten()
+        ids, lengths = torch.as_tensor(token_ids).flatten(), [int(length) for length in lengths]
         _check(ids, lengths, temperature, self._runner)
         parameters = self._checked_parameters()
-        output: torch.Tensor = _Logprobs.apply(self, ids, list(lengths), temperature, *parameters)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Logprobs.apply(self, ids.long(), lengths, temperature, *parameters)  # type: ignore[no-untyped-call]
         return output
 
     def _score(self, ids: torch.Tensor, lengths: Sequence[int], temperature: float) -> torch.Tensor:
@@ -186,9 +186,11 @@ def _groups(lengths: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:
 
 def _check(ids: torch.Tensor, lengths: Sequence[int], temperature: float, runner: ModelRunner) -> None:
     longest, vocab_size = runner.config.runtime.max_model_len, runner.vocab_size
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise RequestError(f"token_ids is of {str(ids.dtype).removeprefix('torch.')}; expected integers")
     if not lengths or sum(lengths) != ids.numel():
         raise RequestError(
-            f"lengths is {short_repr(list(lengths))}; expected the tokens of each sequence, {ids.numel()} in all"
+            f"lengths is {short_repr(lengths)}; expected the tokens of each sequence, {ids.numel()} in all"
         )
     if not 1 <= min(lengths) <= max(lengths) <= longest:
         raise RequestError(

@@ -202,6 +202,7 @@ def test_compiled_pieces_and_weights_in_panels_give_the_same(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (([1.5, 2.0], [2]), r"token_ids is of float32; expected integers"),
         (([1, 2], [3]), r"lengths is \[3\]; expected the tokens of each sequence, 2 in all"),
         (([1, 2], [2, 0]), r"lengths has 0; expected 1 to 128"),
         (([1] * 129, [129]), r"lengths has 129; expected 1 to 128 \(runtime\.max_model_len\)"),
