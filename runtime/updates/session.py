@@ -159,8 +159,9 @@ class WeightUpdate:
         _synchronize(self._device)
 
     def swap(self) -> None:
-        """Writes what was prepared into the weights and waits for the device: kernels that are launched early read
-        weights ahead of the kernels before them. No step may run."""
+        """Writes what was prepared into the weights, and waits for the device before and behind: steps have streams of
+        their own, and kernels that are launched early read weights ahead of the kernels before them."""
+        _synchronize(self._device)
         self._has_written = True
         with torch.inference_mode():
             if self._staged:
@@ -266,6 +267,8 @@ class WeightUpdate:
     def _weight(self, name: str) -> torch.Tensor:
         """The weight to write: a copy beside the one that serves, unless the update is direct."""
         if self._is_direct and name not in self._live.panels:
+            if not self._has_written:
+                _synchronize(self._device)
             self._has_written = True
             return self._live.tensors[name]
         if name not in self._staged:
