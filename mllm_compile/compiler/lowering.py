@@ -90,7 +90,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.model.cut_head import with_cut_head
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
-        from mllm_compile.model.prediction import build_prediction, read_prediction
+        from mllm_compile.model.prediction import build_prediction, line_on_further_layers, read_prediction
 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
@@ -104,6 +104,8 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 
             whole = build_head_on_meta(model.path, dtype)
         hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
+    if config.model.part == "prediction" and (line := line_on_further_layers(whole)):
+        reporter.announce(line)
     token_ids = () if config.model.token_map is None else read_token_map(config.model.token_map)
     if config.model.load_format == "dummy":
         hf_model = with_cut_head(hf_model, token_ids) if token_ids else hf_model

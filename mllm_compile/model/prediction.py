@@ -131,6 +131,12 @@ def is_of_prediction(main: HFModel, name: str) -> bool:
     return re.search(rf"(^|\.)layers\.{main.text_config.num_hidden_layers}\.", name) is not None
 
 
+def line_on_further_layers(main: HFModel) -> str | None:
+    """The line on prediction layers that are not used, or None."""
+    count = _num_layers(main)
+    return f"the first of {count} layers for multi-token prediction makes all of a draft" if count > 1 else None
+
+
 def _num_layers(main: HFModel) -> int:
     """Prediction layers that the model may have; some configs do not say it, but the code leaves their weights out."""
     named: int | None = getattr(main.text_config, "num_mtp_layers", None)

@@ -70,6 +70,7 @@ def test_a_head_that_is_right_drafts_every_token(tmp_path):
     assert stats.drafted_tokens == stats.accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_head_that_is_cut_is_right_about_the_tokens_that_it_has(tmp_path):
     behind = markov_model(tmp_path / "model")
     head = right_head(tmp_path / "head", behind)

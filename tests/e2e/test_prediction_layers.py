@@ -97,6 +97,26 @@ def keep_tensors(folder, is_kept):
     save_file(kept, path, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm4_moe"])
+def test_of_several_layers_the_first_drafts_and_a_line_says_so(architecture, tmp_path):
+    config = save_with_prediction_layer(architecture, tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    first, tensors = config.num_hidden_layers, load_file(path)
+    further = {name.replace(f"layers.{first}.", f"layers.{first + 1}."): tensor * 2 for name, tensor in tensors.items()}
+    save_file(further | tensors, path, metadata={"format": "pt"})
+    config.num_mtp_layers = 2
+    config.save_pretrained(tmp_path / "model")
+    told = Lines()
+    with Engine(config_of(tmp_path, speculative=MTP), reporter=told) as engine:
+        outputs = engine.generate(prompts_of(3), GREEDY)
+        assert engine.stats().drafts > 0
+    assert "the first of 2 layers for multi-token prediction makes all of a draft" in told.told
+    reference = TransformersDrafts(tmp_path / "model")
+    for prompt, output in zip(prompts_of(3), outputs, strict=True):
+        assert output.token_ids == reference.greedy(prompt, 12)
+
+
 def test_a_model_without_the_layer_is_refused(tmp_path):
     save_tiny_model(config_of_architecture("qwen3", eos_token_id=None), tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="names no layer for multi-token prediction"):
