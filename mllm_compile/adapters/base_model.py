@@ -89,13 +89,15 @@ def module_of(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
-def is_copy(copy: torch.Tensor, weight: str, shape: tuple[int, int], base: BaseModel) -> bool:
-    """True if a matrix is a weight of the model, in its type or rounded to the copy's."""
+def is_copy(copy: torch.Tensor, weight: str, shape: tuple[int, int], base: BaseModel) -> bool | None:
+    """True if a matrix is a weight of the model, in its type or rounded to the copy's; None: it cannot be compared."""
     if tuple(copy.shape) != shape:
         return False
     for start in range(0, shape[0], _ROWS):
         part = copy[start : start + _ROWS]
         stored = base.read(weight, start, len(part))
-        if stored is None or not (stored.to(part.dtype).equal(part) or stored.equal(part.float())):
+        if stored is None:
+            return None
+        if not (stored.to(part.dtype).equal(part) or stored.equal(part.float())):
             return False
     return True

@@ -190,10 +190,16 @@ def _check_copies(data: np.ndarray, file: AdapterFile, base: BaseModel, path: Pa
                 "without it, or merge it into its model"
             )
         copy, rows = _tensor(data, entry), base.targets[weight]
-        if not is_copy(copy, weight, rows if weight == base.head else rows[::-1], base):
+        is_same = is_copy(copy, weight, rows if weight == base.head else rows[::-1], base)
+        if is_same is None:
+            raise UnsupportedModelError(
+                f"{path}: its copy of {weight} cannot be compared with that of {base.source}, which is not stored in "
+                "rows, or is on several ranks. Save it with save_embedding_layers=False where they are the same"
+            )
+        if not is_same:
             raise UnsupportedModelError(
                 f"{path}: its copy of {weight} is not that of {base.source}; trained or resized ones are not served. "
-                "Save it with save_embedding_layers=False where they are the same, else merge it into its model"
+                "Merge it into its model instead"
             )
 
 
