@@ -93,16 +93,24 @@ def test_a_batch_of_several_adapters_has_the_numbers_of_merged_weights(served: S
 KINDS = (
     *("llama", "gemma2", "gemma3_text", "olmo2", "phi3"),
     *("qwen3_moe", "gpt_oss", "deepseek_v3"),  # experts, and latents
-    *("qwen3_next", "mamba2", "falcon_h1"),  # states
+    *("qwen3_next", "mamba2", "falcon_h1", "granitemoehybrid"),  # states
 )
+
+
+# Its gated norm makes rounding 40 times as large where a token's outputs are near zero. Transformers in float32 is as
+# far from float64 as ours is, in the other direction (docs/lab/states.md).
+AMPLIFIES = "granitemoehybrid"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", KINDS)
 def test_so_do_models_of_other_kinds(model_type: str, tmp_path: Path) -> None:
     served = Served(model_type, tmp_path / "model", tmp_path / "cache")
-    for prompt, slot, found in zip(PROMPTS, SLOTS, served.run(PROMPTS, SLOTS), strict=True):
-        assert torch.allclose(found, served.expected(prompt, slot), atol=1e-4)
+    answers = served.run(PROMPTS, SLOTS)
+    if model_type == AMPLIFIES:
+        served.model.double().set_experts_implementation("eager")  # torch's grouped products take no float64
+    for prompt, slot, found in zip(PROMPTS, SLOTS, answers, strict=True):
+        assert (found - served.expected(prompt, slot)).abs().max() < 1e-4
     served.runner.shutdown()
 
 
