@@ -11,10 +11,11 @@ from torch import fx
 
 from mllm_compile.passes.add_lora import AddLora
 from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import call, called_pieces, is_op, rewrite_pieces, takes_kernels
+from mllm_compile.passes.match.linear import match_silu_mul
+from mllm_compile.passes.match.nodes import call, called_pieces, is_op, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS, num_splits, takes_lora
+from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS, num_splits, takes_gated, takes_lora
 
 
 class LaunchLora(GraphPass):
@@ -32,17 +33,17 @@ class LaunchLora(GraphPass):
         shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False)
         y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows)
 
-    with True in variants for few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids
-    the first is a gather of rows of A. Rows of
-    mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert. mllm.scale_of_adapters becomes
-    plain torch.
+    or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it; with True in variants for
+    few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
+    rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
+    mllm.scale_of_adapters becomes plain torch.
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
     """
 
     name: ClassVar[str] = "launch_lora"
-    needs: ClassVar[tuple[str, ...]] = ("lora_shrink", "lora_expand")
+    needs: ClassVar[tuple[str, ...]] = ("lora_shrink", "lora_expand", "lora_expand_gated")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -68,13 +69,13 @@ def _is_taken(node: fx.Node) -> bool:
         return takes_kernels(node)
     if not is_op(node, "add_lora", "add_lora_of_experts", "add_lora_of_ids") or not takes_kernels(node):
         return False
-    return takes_lora(int(node.meta["val"].shape[-1]), *_outputs(node))
+    return takes_lora(_size(node), *_outputs(node))
 
 
 def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
     """The first output of each part, and how many there are."""
     operands: Any = node.args
-    return operands[5:] if is_op(node, "add_lora") else ([0], [int(node.meta["val"].shape[-1])])
+    return operands[5:] if is_op(node, "add_lora") else ([0], [_size(node)])
 
 
 def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
@@ -93,11 +94,28 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
             x, a, b, slots = _of_rows(graph, *operands[1:])
         is_gathered = is_op(node, "add_lora_of_ids")
         shrunk = _gathered(graph, x, a, slots) if is_gathered else _shrunk(graph, x, a, slots, is_few)
-        expanded = graph.call_function(op("lora_expand"), (y, shrunk, b, slots, *_outputs(node)))
-    expanded.meta.update(node.meta)
-    node.replace_all_uses_with(expanded)
-    graph.erase_node(node)
+    product, expand = _product(node), "lora_expand_gated"
+    if product is None:
+        product, expand = node, "lora_expand"
+    replace_by_op(graph, product, op(expand), y, shrunk, b, slots, *_outputs(node))
     return True
+
+
+def _product(node: fx.Node) -> fx.Node | None:
+    """silu(gate) * up of the halves of what adapters change, where nothing else is read of that."""
+    if len(node.users) != 1 or not is_op(node, "add_lora") or not takes_gated(_size(node), *_outputs(node)):
+        return None
+    (reader,) = node.users
+    if is_op(reader, "silu_mul"):
+        return reader
+    if any(len(half.users) != 1 for half in reader.users):
+        return None
+    found = {product for half in reader.users for gate in (half, *half.users) for product in gate.users}
+    return next((product for product in found if match_silu_mul(product) is node), None)
+
+
+def _size(node: fx.Node) -> int:
+    return int(node.meta["val"].shape[-1])
 
 
 def _shrunk(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool) -> fx.Node:

@@ -60,6 +60,7 @@ OPS = {
     "latent_prefill": "attention.latent",
     "linear_residual": "single_token",
     "lora_expand": "lora.kernels",
+    "lora_expand_gated": "lora.kernels",
     "lora_shrink": "lora.kernels",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",

@@ -71,6 +71,34 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, is_few: bool
             assert torch.equal(alone, ours[:1]), "a token's numbers do not depend on the others"
 
 
+GATED = """
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, y, x, a, b, slots):
+        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few})
+        out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, [0, 12288], [12288, 12288])
+        gated = torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, [0, 12288], [12288, 12288])
+        return (torch.ops.mllm.silu_mul.default(out), gated)
+"""
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both(is_few: bool, tmp_path: Path) -> None:
+    source, generator = tmp_path / "piece.py", torch.Generator("cuda").manual_seed(0)
+    source.write_text(GATED.format(is_few=is_few))
+    shapes = ("T", 24576), ("T", 4096), (SLOTS, 32, 4096), (SLOTS, 24576, 16)
+    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
+    compile_piece(source, given, "cuda:0", {"T": 8192}, tmp_path / "piece.pt2", tmp_path)
+    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
+    for tokens in (1, 8, 17, 64, 300, 2048):
+        sizes = [(tokens if size == "T" else size, *rest) for size, *rest in shapes]
+        y, x, a, b = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes)
+        slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
+        apart, ours = piece([y, x, a / 64, b, slots])
+        assert torch.equal(apart, ours), tokens
+
+
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], [17, 33], [9, 8, 7, 6] * 20)
 SLOT_OF = (1, -1, 0, 1, 0)
 

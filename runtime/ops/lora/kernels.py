@@ -1,4 +1,5 @@
-"""Two kernels for what adapters add to a linear: one multiplies with A of each token's adapter, one with B.
+"""Kernels for what adapters add to a linear: one multiplies with A of each token's adapter, one with B. The second one
+has a form that ends with the activation of a feed-forward.
 
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
@@ -25,6 +26,7 @@ from mllm_compile.runtime.ops.lora.shapes import MOST_PARTS, block_of_columns, n
 
 _NO_SLOT = tl.constexpr(1 << 30)  # above all
 _FEW_TOKENS, _MANY_TOKENS = 16, 64  # of a block
+_GATED_COLUMNS = 64  # of a block, of gate and of up each
 
 
 @triton.jit
@@ -69,6 +71,39 @@ def _shrink_kernel(
         slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT))
     places = (tl.program_id(2) * num_tokens + tokens[:, None]) * ROWS + rows[None, :]
     tl.store(out_ptr + places, out, mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _times_b(
+    shrunk_ptr: tl.tensor,
+    of_slot: tl.tensor,
+    tokens: tl.tensor,
+    is_token: tl.tensor,
+    num_tokens: tl.tensor,
+    part: tl.tensor,
+    b_rows: tl.tensor,
+    RANK: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_T, BLOCK_N] float32: rows of a slot's B times what the tokens have of a part's A."""
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for r in tl.static_range(0, RANK, BLOCK_R):
+        ranks = r + tl.arange(0, BLOCK_R)
+        is_rank = ranks < RANK
+        shrunk_mask = is_token[:, None] & is_rank[None, :]
+        shrunk = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for split in tl.static_range(SPLITS):
+            of_split = (split * num_tokens + tokens[:, None]) * A_ROWS + part * RANK + ranks[None, :]
+            shrunk += tl.load(shrunk_ptr + of_split, mask=shrunk_mask, other=0.0)
+        b_places = b_rows[None, :] * RANK + ranks[:, None]
+        b = tl.load(of_slot + b_places, mask=is_rank[:, None], other=0.0)
+        total = tl.dot(shrunk.to(b.dtype), b, total, input_precision="ieee" if EXACT else "tf32")
+    return total
 
 
 @triton.jit
@@ -123,22 +158,71 @@ def _expand_kernel(
     b_rows = b_first + tl.arange(0, BLOCK_N)
     while slot < _NO_SLOT:
         of_slot = b_ptr + slot.to(tl.int64) * B_ROWS * RANK
-        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        for r in tl.static_range(0, RANK, BLOCK_R):
-            ranks = r + tl.arange(0, BLOCK_R)
-            is_rank = ranks < RANK
-            shrunk_mask = is_token[:, None] & is_rank[None, :]
-            shrunk = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-            for split in tl.static_range(SPLITS):
-                of_split = (split * num_tokens + tokens[:, None]) * A_ROWS + part * RANK + ranks[None, :]
-                shrunk += tl.load(shrunk_ptr + of_split, mask=shrunk_mask, other=0.0)
-            b_places = b_rows[None, :] * RANK + ranks[:, None]
-            b = tl.load(of_slot + b_places, mask=is_rank[:, None], other=0.0)
-            total = tl.dot(shrunk.to(b.dtype), b, total, input_precision="ieee" if EXACT else "tf32")
+        total = _times_b(
+            shrunk_ptr, of_slot, tokens, is_token, num_tokens, part, b_rows,
+            RANK, A_ROWS, SPLITS, BLOCK_T, BLOCK_N, BLOCK_R, EXACT,
+        )  # fmt: skip
         added = tl.where((slots == slot)[:, None], total, added)
         slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT))
     out = tl.where((slots >= 0)[:, None] & (part >= 0), y.to(tl.float32) + added, y.to(tl.float32))
     tl.store(out_ptr + places, out.to(y.dtype), mask=is_token[:, None])
+
+
+@triton.jit
+def _expand_gated_kernel(
+    y_ptr: tl.tensor,
+    shrunk_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    N: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """BLOCK_N of the N columns of gate and of up; roundings are where the two kernels have them."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token = tokens < num_tokens
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    places = tokens[:, None].to(tl.int64) * 2 * N + columns[None, :]
+    gate = tl.load(y_ptr + places, mask=is_token[:, None], other=0.0)
+    up = tl.load(y_ptr + places + N, mask=is_token[:, None], other=0.0)
+    slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)
+    of_gate = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    of_up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    slot = tl.min(tl.where(slots >= 0, slots, _NO_SLOT))
+    while slot < _NO_SLOT:
+        of_slot = b_ptr + slot.to(tl.int64) * B_ROWS * RANK
+        if HAS_GATE:
+            total = _times_b(
+                shrunk_ptr, of_slot, tokens, is_token, num_tokens, 0, columns,
+                RANK, A_ROWS, SPLITS, BLOCK_T, BLOCK_N, BLOCK_R, EXACT,
+            )  # fmt: skip
+            of_gate = tl.where((slots == slot)[:, None], total, of_gate)
+        if HAS_UP:
+            total = _times_b(
+                shrunk_ptr, of_slot, tokens, is_token, num_tokens, HAS_GATE, columns + HAS_GATE * N,
+                RANK, A_ROWS, SPLITS, BLOCK_T, BLOCK_N, BLOCK_R, EXACT,
+            )  # fmt: skip
+            of_up = tl.where((slots == slot)[:, None], total, of_up)
+        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT))
+    gate = (gate.to(tl.float32) + of_gate).to(gate.dtype).to(tl.float32)
+    up = (up.to(tl.float32) + of_up).to(up.dtype)
+    silu = gate / (1.0 + tl.exp(-gate))
+    out_places = tokens[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(out_ptr + out_places, silu.to(up.dtype) * up, mask=is_token[:, None])
 
 
 @triton_op("mllm::lora_shrink", mutates_args={})
@@ -225,6 +309,54 @@ def lora_expand(
         ROWS_1=rows_1,
         ROWS_2=rows_2,
         ROWS_3=rows_3,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_R=padded_rank(rank),
+        EXACT=y.dtype == torch.float32,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return out
+
+
+@triton_op("mllm::lora_expand_gated", mutates_args={})
+def lora_expand_gated(
+    y: torch.Tensor,
+    shrunk: torch.Tensor,
+    b: torch.Tensor,
+    slots: torch.Tensor,
+    starts: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    """silu(gate) * up of what lora_expand gives, whose halves they are, gate first.
+
+    Args:
+        y, shrunk, b, slots: as lora_expand's.
+        starts, rows: of one half or of both; takes_gated says which are taken.
+
+    Returns:
+        [..., N / 2] in the dtype of y.
+    """
+    y = y.contiguous()
+    columns, num_tokens = y.shape[-1] // 2, math.prod(y.shape[:-1])
+    rank, splits = b.shape[2], shrunk.shape[0]
+    block_n = min(block_of_columns(columns, [0], [columns]), _GATED_COLUMNS)
+    block_t = _FEW_TOKENS if splits > 1 else _MANY_TOKENS
+    out = torch.empty((*y.shape[:-1], columns), dtype=y.dtype, device=y.device)
+    wrap_triton(_expand_gated_kernel)[(triton.cdiv(num_tokens, block_t), columns // block_n)](
+        y,
+        shrunk,
+        b,
+        slots,
+        out,
+        num_tokens,
+        N=columns,
+        B_ROWS=b.shape[1],
+        RANK=rank,
+        A_ROWS=shrunk.shape[2],
+        SPLITS=splits,
+        HAS_GATE=int(0 in starts),
+        HAS_UP=int(columns in starts),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_R=padded_rank(rank),

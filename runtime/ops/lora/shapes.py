@@ -20,6 +20,13 @@ def takes_lora(outputs: int, starts: Sequence[int], rows: Sequence[int]) -> bool
     return len(starts) <= MOST_PARTS and block_of_columns(outputs, starts, rows) >= _FEWEST
 
 
+def takes_gated(outputs: int, starts: Sequence[int], rows: Sequence[int]) -> bool:
+    """True if the kernel that ends with silu(gate) * up takes parts that are whole halves of the outputs, or one."""
+    half = outputs // 2
+    are_halves = list(starts) in ([0], [half], [0, half]) and all(count == half for count in rows)
+    return outputs % 2 == 0 and are_halves and block_of_columns(half, [0], [half]) >= _FEWEST
+
+
 def block_of_columns(outputs: int, starts: Sequence[int], rows: Sequence[int]) -> int:
     """Outputs that a block computes: a power of two that divides all parts."""
     whole = math.gcd(outputs, *starts, *rows)

@@ -355,6 +355,11 @@ def lora_expand(y, shrunk, b, slots, starts, rows):
     return out
 
 
+def lora_expand_gated(y, shrunk, b, slots, starts, rows):
+    gate, up = lora_expand(y, shrunk, b, slots, starts, rows).chunk(2, -1)
+    return silu(gate) * up
+
+
 SILU_MUL = {
     "silu_mul(Tensor x) -> Tensor": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "silu_mul_in_fp8(Tensor x, int groups) -> (Tensor, Tensor)": silu_mul_in_fp8,
@@ -368,6 +373,9 @@ LORA = {
     "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few) -> Tensor": lora_shrink,
     "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) -> Tensor": (
         lora_expand
+    ),
+    "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) -> Tensor": (
+        lora_expand_gated
     ),
 }
 ROPE_AND_CACHE = {
