@@ -146,7 +146,7 @@ class Scheduler:
     def retract(self) -> None:
         """Send all running requests back to the queue, to be computed anew; no step may be in flight."""
         self.finish_update()
-        for request in [*self.prompts.begun, *self.decodes.requests]:
+        for request in [*self.prompts.begun, *self.decodes.current().requests]:
             self._preempt(request)
 
     def stats(self) -> SchedulerStats:
