@@ -67,7 +67,7 @@ class PassTarget:
         compiles_pieces: Inductor compiles them; if not, they run as traced, without kernels of ours.
         compiles_cuda: CUDA C++ for Hopper can be compiled here, and runs on the device.
         hopper_decode: our decode kernels for Hopper serve.
-        counts_experts: runtime.expert_stats.
+        counts_experts: runtime.expert_stats or runtime.routed_experts.
         num_ranks: runtime.tensor_parallel_size.
         num_expert_ranks: runtime.expert_parallel_size.
         dtype: the model's; kv_cache_dtype: the KV cache's; torch's names.

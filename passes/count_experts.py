@@ -15,7 +15,7 @@ from mllm_compile.runtime.ops import op
 
 
 class CountExperts(GraphPass):
-    """Counts the tokens of each expert, for `Engine.stats().experts`.
+    """Shows the choice of experts to what counts and keeps it: `Engine.stats().experts`, `return_routed_experts`.
 
     Why: which experts are chosen, and how unevenly, is known on the device alone.
 
@@ -31,7 +31,7 @@ class CountExperts(GraphPass):
     Where experts are spread over ranks, the choice among all of them is counted, of all ranks' tokens: every rank makes
     it, so each has the counts of all.
 
-    Requires: deduplicated pieces, before variants are made of them. Left out unless `runtime.expert_stats` is set.
+    Requires: deduplicated pieces, before variants are made of them. Left out unless a config asks for it.
     Preserves: every number.
     """
 
@@ -40,7 +40,7 @@ class CountExperts(GraphPass):
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
-        return None if target.counts_experts else "runtime.expert_stats is not set"
+        return None if target.counts_experts else "neither runtime.expert_stats nor routed_experts is set"
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -74,6 +74,7 @@ class RuntimeSection:
     enable_prefix_cache: bool
     deterministic: bool
     expert_stats: bool
+    routed_experts: bool
     skip_compiled: bool
     seed: int
     logprobs_mode: LogprobsMode
@@ -86,6 +87,11 @@ class RuntimeSection:
     def takes(self, switch: Switch) -> bool:
         """False if the config leaves this out."""
         return switch not in self.without
+
+    @property
+    def sees_experts(self) -> bool:
+        """True if the program has what sees the choice of experts."""
+        return self.expert_stats or self.routed_experts
 
     @property
     def num_ranks(self) -> int:

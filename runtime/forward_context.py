@@ -21,6 +21,8 @@ import torch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.memory_pool import RoutePool
+
     # A layer between pieces, an AttentionLayer or a StateLayer, and the batch as its op reads it, an AttentionMetadata
     # or a StateMetadata.
     Layer = Any
@@ -55,15 +57,16 @@ class ForwardContext:
     all_moe_layers: Sequence[str] | None = None
     moe_layer_index: int = 0
     expert_counts: Mapping[str, torch.Tensor] | None = None  # layer of experts → [E] int64, how often each was chosen
+    expert_routes: RoutePool | None = None
     additional_kwargs: dict[str, Any] = field(default_factory=dict)  # what the eager model's attention is told
 
-    def next_moe_counts(self) -> torch.Tensor | None:
-        """The counts of the layer of experts whose turn it is, which is then the next one's; None: nobody counts."""
-        if self.all_moe_layers is None or self.expert_counts is None:
+    def next_moe_layer(self) -> str | None:
+        """The layer of experts whose turn it is, which is then the next one's; None: nobody looks at them."""
+        if self.all_moe_layers is None:
             return None
         name = self.all_moe_layers[self.moe_layer_index]
         self.moe_layer_index += 1
-        return self.expert_counts[name]
+        return name
 
     def __post_init__(self) -> None:
         if not self.cudagraph_runtime_mode.is_runtime_mode:
@@ -161,12 +164,14 @@ def set_forward_context(
     dp_metadata: DPMetadata | None = None,
     deterministic: bool = False,
     expert_counts: Mapping[str, torch.Tensor] | None = None,
+    expert_routes: RoutePool | None = None,
     forward_times: ForwardTimes | None = None,
 ) -> Iterator[ForwardContext]:
     """Run the body as one batch.
 
     Args:
         expert_counts: counts of each layer of experts, in the order of the layers; None: nobody counts.
+        expert_routes: keeps the choices of these layers; None: nobody asks for them.
         num_tokens: padded token count, under which forward_times keeps the time.
         forward_times: where to keep this forward's time, or None.
 
@@ -181,8 +186,9 @@ def set_forward_context(
         batch_descriptor=batch_descriptor,
         dp_metadata=dp_metadata,
         deterministic=deterministic,
-        all_moe_layers=None if expert_counts is None else tuple(expert_counts),
+        all_moe_layers=_moe_layers(expert_counts, expert_routes),
         expert_counts=expert_counts,
+        expert_routes=expert_routes,
     )
     with override_forward_context(context):
         if forward_times is None:
@@ -190,3 +196,9 @@ def set_forward_context(
         else:
             with forward_times.measure(num_tokens):
                 yield context
+
+
+def _moe_layers(counts: Mapping[str, torch.Tensor] | None, routes: RoutePool | None) -> tuple[str, ...] | None:
+    if counts is not None:
+        return tuple(counts)
+    return None if routes is None else routes.layers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -114,6 +114,45 @@ class KVPool:
         """Make all that these pages ([N] int64) hold zero, in every layer."""
         for buffer in (one for one in (*self._k, *self._v) if one.numel()):
             buffer.view(torch.uint8).index_fill_(0, page_ids, 0)
+
+
+class RoutePool:
+    """The experts that each token chose, in every layer of experts, by the slot of the token's KV.
+
+    So prefix hits, chunks and preemptions need no care: who has the slot has the choice.
+
+    Args:
+        num_experts: of each layer, in the order of the layers.
+        num_slots: tokens that it holds.
+    """
+
+    def __init__(self, num_experts: Mapping[str, int], num_slots: int, device: torch.device | str) -> None:
+        self.layers = tuple(num_experts)
+        most = max(num_experts.values(), default=0)
+        self._dtype = torch.uint8 if most <= 256 else torch.int16
+        self._num_slots, self._device = num_slots, device
+        self._tables: dict[str, torch.Tensor] = {}  # [num_slots, k] each, made when its layer first runs
+
+    def resize(self, num_slots: int) -> None:
+        """Forgets all; takes so many tokens from now on. Not after a capture: graphs write to the tables of before."""
+        self._num_slots = num_slots
+        self._tables.clear()
+
+    def keep(self, layer: str, ids: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep ids [T, k] of tokens at slots [T] int64. Safe inside a CUDA graph once the layer has run."""
+        table = self._tables.get(layer)
+        if table is None:
+            table = self._tables[layer] = torch.zeros(
+                self._num_slots, ids.shape[1], dtype=self._dtype, device=self._device
+            )
+        table.index_copy_(0, slots, ids.to(self._dtype))
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        """[N, layers, k] int16 of tokens at slots [N] int64. Waits for the device."""
+        indices = upload(slots, torch.device(self._device))
+        routes = torch.stack([self._tables[layer].index_select(0, indices) for layer in self.layers], dim=1)
+        found: np.ndarray = routes.to(torch.int16).cpu().numpy()
+        return found
 
 
 class GDNPool:

@@ -36,7 +36,7 @@ from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
 from mllm_compile.runtime.lora.rows import AdapterRows
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool, RoutePool
 from mllm_compile.runtime.memory_profile import count_pages
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
@@ -162,6 +162,9 @@ class ModelRunner(RunnerSizes):
                 name: torch.zeros(count, dtype=torch.int64, device=self.device)
                 for name, count in model.num_experts.items()
             }
+        self.expert_routes: RoutePool | None = None
+        if self.config.runtime.routed_experts:
+            self.expert_routes = RoutePool(model.num_experts, self.config.runtime.page_size, self.device)
         self.program = ProgramRunner(
             model,
             self.config,
@@ -169,6 +172,7 @@ class ModelRunner(RunnerSizes):
             self.communicator,
             forward_times=self.forward_times,
             expert_counts=self.expert_counts,
+            expert_routes=self.expert_routes,
         )
         if self.drafter is not None:
             self.drafter.device = self.device
@@ -224,6 +228,8 @@ class ModelRunner(RunnerSizes):
 
     def _take_pages(self, num_pages: int) -> None:
         self.token_to_kv_pool = self.make_kv_pool(num_pages)
+        if self.expert_routes is not None:
+            self.expert_routes.resize(num_pages * self.config.runtime.page_size)
         if self.drafter is not None:
             self.drafter._take_pages(num_pages)
 

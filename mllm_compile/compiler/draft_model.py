@@ -47,7 +47,7 @@ def draft_config(config: ResolvedConfig) -> EngineConfig:
             load_format="dummy" if config.model.load_format == "dummy" else "auto",
             trust_remote_code=config.model.trust_remote_code,
         )
-    changes = {"deterministic": False, "expert_stats": False, "cascade_attention": False}
+    changes = {"deterministic": False, "expert_stats": False, "routed_experts": False, "cascade_attention": False}
     return own.model_copy(
         update={
             "model": model,

@@ -208,6 +208,8 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
 def _check_has(program: Program, config: ResolvedConfig) -> None:
     """Refuses what is asked of layers that the model does not have; its first ones alone may not have them yet."""
     check_cascade_layers(config, program.layers)
+    if config.runtime.routed_experts and not program.counted_experts:
+        raise ConfigError("runtime.routed_experts is set, and this model has no experts. Set it to false.")
     if config.runtime.expert_stats and not program.counted_experts:
         raise ConfigError(
             "runtime.expert_stats is set, and this model has no experts, whose choices it counts. Set it to false."
@@ -380,7 +382,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         hopper_decode=config.compile.hopper_decode,
         dtype=config.model.dtype,
         kv_cache_dtype=config.runtime.kv_cache_dtype,
-        counts_experts=config.runtime.expert_stats,
+        counts_experts=config.runtime.sees_experts,
         num_ranks=config.runtime.tensor_parallel_size,
         num_expert_ranks=config.runtime.expert_parallel_size,
         attention_backend=config.runtime.attention_backend,

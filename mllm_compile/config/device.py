@@ -74,7 +74,10 @@ def detect_device(asked: str) -> DeviceInfo:
 
 
 # Features that experts spread over ranks do not have.
-_NOT_SPREAD = {"deterministic": "steps have as many tokens as the rank that has most"}
+_NOT_SPREAD = {
+    "deterministic": "steps have as many tokens as the rank that has most",
+    "routed_experts": "a rank sees the tokens of all, and their slots are each rank's own",
+}
 
 
 def check_ranks(runtime: RuntimeSection) -> None:

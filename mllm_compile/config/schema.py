@@ -209,6 +209,10 @@ class RuntimeConfig(Section):
     """Count how often each expert of a mixture is chosen, for `Engine.stats().experts`. Compiles a program of its own,
     whose steps take somewhat longer."""
 
+    routed_experts: bool = False
+    """Keep which experts each token chose beside its KV, for requests with `return_routed_experts`. Compiles a program
+    of its own, as expert_stats does."""
+
     without: SwitchList = ()
     """Parts of serving to leave out, to find a faulty one: split_decode, hopper_decode, sample_in_graph, whole_prompts,
     copy_prefix, divide_prefix, paged_attention. docs/debugging.md has the replacements."""

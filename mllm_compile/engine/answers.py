@@ -113,6 +113,7 @@ class StreamBuilder:
         output.token_ids += delta.token_ids
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.finish_reason is not None:
+            output.routed_experts = self._submission.sequences[delta.index].request.routed_experts
             output.weight_versions = _versions(self._submission.sequences[delta.index])
         output.text += self._text(delta) if delta.text is None else delta.text
         if self._submission.params.logprobs is not None:
@@ -182,6 +183,7 @@ def _completion(sequence: Sequence, decoder: Decoder | None, scores: _ScoreReade
         output.cumulative_logprob = sum(entry.logprob for entry in request.output_logprobs)
     if params.has_sampling_mask:
         output.sampling_mask = _masks(request.output_logprobs)
+    output.routed_experts = request.routed_experts
     return output
 
 

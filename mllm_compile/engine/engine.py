@@ -159,6 +159,7 @@ class Engine:
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
+            keeps_routes=parts.config is not None and parts.config.runtime.routed_experts,
             eos_token_ids=parts.eos_token_ids,
             default_params=parts.default_params,
             grammars=parts.grammars,

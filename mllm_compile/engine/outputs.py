@@ -78,6 +78,8 @@ class CompletionOutput:
         logprobs: for each token a mapping of ids, the sampled one and alternatives; None unless asked for.
         sampling_mask: for each token the ids that the filters kept, [≤ V] int32 ascending; None unless asked for, and
             where the request has no filter.
+        routed_experts: [tokens of prompt and output - 1, layers, k] int16: the experts that each chose, once it has
+            ended; None unless asked for.
         finish_reason: None while it runs; "error" when it was refused or a step failed.
         stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
         weight_versions: the version of the weights of each span of tokens, once it has ended; None: there is but one.
@@ -89,6 +91,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[Mapping[int, Logprob]] | None = None
     sampling_mask: list[np.ndarray] | None = None
+    routed_experts: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     weight_versions: list[WeightVersion] | None = None

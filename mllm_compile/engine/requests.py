@@ -64,6 +64,7 @@ class RequestBuilder:
     Args:
         tokenizer: None when the model has none; prompts are token ids then and answers have no text.
         vocab_size: rows of the model's embedding.
+        keeps_routes: experts that tokens chose are kept.
         eos_token_ids: ids that end a completion.
         default_params: for callers that pass none.
         grammars: compiles structured_outputs; None: they are refused.
@@ -77,6 +78,7 @@ class RequestBuilder:
         *,
         tokenizer: PromptTokenizer | None,
         vocab_size: int,
+        keeps_routes: bool = False,
         eos_token_ids: frozenset[int],
         default_params: SamplingParams,
         grammars: GrammarSource | None = None,
@@ -88,7 +90,7 @@ class RequestBuilder:
         self._adapters = adapters
         self.grammars = grammars
         self._prompts = PromptReader(tokenizer, vocab_size, media, tower)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._keeps_routes = vocab_size, keeps_routes
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
         self._last_phrases: tuple[tuple[str, ...], Phrases] = ((), ())  # the last bad_words that came
@@ -280,6 +282,10 @@ class RequestBuilder:
             return RequestError("the prompt is empty; a request needs at least one token to compute")
         if params.stop and self._tokenizer is None:
             return RequestError("stop: the model has no tokenizer, so there is no text to stop at. Use stop_token_ids.")
+        if params.return_routed_experts and not self._keeps_routes:
+            return RequestError(
+                "return_routed_experts: expected false: experts are not kept. Set runtime.routed_experts in the config."
+            )
         try:
             params.check_vocab(self._vocab_size)
         except RequestError as error:

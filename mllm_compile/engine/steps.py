@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from mllm_compile.engine import end_errors
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.sequences import StepSink
@@ -41,12 +43,16 @@ class StepSubmitter(Protocol):
             DeviceMemoryError: it does not fit; it has not happened, and later steps can.
         """
 
+    def experts_of(self, row: int, num_tokens: int) -> np.ndarray:
+        """The experts of a row's first tokens, [num_tokens, layers, k] int16. Waits for the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     batch: ScheduledBatch
     handle: StepHandle
     launched: float  # time.monotonic() before its launch
+    runner: StepSubmitter
 
 
 class Steps:
@@ -103,7 +109,7 @@ class Steps:
             _forget_prompt_logprobs(batch)
             now = time.monotonic()
             try:
-                launched = _Step(batch, runner.submit(batch), now)
+                launched = _Step(batch, runner.submit(batch), now, runner)
             except Exception as error:
                 self.finish()
                 self._failed([batch], error)
@@ -156,6 +162,11 @@ class Steps:
         self._busy_since = now
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist(), output.runs)
         output.record_logprobs(result.accepted, result.counts)
+        for request in result.finished:
+            if request.params.return_routed_experts:
+                row = int(batch.rows[batch.requests.index(request)])
+                count = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
+                request.routed_experts = step.runner.experts_of(row, count)
         if self.sink is not None:
             self.sink.on_step(batch, output, result)
         self._requests.take(batch, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mllm_compile.ranks.group import RankGroup
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -50,3 +52,7 @@ class RankedStepRunner:
         handle = self._runner.submit(batch)
         self._group.launched()
         return RankedHandle(handle, self._group)
+
+    def experts_of(self, row: int, num_tokens: int) -> np.ndarray:
+        """The experts of a row's first tokens, as StepRunner.experts_of; every rank has all of them."""
+        return self._runner.experts_of(row, num_tokens)

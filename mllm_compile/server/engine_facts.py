@@ -43,6 +43,7 @@ class EngineFacts:
         self.builder = RequestBuilder(
             tokenizer=tokenizer,
             vocab_size=hello.vocab_size,
+            keeps_routes=bool(hello.config.get("runtime", {}).get("routed_experts")),
             eos_token_ids=frozenset(hello.eos_token_ids),
             default_params=self.defaults,
             media=media,

@@ -118,7 +118,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "quantisation": _quantisation(config, model),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
-        "expert stats": "on" if config.runtime.expert_stats else "off",
+        "expert stats": "on" if config.runtime.sees_experts else "off",
         "attention": _attention(config),
         **_states(config),
         **_speculation(config),

@@ -22,6 +22,7 @@ from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.memory_pool import RoutePool
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -44,18 +45,20 @@ class ProgramRunner:
         *,
         forward_times: ForwardTimes | None = None,
         expert_counts: Mapping[str, torch.Tensor] | None = None,
+        expert_routes: RoutePool | None = None,
     ) -> None:
         """
         Args:
             communicator: the rank's, if the model is cut over several.
             forward_times: takes the times of runs.
             expert_counts: layer of experts → [E] int64, where choices are counted.
+            expert_routes: where choices are kept.
         """
         self._model = model
         self._config = config
         self._communicator = communicator
         self._forward_times = forward_times
-        self._expert_counts = expert_counts
+        self._expert_counts, self._expert_routes = expert_counts, expert_routes
         self._dp_size = config.runtime.expert_parallel_size
         self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
         self.layers |= {layer.name: layer for layer in model.state_layers}
@@ -150,6 +153,7 @@ class ProgramRunner:
             dp_metadata=batch.dp_metadata,
             deterministic=self._config.runtime.deterministic,
             expert_counts=self._expert_counts,
+            expert_routes=self._expert_routes,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self._forward_times,
         )

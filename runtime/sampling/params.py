@@ -130,6 +130,8 @@ class SamplingParams:
             "tempered_logprobs" after all but the filters, "processed_logprobs" after all of it; None: as the engine's
             runtime.logprobs_mode says.
         return_sampling_mask: Return the tokens that the filters kept, with each token's log-probability.
+        return_routed_experts: Return the experts that each token but the last chose. Refused beside stop, unless
+            runtime.routed_experts is set, and for an answer that is aborted there are none.
         prompt_logprobs: Raw log-probabilities of the prompt's tokens but the first, and alternatives; 0 to 20.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Make text; stop needs it.
@@ -160,6 +162,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -223,9 +226,11 @@ class SamplingParams:
         if self.return_sampling_mask and self.logprobs is None:
             raise refused("return_sampling_mask", "logprobs beside it", self.logprobs, "Ask for logprobs=0.")
         flags = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
-        for field in (*flags, "return_sampling_mask"):
+        for field in (*flags, "return_sampling_mask", "return_routed_experts"):
             if not isinstance(getattr(self, field), bool):
                 raise refused(field, "True or False", getattr(self, field))
+        if self.stop and self.return_routed_experts:
+            raise refused("stop", "none beside return_routed_experts", self.stop, "Use stop_token_ids instead.")
         if self.stop and not self.detokenize:
             raise refused("stop", "no stop texts when detokenize is False", self.stop, "Use stop_token_ids instead.")
 

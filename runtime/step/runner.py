@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.errors import DeviceMemoryError
@@ -59,6 +60,7 @@ class StepRunner:
         if runner.dp_size > 1 and runner.communicator is not None:
             most = runtime.max_running_requests
             dp_step = DataParallelStep(runner.communicator.rank, runner.dp_size, most, self.sampling.scored_at_once)
+        self._pages = pages
         self._planner = _planner(runner, pages, dp_step)
         self._pools = StepPools(runner, pages, dp_step)
         prefix = CommonPrefix(runner, pages)
@@ -90,6 +92,18 @@ class StepRunner:
                 "Lower runtime.mem_fraction_static or runtime.max_num_batched_tokens, or ask for fewer prompt_logprobs "
                 "at once."
             ) from error
+
+    def experts_of(self, row: int, num_tokens: int) -> np.ndarray:
+        """The experts that a row's first tokens chose, [num_tokens, layers, k] int16; ahead of the next step that is
+        launched, which may give the row to another request. Waits for the device.
+
+        Raises:
+            RuntimeError: runtime.routed_experts is not set.
+        """
+        routes = self._runner.expert_routes
+        if routes is None:
+            raise RuntimeError("internal error: experts are asked for, and runtime.routed_experts is not set")
+        return routes.read(self._pages.slots(np.full(num_tokens, row), np.arange(num_tokens)))
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         if self._runner.draft_chain is not None:

@@ -64,7 +64,7 @@ def test_a_dense_model_has_none():
 
 
 def test_it_is_left_out_unless_the_config_asks_for_it():
-    assert "runtime.expert_stats is not set" in passes_left_out(TARGET)["count_experts"]
+    assert "neither runtime.expert_stats nor routed_experts is set" in passes_left_out(TARGET)["count_experts"]
     asked = PassTarget("cpu", True, False, False, "float32", "float32", counts_experts=True)
     assert "count_experts" not in passes_left_out(asked)
 

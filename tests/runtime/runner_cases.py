@@ -127,6 +127,7 @@ DEFAULTS = RuntimeSection(
     without=(),
     deterministic=False,
     expert_stats=False,
+    routed_experts=False,
     skip_compiled=False,
     seed=0,
     logprobs_mode="raw_logprobs",

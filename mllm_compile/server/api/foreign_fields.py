@@ -37,7 +37,8 @@ _ADAPTERS = "name the adapter as the model"
 _CODE = "code is not taken from a request. Use logit_bias, bad_words or allowed_token_ids"
 _TEXT = "only text is answered"
 _IMAGES = "images are prepared as the model's processor says"
-_EXPERTS = "which experts a token went to is not told"
+_OF_ROLLOUTS = "told by /inference/v1/generate and /generate alone (serve --enable-rl)"
+_EXPERTS = f"which experts a token went to is {_OF_ROLLOUTS}"
 _STREAMED = "it is about how an answer is told, and there is no such form here"
 _REPLICA = "a server is one replica. Choose it by its address"
 _ROUTED = "it is for routers and their figures"
@@ -109,6 +110,7 @@ FOREIGN: ForeignFields = {
     "custom_params": Foreign("SGLang", _CODE, ({},)),
     "return_hidden_states": Foreign("SGLang", "an answer has no hidden states", (False,)),
     "return_routed_experts": Foreign("SGLang", _EXPERTS, (False,)),
+    "return_sampling_mask": Foreign("SGLang", f"kept tokens are {_OF_ROLLOUTS}", (False,)),
     "routed_experts_start_len": Foreign("SGLang", _EXPERTS, (0,)),
     "return_cached_tokens_details": Foreign(
         "SGLang", "usage.prompt_tokens_details has the cached tokens, which are all the device's", (False,)

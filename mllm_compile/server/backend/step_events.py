@@ -111,6 +111,9 @@ class StepEvents:
         place = self._places.get(request)
         if place is not None:
             self._rest.finished.append((*place, request.finish_reason or "stop", request.stop_reason))
+            if request.routed_experts is not None:
+                experts = request.routed_experts
+                self._rest.experts.append((*place, experts.tobytes(), list(experts.shape)))
 
     def _note_admitted(self, batch: ScheduledBatch) -> None:
         admitted = set(batch.admitted)

@@ -70,6 +70,7 @@ class Choice:
         events: what `parser` has made of the text, as far as it is not sent.
         finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
         versions: (weights' version, its first token), in order; none of an engine whose weights nobody has named.
+        experts: int16 of the experts that its tokens and the prompt's chose, and their shape, once it has ended.
         was_admitted: it has had a row.
         has_begun: something of it was sent.
         end_is_told: a stream has been told how it ended.
@@ -87,6 +88,7 @@ class Choice:
         "begin",
         "end_is_told",
         "events",
+        "experts",
         "finish_reason",
         "has_begun",
         "index",
@@ -117,6 +119,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
         self.versions: list[tuple[str, int]] = []
+        self.experts: tuple[bytes, list[int]] | None = None
         self.offsets: list[int] = []
         self.num_tokens = 0
         self.num_reasoning_tokens = 0

@@ -174,6 +174,9 @@ class Dispatcher:
         for key, prompt_scores in rest.prompt_scores:
             if key in self._runs:
                 self._runs[key][1].scores = prompt_scores
+        for key, index, data, shape in rest.experts:
+            if key in self._runs:
+                self._runs[key][1].choices[index].experts = (data, shape)
         for key, index, reason, stop_reason in rest.finished:
             if key in self._runs:
                 self._runs[key][1].choices[index].will_end(reason, stop_reason)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 
 import numpy as np
 
+from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.wire.messages import Scores
 
 
@@ -14,3 +17,26 @@ def kept_tokens(scores: Sequence[Scores]) -> dict[str, list[int]]:
     kept = [np.frombuffer(one.kept or b"", np.int32) for one in scores]
     offsets = np.cumsum([0, *(len(one) for one in kept)])
     return {"token_ids": np.concatenate(kept).tolist() if kept else [], "offsets": offsets.tolist()}
+
+
+def npy_of(choice: Choice, first: int) -> str | None:
+    """vLLM's form of a completion's experts: base64 of an .npy file, [tokens - 1 - first, layers, k] int16."""
+    found = _experts(choice)
+    if found is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, found[first:], allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def int32_of(choice: Choice, first: int) -> str | None:
+    """SGLang's form: base64 of int32 in that order, without a shape."""
+    found = _experts(choice)
+    return None if found is None else base64.b64encode(found[first:].astype(np.int32).tobytes()).decode()
+
+
+def _experts(choice: Choice) -> np.ndarray | None:
+    if choice.experts is None:
+        return None
+    data, shape = choice.experts
+    return np.frombuffer(data, np.int16).reshape(shape)

@@ -17,7 +17,7 @@ from mllm_compile.server.api.logprobs import TokenTexts, floored, prompt_logprob
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.rl.extras import kept_tokens
+from mllm_compile.server.rl.extras import kept_tokens, npy_of
 from mllm_compile.server.wire.messages import Scores
 
 # Fields of vLLM's SamplingParams that ask for nothing with these values, which clients send along.
@@ -40,6 +40,7 @@ class TokensFields(msgspec.Struct, kw_only=True):
     priority: Any = None
     stream: bool | None = None
     return_token_ids: bool | None = None  # they always are
+    routed_experts_prompt_start: int = 0  # tokens whose experts the client has
 
     path: ClassVar[str] = "/inference/v1/generate"
 
@@ -69,7 +70,8 @@ class TokensRequest:
     def plan(self, facts: EngineFacts) -> AnswerPlan:
         params = _params_of(self._given.sampling_params)
         found = prompts.completion_prompts(facts, self.fields, [self._given.token_ids], params)
-        return AnswerPlan(found, params, lambda head: TokensAnswers(head, params), has_text=bool(params.stop))
+        first = check_start("routed_experts_prompt_start", self._given.routed_experts_prompt_start)
+        return AnswerPlan(found, params, lambda head: TokensAnswers(head, params, first), has_text=bool(params.stop))
 
 
 def _params_of(given: Mapping[str, Any]) -> SamplingParams:
@@ -95,11 +97,21 @@ def check_logprobs(params: SamplingParams) -> None:
         raise bad_request(f"logprobs: expected an integer from 0 to {MAX_LOGPROBS}, got {params.logprobs}")
 
 
+def check_start(name: str, first: int) -> int:
+    """
+    Raises:
+        ApiError: it is no place in a text.
+    """
+    if first < 0:
+        raise bad_request(f"{name}: expected at least 0, got {first}", name)
+    return first
+
+
 class TokensAnswers:
     """The answers of /inference/v1/generate."""
 
-    def __init__(self, head: Mapping[str, Any], params: SamplingParams) -> None:
-        self._head, self._params = head, params
+    def __init__(self, head: Mapping[str, Any], params: SamplingParams, first: int) -> None:
+        self._head, self._params, self._first = head, params, first
         self._texts = TokenTexts(None)
 
     def whole(self, job: Job) -> bytes:
@@ -123,6 +135,7 @@ class TokensAnswers:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "sampling_mask": kept_tokens(choice.scores) if self._params.has_sampling_mask else None,
+            "routed_experts": npy_of(choice, self._first),
             "weight_versions": versions_of(choice),
         }
 

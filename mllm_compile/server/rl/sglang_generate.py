@@ -19,7 +19,8 @@ from mllm_compile.server.api.logprobs import floored
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.rl.extras import kept_tokens
+from mllm_compile.server.rl.extras import int32_of, kept_tokens
+from mllm_compile.server.rl.generate import check_start
 
 _MAX_TOKENS = 128  # SGLang's, without max_new_tokens
 _MODE = "tempered_logprobs"  # SGLang's log-probabilities
@@ -56,6 +57,8 @@ class SGLangFields(msgspec.Struct, kw_only=True):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
     logprobs_mode: str | None = None
     extra_key: str | None = None
 
@@ -108,6 +111,9 @@ def _params_of(given: SGLangFields) -> SamplingParams:
             wanted[_NAMES.get(name, name)] = value
     if forms:
         wanted["structured_outputs"] = StructuredOutputsParams(**forms)
+    if given.return_routed_experts:
+        wanted["return_routed_experts"] = True
+        check_start("routed_experts_start_len", given.routed_experts_start_len)
     if given.return_sampling_mask:
         wanted["return_sampling_mask"] = True
     if given.return_logprob or given.return_sampling_mask:
@@ -146,6 +152,8 @@ class SGLangAnswers:
             info |= self._logprobs(choice)
         if self._params.has_sampling_mask:
             info["output_token_sampling_mask"] = kept_tokens(choice.scores)
+        if self._params.return_routed_experts:
+            info["routed_experts"] = int32_of(choice, self._given.routed_experts_start_len)
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": info}
 
     def _finish(self, choice: Choice) -> dict[str, Any]:

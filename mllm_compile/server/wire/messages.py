@@ -193,11 +193,12 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
     scores: list[tuple[int, Scores]] = []  # row, of its new token
     prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first
     drafts: list[tuple[int, int, int]] = []  # row, drafted tokens, accepted ones
+    experts: list[tuple[int, int, bytes, list[int]]] = []  # key, index, int16 of one that has ended, and their shape
     version: str | None = None  # of the weights, where this step is the first that has them
 
     def is_empty(self) -> bool:
         told = self.admitted or self.finished or self.ended or self.scores or self.prompt_scores or self.drafts
-        return not told and self.version is None
+        return not (told or self.experts) and self.version is None
 
 
 Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control

@@ -1,4 +1,5 @@
-"""Counts how often each expert is chosen: what `runtime.expert_stats` puts behind a router.
+"""Sees the choice of experts behind a router: counts each (`runtime.expert_stats`), and keeps them by slot of the KV
+cache (`runtime.routed_experts`).
 
 Reads from the forward context whose turn it is among the layers of experts (all_moe_layers, moe_layer_index), and where
 that layer's counts are. A captured graph keeps the counts that its layer had at the capture. Defined with
@@ -18,7 +19,7 @@ _LIBRARY.define("count_experts(Tensor ids, Tensor slots) -> Tensor")
 
 
 def count_experts(ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Adds one to the count of each expert that a token chose, and gives the ids on.
+    """Adds one to the count of each expert that a token chose, keeps its choice, and gives the ids on.
 
     Args:
         ids: [T, k] int64; one that is no expert's is not counted.
@@ -27,8 +28,12 @@ def count_experts(ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     Returns:
         ids, as a tensor of its own.
     """
-    counts = get_forward_context().next_moe_counts()
-    if counts is not None:
+    context = get_forward_context()
+    layer = context.next_moe_layer()
+    if layer is not None and context.expert_routes is not None:
+        context.expert_routes.keep(layer, ids, slots)
+    if layer is not None and context.expert_counts is not None:
+        counts = context.expert_counts[layer]
         num_experts = counts.shape[0]
         is_counted = (slots > 0)[:, None] & (ids >= 0) & (ids < num_experts)
         counts.index_add_(0, ids.clamp(0, num_experts - 1).flatten(), is_counted.flatten().to(counts.dtype))
