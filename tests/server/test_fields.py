@@ -344,7 +344,7 @@ def test_the_texts_of_a_prompts_tokens_are_not_made_in_the_event_loop(monkeypatc
 
     monkeypatch.setattr(front, "facts", facts)
     (endpoint,) = (make for method, path, make in ENDPOINTS if (method, path) == ("POST", "/tokenize"))
-    asyncio.run(endpoint(front)({}, receive, send))
+    asyncio.run(endpoint(front)({"headers": []}, receive, send))
     assert json.loads(sent[1]["body"])["token_strs"] == ["d", "e", "f"]
     assert threading.current_thread().name not in tokenizer.threads
 
