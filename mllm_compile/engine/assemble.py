@@ -173,6 +173,8 @@ def _live_weights(runner: ModelRunner) -> LiveWeights | str:
     """The weights, for updates; a text: why they stay."""
     if runner.model.live is None:
         return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
+    if runner.model.lora is not None and runner.model.lora.pool.scaled:
+        return "lora.dora is set: scales of adapters are of the norms of these weights. Leave it out to update them."
     return runner.model.live
 
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from mllm_compile import Engine, RequestError, SamplingParams
 from mllm_compile.engine.adapter_parts import PoolWriter
 from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.assemble import _live_weights
 from mllm_compile.errors import CheckpointError, MllmError
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name
@@ -324,3 +326,11 @@ def test_requests_that_wait_hear_of_the_engine_s_end(engine, device, tmp_path):
     closing.join()
     with pytest.raises(MllmError, match="the engine is closed"):
         engine.load_adapter("five", folder)
+
+
+def test_weights_whose_norms_adapters_have_are_not_updated():
+    pool = SimpleNamespace(scaled=frozenset({"q_proj.weight"}))
+    runner: Any = SimpleNamespace(model=SimpleNamespace(live=object(), lora=SimpleNamespace(pool=pool)))
+    assert str(_live_weights(runner)).startswith("lora.dora is set")
+    pool.scaled = frozenset()
+    assert _live_weights(runner) is runner.model.live
