@@ -150,10 +150,13 @@ def open_with(engine: Engine, adapters: Adapters, cache: Path, **sections: Any) 
     Engine(adapters.config(cache, **sections)).close()
 
 
-def open_on_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
+def refuse_on_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_experts = Adapters(adapters.folder / "experts", "qwen3_moe")
     runtime = {"tensor_parallel_size": 2}
-    open_with(engine, with_experts, cache, runtime=runtime, lora={"targets": ["all-linear", "experts"]})
+    with pytest.raises(MllmError, match="has 'experts', and the model is on 2 ranks"):
+        open_with(engine, with_experts, cache, runtime=runtime, lora={"targets": ["all-linear", "experts"]})
+    with pytest.raises(MllmError, match=r"lora\.dora is set, and the model is on 2 ranks"):
+        open_with(engine, adapters, cache, runtime=runtime, lora={"dora": True})
 
 
 CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
@@ -174,7 +177,7 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
     "the embedding, the head": ("works", check_ends),
     "experts": ("works", check_experts),
-    "experts over several ranks": ("refused", refused("has 'experts', and the model is on 2 ranks", open_on_ranks)),
+    "experts, DoRA over several ranks": ("refused", refuse_on_ranks),
     "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
     "`skip_compiled`": (
         "refused",
