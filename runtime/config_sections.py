@@ -30,6 +30,7 @@ SWITCHES: tuple[Switch, ...] = get_args(Switch)
 # The scores whose softmax log-probabilities are of: the model's logits, those over the temperature, what the draw has.
 LogprobsMode = Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
+ALL_LINEAR = "all-linear"  # a target of adapters, as PEFT names it: each linear but the head
 SpeculativeMethod = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dflash", "mtp"]
 # Most tokens of a draft; by_cost: it is chosen while serving (speculation/depth.py).
 DraftedTokens = int | Literal["by_cost"]

@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mllm_compile.adapters.peft_config import ALL_LINEAR, PeftConfig
+from mllm_compile.adapters.peft_config import PeftConfig
 from mllm_compile.errors import CheckpointError
+from mllm_compile.runtime.config_sections import ALL_LINEAR
 from mllm_compile.runtime.short_repr import short_repr
 
 if TYPE_CHECKING:

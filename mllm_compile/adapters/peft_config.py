@@ -23,7 +23,6 @@ SERVED = (
     "LoRA with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, target_modules, target_parameters, "
     "exclude_modules, layers_to_transform, layers_pattern and, of linears, use_dora"
 )
-ALL_LINEAR = "all-linear"
 
 _READ = {
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern",

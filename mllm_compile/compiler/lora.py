@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.adapters.peft_config import ALL_LINEAR
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.lowering import pass_target, rewrite_graph
@@ -28,6 +27,7 @@ from mllm_compile.model.hf_model import tied_head
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.config_sections import ALL_LINEAR
 from mllm_compile.runtime.lora.target import LoraLayout, SourceRows
 from mllm_compile.runtime.program.spec import LoraProgram
 from mllm_compile.store.key import max_traced_tokens
