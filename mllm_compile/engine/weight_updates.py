@@ -104,9 +104,9 @@ class WeightUpdates:
             WeightsTornError: it is partial, and weights are torn.
             WeightUpdateError: this engine's weights cannot be updated.
         """
-        if self._open is not None:  # the thread that feeds it may hold the lock for long
-            raise UpdateConflictError("an update of the weights is open. Finish it or abandon it first.")
+        self._check_none_is_open()  # the thread that feeds one may hold the lock for long
         with self._lock:
+            self._check_none_is_open()
             if isinstance(self._live, str):
                 raise WeightUpdateError(self._live)
             if partial and self._torn is not None:
@@ -264,6 +264,10 @@ class WeightUpdates:
         return self._core.while_still(lambda requests: live.sums())
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _check_none_is_open(self) -> None:
+        if self._open is not None:
+            raise UpdateConflictError("an update of the weights is open. Finish it or abandon it first.")
 
     def _session(self) -> WeightUpdate:
         if self._open is None:

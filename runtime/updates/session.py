@@ -295,7 +295,7 @@ def _room() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             "there is no room for a copy of the weights beside those that serve. Begin the update with direct=True, "
-            "which needs none, or leave more memory free with runtime.gpu_memory_utilization."
+            "which needs none, or leave more memory free by a smaller runtime.mem_fraction_static."
         ) from error
 
 

@@ -96,9 +96,9 @@ def check_drafts_and_adapters(cache: Path, scratch: Path) -> None:
         assert found == answers(fresh, adapter=["all", None, "some"]) != before
 
 
-def refused(message: str, **runtime: Any) -> Callable[[Path, Path], None]:
+def refused(message: str, **sections: Any) -> Callable[[Path, Path], None]:
     def run(cache: Path, scratch: Path) -> None:
-        with Engine(tiny_config(cache, compile=EAGER, runtime=runtime)) as engine:
+        with Engine(tiny_config(cache, compile=EAGER, **sections)) as engine:
             with pytest.raises(WeightUpdateError, match=message):
                 engine.update_weights(tensors_of(TINY).items())
             assert engine.state == "running"
@@ -115,7 +115,8 @@ CHECKS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "recurrent states": ("works", check_states),
     "drafts, adapters": ("works; they stay as they are", check_drafts_and_adapters),
     "several ranks": ("works", partial(check, runtime={"tensor_parallel_size": 2})),
-    "`skip_compiled`": ("refused", refused("runtime.skip_compiled is set", skip_compiled=True)),
+    "`skip_compiled`": ("refused", refused("runtime.skip_compiled is set", runtime={"skip_compiled": True})),
+    "`lora.dora`": ("refused", refused("lora.dora is set", lora={"max_adapters": 1, "dora": True})),
 }
 
 

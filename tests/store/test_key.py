@@ -194,7 +194,6 @@ def test_whether_steps_are_deterministic_is_a_factor_where_torch_attends_too(dev
 NOT_SHAPING = {
     "__init__": "names",
     "version": "a factor",
-    "adapters/peft_config": "words of adapters' files; targets are a factor",
     "errors": "messages",
     "config": "what it resolves to are factors",
     "files": "how files are read and written",
