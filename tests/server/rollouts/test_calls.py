@@ -1,0 +1,72 @@
+"""Calls that wait for the engine: their answers, their errors, and an engine that is lost with its weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mllm_compile.server.api.errors import ApiError, not_ready
+from mllm_compile.server.rl.calls import RolloutCalls
+from mllm_compile.server.wire.messages import Controlled
+
+
+def ask(calls: RolloutCalls, sent: list, answer=None, error: str = "", kind: str = ""):
+    """The answer to a call, which the engine gives at once."""
+
+    async def run():
+        asked = asyncio.ensure_future(calls.ask("finish", version="1"))
+        await asyncio.sleep(0)
+        calls.over(Controlled(sent[-1].key, answer, error or None, kind))
+        return await asked
+
+    return asyncio.run(run())
+
+
+def test_an_engine_that_is_lost_with_its_weights_answers_nothing_until_it_has_others():
+    sent = []
+    calls = RolloutCalls(sent.append)
+    calls.engine_lost(not_ready("lost", "engine_lost"))
+    calls.check_weights()  # it had its first ones
+    ask(calls, sent, {"published": "12"})
+    calls.check_weights()
+    for _ in range(2):
+        calls.engine_lost(not_ready("lost", "engine_lost"))
+        with pytest.raises(ApiError, match="first weights, not version '12'") as raised:
+            calls.check_weights()
+        assert (raised.value.status, raised.value.code) == (503, "weights_lost")
+    ask(calls, sent, {"published": "13"})
+    calls.check_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("WeightUpdateError", 400, "weight_update"),
+        ("TransferError", 400, "weight_update"),
+        ("UpdateConflictError", 409, "update_conflict"),
+        ("EnginePausedError", 503, "paused"),
+        ("WeightsTornError", 503, "weights_torn"),
+        ("RequestError", 400, None),
+    ],
+)
+def test_an_error_of_the_engine_has_the_status_that_clients_act_on(kind, status, code):
+    sent = []
+    with pytest.raises(ApiError) as raised:
+        ask(RolloutCalls(sent.append), sent, error="why", kind=kind)
+    assert (raised.value.status, raised.value.code) == (status, code)
+
+
+def test_calls_that_wait_are_bounded_and_told_of_an_engine_that_is_lost():
+    async def run():
+        calls = RolloutCalls(lambda command: None)
+        waiting = [asyncio.ensure_future(calls.ask("resume")) for _ in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as raised:
+            await calls.ask("resume")
+        calls.engine_lost(not_ready("lost", "engine_lost"))
+        return raised.value.status, await asyncio.gather(*waiting, return_exceptions=True)
+
+    status, ended = asyncio.run(run())
+    assert status == 429
+    assert [error.code for error in ended] == ["engine_lost"] * 64
