@@ -62,4 +62,4 @@ def packed_bits(is_kept: torch.Tensor) -> torch.Tensor:
     """[S, V] bool → [S, ⌈V / 8⌉] uint8, the first token in the highest bit, as numpy.unpackbits reads them."""
     padded = torch.nn.functional.pad(is_kept, (0, -is_kept.shape[1] % 8))
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=is_kept.device)
-    return (padded.view(is_kept.shape[0], -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
+    return (padded.view(is_kept.shape[0], padded.shape[1] // 8, 8) * weights).sum(dim=-1, dtype=torch.uint8)

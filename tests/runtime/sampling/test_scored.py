@@ -103,11 +103,12 @@ def test_kept_tokens_are_those_that_filters_keep():
     assert 1 < int(is_kept.sum()) <= 40
 
 
+@pytest.mark.parametrize("rows", [0, 5])
 @pytest.mark.parametrize("width", [1, 8, 300])
-def test_packed_bits_are_what_numpy_unpacks(width):
+def test_packed_bits_are_what_numpy_unpacks(width, rows):
     import numpy as np
 
-    bits = torch.rand(5, width, generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = torch.rand(rows, width, generator=torch.Generator().manual_seed(0)) < 0.5
     assert np.array_equal(np.unpackbits(packed_bits(bits).numpy(), axis=1)[:, :width], bits.numpy())
 
 
