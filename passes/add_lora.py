@@ -107,12 +107,12 @@ class _Adapters:
         self._inputs: dict[str, tuple[fx.Node, ...]] = {}
         self._targets: list[LoraTarget] = []
         self._buffers: list[LoraBuffers] = []
-        self._dtypes: list[torch.dtype] = []
+        self._dtype: torch.dtype | None = None  # of all factors: what the first linear computes in
         self._slots: fx.Node | None = None
 
     def layout(self) -> LoraLayout:
         """The weights that adapters change here, and their buffers."""
-        dtype = str(self._dtypes[0]).removeprefix("torch.") if self._dtypes else "float32"
+        dtype = str(self._dtype or torch.float32).removeprefix("torch.")
         wish = self._wish
         return LoraLayout(wish.num_slots, wish.max_rank, dtype, tuple(self._targets), tuple(self._buffers))
 
@@ -128,10 +128,10 @@ class _Adapters:
         linear = self._own_name(weight.meta["weight_name"], is_embedding)
         parts = self._parts(linear, int(node.meta["val"].shape[-1]))
         rows_of = self._rows_of(node)
-        if not parts or rows_of is None:
+        like = node if is_embedding else source
+        if not parts or rows_of is None or not self._takes(like.meta["val"].dtype):
             return False
         kind: TargetKind = "embedding" if is_embedding else "linear" if rows_of == TOKENS else "head"
-        like = node if is_embedding else source
         inputs = int(weight.meta["val"].shape[0] if is_embedding else source.meta["val"].shape[-1])
         scales = 0 if is_embedding or not self._wish.has_scales else int(node.meta["val"].shape[-1])
         a, b, *of_outputs = self._inputs_of(linear, like, inputs, weight, parts, kind, scales)
@@ -158,17 +158,19 @@ class _Adapters:
         """Likewise, of experts of one rank."""
         linear = experts.weight.meta.get("weight_name", "")
         name, (outputs, inputs), count = self._weight_of(linear), experts.shape, experts.num_experts
+        like = experts.x.meta["val"]
         if name not in self._wish.weights or name in self._cuts or not is_weight(experts.weight):
             return False
+        if not self._takes(like.dtype):
+            return False
         if linear not in self._inputs:
-            rank, like = self._wish.max_rank, experts.x.meta["val"]
+            rank = self._wish.max_rank
             self._buffers.append(LoraBuffers(linear, count * rank, inputs, count * outputs))
             self._targets.append(
                 LoraTarget(
                     name, outputs, inputs, linear, 0, 0, outputs, stored_in=linear, kind="experts", num_experts=count
                 )
             )
-            self._dtypes.append(like.dtype)
             shapes = {a_name(linear): (count * rank, inputs), b_name(linear): (count * outputs, rank)}
             a, b = (self._placeholder(name, like, shape, experts.weight) for name, shape in shapes.items())
             self._inputs[linear] = a, b
@@ -178,6 +180,11 @@ class _Adapters:
             operands = experts.x, a, b, slots, experts.ids, experts.of_tokens
             _read_instead(readers, node, call(graph, op("add_lora_of_experts"), node, *operands))
         return True
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        """True if factors are of this type, as the first ones are; a router in float32 has none in another model."""
+        self._dtype = self._dtype or dtype
+        return dtype == self._dtype
 
     def _own_name(self, name: str, is_embedding: bool) -> str:
         """The name of a linear's weight; a head's own one, where the embedding has it too."""
@@ -218,7 +225,6 @@ class _Adapters:
             buffers = LoraBuffers(linear, *a_shape, outputs, scales)
             self._buffers.append(buffers)
             self._add_targets(linear, inputs, parts, weight.meta["weight_name"], kind)
-            self._dtypes.append(like.meta["val"].dtype)
             shapes: dict[str, tuple[int, ...]] = {a_name(linear): a_shape, b_name(linear): (outputs, rank)}
             shapes |= {scales_name(linear): (scales,)} if scales else {}
             made = (self._placeholder(name, like.meta["val"], shape, weight) for name, shape in shapes.items())

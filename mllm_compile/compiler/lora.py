@@ -184,7 +184,7 @@ def _check_found(asked: tuple[str, ...], linears: list[str], found: list[str]) -
         return
     what = f"lora.targets has {', '.join(map(repr, missing))}" if missing else "the section lora is set"
     why = (
-        "which the model computes otherwise than as a linear"
+        "which the model computes otherwise than as a linear of its type"
         if missing and set(missing) <= known
         else "which no linear of this model is called, nor its embedding, head or experts"
         if missing

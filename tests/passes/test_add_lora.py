@@ -97,6 +97,17 @@ def test_weights_that_a_scale_is_in_are_left_alone():
     assert [one.weight for one in layout(apply(AddLora(), gm)).targets] == ["layers.0.attn.o.weight"]
 
 
+def test_a_linear_of_another_type_than_the_first_is_left_alone():
+    builder = GraphBuilder()
+    x = builder.linear(builder.embed(), "up", HIDDEN)
+    router = builder.weight("router.weight", HIDDEN, HIDDEN, dtype=torch.float64)
+    chosen = builder.call(LINEAR, builder.method("double", x), router, None)
+    gm = builder.canonical(builder.head(builder.method("float", chosen)))
+    gm = apply(AddLora(), told(gm, "up.weight", "router.weight"))
+    assert [one.weight for one in layout(gm).targets] == ["up.weight"]
+    assert layout(gm).dtype == "float32"
+
+
 def test_linears_that_share_a_weight_share_its_factors():
     builder = GraphBuilder()
     x, weight = builder.embed(), builder.weight("tied.weight", HIDDEN, HIDDEN)
