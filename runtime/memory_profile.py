@@ -107,7 +107,7 @@ def _graph_bytes(runners: Sequence[ProfiledModel]) -> int:
 
 def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, int]:
     """Bytes of a model's graphs, from the two largest of each kind, captured on a pool of the dummy page alone, and of
-    `num_behind` passes behind another model's steps; and how many sizes of verify steps it has."""
+    `num_behind` passes behind another model's steps; and how many graphs of verify steps it has."""
     from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
     from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
@@ -117,7 +117,7 @@ def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, 
     num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind)
     del runner.token_to_kv_pool, runner.attn_backend
     give_back_unused(runner.device)
-    return num_bytes, len(dispatcher.sizes[GraphKind.VERIFY])
+    return num_bytes, dispatcher.num_graphs(GraphKind.VERIFY)
 
 
 def _run_largest_batches(runners: Sequence[ProfiledModel], bytes_each: list[int]) -> None:

@@ -28,6 +28,7 @@ class GraphDispatcher:
 
     def __init__(self, sizes: Mapping[GraphKind, Sequence[int]], num_loras: int = 0) -> None:
         self.sizes = {kind: tuple(sorted(set(sizes.get(kind, ())))) for kind in GraphKind}
+        self._num_shapes = {kind: len(sizes.get(kind, ())) for kind in GraphKind}
         self.num_loras = num_loras
 
     @property
@@ -79,6 +80,10 @@ class GraphDispatcher:
     def forms(self, kind: GraphKind) -> int:
         """Graphs of each size of a kind: without adapters, and with some."""
         return 2 if self.num_loras and kind.takes_lora else 1
+
+    def num_graphs(self, kind: GraphKind) -> int:
+        """Graphs of a kind: several shapes of verify steps may have as many tokens."""
+        return self._num_shapes[kind] * self.forms(kind)
 
     def _descriptor(self, kind: GraphKind, size: int, has_lora: bool) -> BatchDescriptor:
         num_reqs, num_loras = size if kind.is_decode else None, self.num_loras if has_lora else 0

@@ -41,13 +41,16 @@ def test_the_largest_step_has_all_requests_and_all_tokens_and_leaves_neither_pag
     assert not hasattr(runner, "token_to_kv_pool") and not hasattr(runner, "attn_backend")
 
 
-@pytest.mark.parametrize(("block", "behind"), [(None, 0), (DraftBlock(9, 7, sees_ahead=True, from_newest=False), 3)])
-def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(block, behind, monkeypatch):
+HEAD = DraftBlock(9, 7, sees_ahead=True, from_newest=False)
+
+
+@pytest.mark.parametrize(("block", "num_loras", "behind"), [(None, 0, 0), (HEAD, 0, 4), (HEAD, 2, 8)])
+def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(block, num_loras, behind, monkeypatch):
     head = TinyModel(1)
     load = head.load
     head.load = lambda device: replace(load(device), block=block)
     runner, counted = make_runner(draft_model=head), []
-    monkeypatch.setattr(kinds, "dispatcher_of", lambda _: GraphDispatcher({GraphKind.VERIFY: (4, 8, 16)}))
+    monkeypatch.setattr(kinds, "dispatcher_of", lambda _: GraphDispatcher({GraphKind.VERIFY: (4, 8, 8, 16)}, num_loras))
     monkeypatch.setattr(graph_runner, "estimate_graph_bytes", lambda one, _, num: counted.append((one, num)) or 5)
     assert _graph_bytes([runner, runner.drafter]) == 10
     assert counted == [(runner, 0), (runner.drafter, behind)]
