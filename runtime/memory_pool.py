@@ -132,6 +132,12 @@ class RoutePool:
         self._dtype = torch.uint8 if most <= 256 else torch.int16
         self._num_slots, self._device = num_slots, device
         self._tables: dict[str, torch.Tensor] = {}  # [num_slots, k] each, made when its layer first runs
+        self._chosen: dict[str, int] = {}  # k of each layer that has run
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a token in all layers that have run."""
+        return sum(self._chosen.values()) * self._dtype.itemsize
 
     def resize(self, num_slots: int) -> None:
         """Forgets all; takes so many tokens from now on. Not after a capture: graphs write to the tables of before."""
@@ -142,6 +148,7 @@ class RoutePool:
         """Keep ids [T, k] of tokens at slots [T] int64. Safe inside a CUDA graph once the layer has run."""
         table = self._tables.get(layer)
         if table is None:
+            self._chosen[layer] = ids.shape[1]
             table = self._tables[layer] = torch.zeros(
                 self._num_slots, ids.shape[1], dtype=self._dtype, device=self._device
             )

@@ -629,8 +629,11 @@ class ModelRunner(RunnerSizes):
 
     @property
     def kv_bytes_per_page(self) -> int:
-        """Bytes of a page of all layers, the draft model's among them; 0 of a model without attention."""
-        own = KVPool.bytes_per_page(self.config.runtime.page_size, self._kv_shapes(), self.config.kv_cache_dtype)
+        """Bytes of a page of all layers, with its tokens' experts, the draft model's among them; 0 of a model without
+        attention."""
+        page_size, routes = self.config.runtime.page_size, self.expert_routes
+        own = KVPool.bytes_per_page(page_size, self._kv_shapes(), self.config.kv_cache_dtype)
+        own += 0 if routes is None else routes.bytes_per_slot * page_size
         return own + sum(one.kv_bytes_per_page for one in self._drafters)
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:

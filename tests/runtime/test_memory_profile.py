@@ -1,10 +1,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mllm_compile.runtime.cuda_graph import graph_runner, kinds
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.graph_mode import GraphKind
+from mllm_compile.runtime.memory_pool import RoutePool
 from mllm_compile.runtime.memory_profile import _graph_bytes, count_pages, run_largest_batch
 from mllm_compile.runtime.speculation.block import DraftBlock
 from tests.runtime.runner_cases import TinyModel, make_runner
@@ -54,6 +56,16 @@ def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(block, num_lor
     monkeypatch.setattr(graph_runner, "estimate_graph_bytes", lambda one, _, num: counted.append((one, num)) or 5)
     assert _graph_bytes([runner, runner.drafter]) == 10
     assert counted == [(runner, 0), (runner.drafter, behind)]
+
+
+def test_the_experts_that_tokens_chose_are_of_their_pages():
+    runner = make_runner()
+    without, page_size = runner.kv_bytes_per_page, runner.config.runtime.page_size
+    runner.expert_routes = routes = RoutePool({"a": 512, "b": 8}, page_size, "cpu")
+    for layer, chosen in (("a", 10), ("b", 2)):
+        routes.keep(layer, torch.zeros(1, chosen, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    routes.resize(5 * page_size)
+    assert runner.kv_bytes_per_page == without + page_size * (10 + 2) * 2
 
 
 def test_ranks_have_as_many_pages_as_the_one_that_has_fewest():
