@@ -73,7 +73,8 @@ class AskedAdapter:
         if source.lora.max_adapters:
             return source
         rank = max(config.rank, *config.rank_pattern.values(), 1)
-        return with_lora(source, {"max_adapters": 1, "max_rank": rank})
+        of_dora = {"dora": True} if config.is_dora else {}
+        return with_lora(source, {"max_adapters": 1, "max_rank": rank} | of_dora)
 
     def load(self, engine: Engine) -> str:
         """Loads it from its folder, if it has one; returns its name."""

@@ -327,7 +327,11 @@ def test_an_adapter_is_loaded_from_its_folder_into_a_place_of_its_rank(engine, c
     folder = write_adapter(tmp_path / "sql", {}, fields)
     assert run(["generate", config, "--prompt", "x", "--adapter", f"sql={folder}"]) == 0
     assert (engine.adapters, engine.answered_by) == ({"sql": folder}, "sql")
-    assert (engine.config.lora.max_adapters, engine.config.lora.max_rank) == (1, 32)
+    lora = engine.config.lora
+    assert (lora.max_adapters, lora.max_rank, lora.dora) == (1, 32, False)
+    write_adapter(folder, {}, fields | {"use_dora": True})
+    assert run(["generate", config, "--prompt", "x", "--adapter", f"sql={folder}"]) == 0
+    assert engine.config.lora.dora
     Path(config).write_text("model: {path: ./m}\nlora: {max_adapters: 3, adapters: {law: /law}}")
     assert run(["generate", config, "--prompt", "x", "--chat", "--adapter", "law"]) == 0
     assert (engine.adapters, engine.answered_by) == ({"sql": folder}, "law")
