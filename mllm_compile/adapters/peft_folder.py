@@ -176,7 +176,7 @@ def _check_complete(places: Mapping[str, tuple[RowsOf, ...]], names: ModuleNames
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise CheckpointError(
             f"{path} lacks tensors of {', '.join(missing[:_SHOWN])}{more}, which {CONFIG_FILE} targets. Download it "
-            "again, or name only what was trained in target_modules"
+            "again, or name only what was trained in target_modules and target_parameters"
         )
 
 
