@@ -57,6 +57,9 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self._function())
+        except EngineDeadError as error:  # a step was in flight whose device does not answer
+            self.future.set_exception(error)
+            raise
         except Exception as error:  # the caller gets it from the future
             self.future.set_exception(error)
         except BaseException as fault:  # it is the thread's end
@@ -305,7 +308,8 @@ class EngineCore:
                 call_here = True  # the thread has let go of everything
         if call_here:
             self._thread.join()
-            call()
+            with suppress(EngineDeadError):  # which the future has
+                call()
         return call.future.result()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------

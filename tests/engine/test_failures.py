@@ -96,6 +96,27 @@ def test_a_device_that_does_not_answer_kills_the_engine(runner):
         assert engine.stats().finished == {"error": 8}
 
 
+@pytest.mark.parametrize("call", [lambda engine: engine.pause("keep"), lambda engine: engine.weights.label("v")])
+def test_a_device_lost_in_the_step_that_a_call_waits_for_kills_the_engine_too(runner, call):
+    def check_device():
+        raise StepFailed("illegal memory access")
+
+    runner.gate_from = 1
+    runner.gate.clear()
+    with fake_engine(runner, check_device=check_device) as engine:
+        runner.fail_wait[2] = StepFailed("boom")
+        request, outputs = start(engine.generate, "abc", params())
+        until(lambda: len(runner.batches) > 2)  # the engine waits for the second one, and takes calls behind it
+        called, answers = start(call, engine)
+        until(lambda: engine.core._inbox)
+        runner.gate.set()
+        for thread in (request, called):
+            thread.join(HANG_S)
+        for error in (*outputs, *answers):
+            assert isinstance(error, EngineDeadError) and "illegal memory access" in str(error)
+        assert len(outputs) == len(answers) == 1 and not engine.is_alive
+
+
 def test_an_engine_that_has_nothing_to_do_says_that_it_can_do_nothing_any_more(runner, monkeypatch):
     monkeypatch.setattr(loop, "_CLOSED_POLL_S", 0.01)
     faults = []
