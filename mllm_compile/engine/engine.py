@@ -395,6 +395,7 @@ class Engine:
         Raises:
             RequestError: there is no such mode.
             UpdateConflictError: another call ended the wait.
+            WeightsTornError: it waits, and requests cannot end.
         """
         pause(self.core, as_pause_mode(mode))
 

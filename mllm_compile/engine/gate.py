@@ -76,7 +76,12 @@ class Gate:
 
         Returns:
             What is told when requests have ended; None: the pause holds them.
+
+        Raises:
+            WeightsTornError: it would wait for requests that go on when weights are whole.
         """
+        if mode == "wait" and self._torn is not None:
+            raise self.torn_error()
         self._is_paused = True
         if mode in _REFUSING:
             self._refusing = mode
@@ -119,7 +124,10 @@ class Gate:
     def end_writing(self, torn: str | None) -> None:
         """Notes that weights are whole, or why they are not."""
         self._is_updating, self._torn = False, torn
-        self._settle()
+        if torn is None:
+            self._settle()
+        else:
+            self.drain_is_over(self.torn_error())
 
     def _settle(self) -> None:
         is_held = self._is_paused and self.drained is None

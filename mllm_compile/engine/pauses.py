@@ -16,6 +16,7 @@ def pause(core: EngineCore, mode: PauseMode) -> None:
 
     Raises:
         UpdateConflictError: a call of resume ended the wait.
+        WeightsTornError: requests cannot end, as weights are torn.
         EngineDeadError: the engine is closed or dead.
     """
     drained = core.move_gate(lambda gate: gate.pause(mode))

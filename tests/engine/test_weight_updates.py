@@ -261,6 +261,22 @@ def test_a_direct_update_that_breaks_off_leaves_the_engine_torn_until_one_is_who
     assert engine.generate(PROMPT, SHORT)[0].token_ids == expected_tokens(PROMPT, 8, with_key(9))
 
 
+def test_nobody_waits_for_the_requests_of_a_torn_engine(engine):
+    stream, _ = started(engine, LONG)
+    engine.weights.start(direct=True)
+    waiting = beside(engine.pause, "wait")
+    until(lambda: engine.core.gate.drained)
+    with pytest.raises(Lost):
+        engine.weights.receive(broken_off(tensors_of(7), 1))
+    with pytest.raises(WeightsTornError):
+        waiting.result(HANG_S)
+    with pytest.raises(WeightsTornError):
+        engine.pause("wait")
+    engine.update_weights(tensors_of(7).items())
+    engine.resume()
+    assert list(stream)[-1].finish_reason == "length"
+
+
 def test_no_step_runs_while_weights_are_written_and_requests_wait(engine):
     engine.weights.start(direct=True)
     assert engine.state == "updating"
