@@ -144,15 +144,17 @@ class Places:
         raise WeightUpdateError(f"this model has no tensor {short_repr(name)}{self._suggestion(name)}")
 
     def uses(self, name: str, only: Vocabulary | None = None) -> list[Use]:
-        """The parts that a tensor of this name fills, whatever it is like.
+        """The parts that a tensor of this name fills, whatever it is like; none as Found says.
 
         Raises:
-            WeightUpdateError: the program reads no such tensor, or the name has two meanings.
+            WeightUpdateError: no tensor has this name, it is quantised, or the name has two meanings.
         """
         found = [table[name] for vocabulary, table in self._tables if only in (None, vocabulary) and name in table]
         plain = [uses for uses in found if all(use.part.quantised is None for use in uses)]
         if len({_meaning(uses) for uses in plain}) == 1:
             return plain[0]
+        if not found and name in self._unread:
+            return []
         if not found:
             raise WeightUpdateError(f"this model has no tensor {short_repr(name)}{self._suggestion(name)}")
         raise WeightUpdateError(

@@ -15,6 +15,7 @@ from mllm_compile.runtime.errors import MllmError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Found, Vocabulary
 from mllm_compile.runtime.updates.session import WeightUpdate
+from mllm_compile.runtime.updates.sparse import check_values
 from mllm_compile.runtime.updates.wire import pack
 
 Send = Callable[[Iterable[memoryview]], None]
@@ -58,6 +59,10 @@ class RankedUpdate(WeightUpdate):
 
     def take_delta(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Takes single values for all ranks; see WeightUpdate.take_delta."""
+        with torch.inference_mode():
+            for places in self._of_others:
+                check_values(name, places.uses(name, self._names), indices, values)
+            self._check_numbers(name, values)
         super().take_delta(name, indices, values)
         self._send(pack("delta", [indices, values], name=name))
 

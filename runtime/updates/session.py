@@ -123,6 +123,7 @@ class WeightUpdate:
             self._scatters += scatters_of(name, uses, indices, values, self._live)
         self._taken.add(name)
         self.num_tensors += 1
+        self.num_unread += not uses
 
     def missing(self) -> list[str]:
         """Names of tensors that are still to come."""
@@ -182,7 +183,11 @@ class WeightUpdate:
 
     def _check_factor(self, name: str, tensor: torch.Tensor) -> None:
         factor = self._places.factors.get(name)
-        if factor is not None and self._live.factors.get(factor) != factor.power_of(float(tensor)):
+        if factor is None:
+            return
+        if tensor.numel() != 1:
+            raise WeightUpdateError(f"tensor {name!r}: expected one number, got shape {list(tensor.shape)}.")
+        if self._live.factors.get(factor) != factor.power_of(float(tensor)):
             raise WeightUpdateError(
                 f"tensor {name!r} is a scale of the KV cache, which cached keys and values have: expected the one that "
                 "was loaded. Leave it out, or start the engine anew."

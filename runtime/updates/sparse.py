@@ -56,7 +56,7 @@ def scatters_of(
     Raises:
         WeightUpdateError: an index is beyond the tensor or there twice, a value is NaN or inf, or it is quantised.
     """
-    _check(name, uses, indices, values)
+    check_values(name, uses, indices, values)
     for use in uses:
         served = live.tensors[use.spec.name]
         flat, new = indices.to(served.device, torch.int64), values.to(served.device)
@@ -73,7 +73,14 @@ def scatters_of(
         yield Scatter(use.spec.name, places[is_there], new[is_there])
 
 
-def _check(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.Tensor) -> None:
+def check_values(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.Tensor) -> None:
+    """
+    Args:
+        uses: of one rank; empty: it has no part of the tensor.
+
+    Raises:
+        WeightUpdateError: as scatters_of, but for numbers that are none.
+    """
     if indices.dim() != 1 or indices.shape != values.shape or indices.dtype not in _INDEX_DTYPES:
         raise WeightUpdateError(
             f"values of {name!r}: expected indices [n] of int32 or int64 and values [n], got {list(indices.shape)} of "
@@ -85,8 +92,8 @@ def _check(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.
         raise WeightUpdateError(f"{name!r} is quantised in memory, where no single value changes. Send it whole.")
     if any(step[0] != "narrow" and step[0] not in _MOVES for use in uses for step in use.part.steps):
         raise WeightUpdateError(f"{name!r} is in memory in another order of rows. Send it whole.")
-    count = math.prod(uses[0].part.shape)
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
+    count = math.prod(uses[0].part.shape) if uses else 0
+    if uses and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
         raise WeightUpdateError(f"an index of {name!r} is beyond its {count} values.")
     if indices.unique().numel() != indices.numel():
         raise WeightUpdateError(f"an index of {name!r} is there twice. Send each value once.")

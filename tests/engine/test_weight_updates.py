@@ -18,7 +18,8 @@ from mllm_compile.errors import (
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.names import TensorNames
 from mllm_compile.runtime.updates.places import Places
-from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
+from mllm_compile.runtime.weights.formats.base import StoredTensor
+from mllm_compile.runtime.weights.spec import Factor, WeightPart, WeightSpec
 from tests.engine.test_pauses import beside, rest, started
 from tests.fakes import FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine, hashed_token
 from tests.hang_guard import HANG_S, until
@@ -168,6 +169,19 @@ def test_what_is_wrong_is_named_and_the_old_weights_serve_on(engine, live, fault
 def test_a_tensor_may_come_once(engine):
     with pytest.raises(WeightUpdateError, match="tensor 'key' came twice in this update"):
         engine.update_weights([*tensors_of(7).items(), ("key", torch.zeros(2))])
+
+
+def test_a_scale_of_the_kv_cache_is_the_loaded_one():
+    factor = Factor(StoredTensor("scale", "w.safetensors", (1,), torch.float32), is_divided=False)
+    specs = (WeightSpec("key", (2,), torch.float32, (WeightPart("key", "w.safetensors", 0, (2,), factor=factor),)),)
+    names = TensorNames((specs,), None, (), ())
+    live = LiveWeights(specs, {"key": torch.ones(2)}, {}, {factor: 4.0}, lambda rank: Places(names, (specs,), rank))
+    with fake_engine(live=live) as engine:
+        for scale, message in (([4.0, 4.0], r"'scale': expected one number, got shape \[2\]"), ([8.0], "is a scale")):
+            with pytest.raises(WeightUpdateError, match=message):
+                engine.update_weights([("scale", torch.tensor(scale))])
+        engine.update_weights([("scale", torch.tensor([4.0])), ("key", torch.tensor([1.0, 2.0]))])
+    assert live.tensors["key"].tolist() == [4.0, 8.0]
 
 
 def test_a_sum_of_the_sender_is_compared(engine):

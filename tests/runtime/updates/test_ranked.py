@@ -104,3 +104,16 @@ def test_single_values_reach_the_rank_that_has_them():
     expected = torch.zeros(ROWS * COLUMNS)
     expected[[0, 5, 23]] = torch.tensor([1.0, 2.0, 3.0])
     assert torch.equal(torch.cat([live.tensors["up"] for live in lives]).flatten(), expected)
+
+
+def test_single_values_of_what_one_rank_has_alone_are_checked_by_rank_0():
+    lives = ranks()
+    update = update_of(lives, is_partial=True)
+    for index, value, message in ((6, 1.0, "beyond its 6 values"), (0, 3.4e38, "holds NaN or inf as bfloat16")):
+        with pytest.raises(WeightUpdateError, match=message):
+            update.take_delta("expert.1", torch.tensor([index]), torch.tensor([value]))
+    for rank in range(2):
+        update.take_delta(f"expert.{rank}", torch.tensor([5]), torch.tensor([4.0 + rank]))
+    update.prepare()
+    update.swap()
+    assert [live.tensors["experts"].flatten().tolist() for live in lives] == [[0] * 5 + [4], [0] * 5 + [5]]
