@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mllm_compile.errors import WeightUpdateError
-from mllm_compile.transfer.table import DTYPES, Announced
+from mllm_compile.transfer.table import DTYPES, MOST_DIMS, Announced
 
 _MOST_TENSORS = 1 << 20
 _MOST_BYTES = 1 << 44
@@ -37,8 +37,13 @@ class Announcement(NamedTuple):
         found = cls(tuple(names), tuple(dtype_of(dtype) for dtype in dtypes), tuple(tuple(shape) for shape in shapes))
         if twice := len(names) - len(set(names)):
             raise WeightUpdateError(f"{twice} tensors are announced twice; announce each once")
-        if any(size < 0 for shape in found.shapes for size in shape) or sum(found.sizes) > _MOST_BYTES:
-            raise WeightUpdateError("a shape is announced that no tensor has; expected sizes of at least 0")
+        if any(len(shape) > MOST_DIMS or min(shape, default=0) < 0 for shape in found.shapes) or (
+            sum(found.sizes) > _MOST_BYTES
+        ):
+            raise WeightUpdateError(
+                f"a shape is announced that no tensor has; expected up to {MOST_DIMS} sizes of at least 0, and "
+                f"{_MOST_BYTES >> 40} TiB in all"
+            )
         return found
 
     @classmethod

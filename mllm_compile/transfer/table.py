@@ -14,7 +14,7 @@ from mllm_compile.errors import WeightUpdateError
 
 MOST_BYTES = 64 << 20  # of a table
 _MOST_OPCODES = 1 << 22
-_MOST_DIMS = 16
+MOST_DIMS = 16
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
     "uint8", "bool",
@@ -53,11 +53,14 @@ def read_table(data: bytes) -> list[tuple[str, list[Announced]]]:
 
 
 def _announced(dtype: Any, name: Any, shape: Any, count: Any) -> Announced:
-    is_shape = isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(type(one) is int for one in shape)
+    is_shape = isinstance(shape, list) and len(shape) <= MOST_DIMS and all(type(one) is int for one in shape)
     if not isinstance(dtype, _Global) or dtype.name not in DTYPES or not isinstance(name, str) or not is_shape:
         raise WeightUpdateError("the table has a row that is no (name, Size, numel) of a dtype")
-    if any(one < 0 for one in shape) or count != prod(shape):
-        raise WeightUpdateError(f"the table has {name[:200]!r} with sizes {shape} and {count} values")
+    if type(count) is not int or any(one < 0 for one in shape) or count != prod(shape):
+        raise WeightUpdateError(
+            f"the table has {name[:200]!r} with sizes {shape}; expected none below 0, and a number of values that is "
+            "their product"
+        )
     return Announced(name, dtype.name, tuple(shape))
 
 
@@ -122,6 +125,8 @@ class _Reader:
         function, (shape,) = self._stack[-2:]
         if not isinstance(function, _Global) or function.name != "Size":
             raise WeightUpdateError("the table calls something; expected torch.Size alone")
+        if not isinstance(shape, tuple) or len(shape) > MOST_DIMS:  # it is copied, as often as a table says
+            raise WeightUpdateError(f"the table has a Size that is no tuple of up to {MOST_DIMS} numbers")
         self._stack[-2:] = [list(shape)]
 
     def _appends(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.errors import WeightUpdateError
+from mllm_compile.transfer.announcement import Announcement
 from mllm_compile.transfer.table import Announced, read_table
 
 
@@ -74,3 +75,20 @@ def test_nested_tuples_that_would_take_for_ever_to_hash_are_refused():
     for begin, end in ((b"", b"."), (b"}", b"K\x01s."), (b"", b"\x8c\x01a\x93."), (b"", b"N.")):
         with pytest.raises(WeightUpdateError):
             read_table(b"\x80\x04" + begin + doubled + end)
+
+
+def test_a_table_cannot_multiply_its_bytes():
+    """A Size is copied for each row that has it, and a number that is none may be long to show."""
+    begin, end = b"\x80\x04}ctorch\nfloat32\n](\x8c\x01actorch\nSize\n", b"tas."
+    size = b"(" + b"K\x01" * 17 + b"t"
+    with pytest.raises(WeightUpdateError, match="no tuple of up to 16 numbers"):
+        read_table(begin + size + b"\x85R" + b"K\x01" + end)
+    doubled = b")\x94" + b"".join(b"h" + bytes([depth]) + b"\x86\x94" for depth in range(40))
+    with pytest.raises(WeightUpdateError, match="a number of values that is their product"):
+        read_table(begin + b"K\x01\x85\x85R" + doubled + end)
+
+
+@pytest.mark.parametrize("shape", [[1] * 17, [-1, 4], [1 << 44]])
+def test_shapes_that_no_tensor_has_are_refused(shape):
+    with pytest.raises(WeightUpdateError, match="a shape is announced that no tensor has"):
+        Announcement.of(["a"], ["bfloat16"], [shape])
