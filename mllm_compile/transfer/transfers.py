@@ -26,6 +26,7 @@ _SILENCE_S = 120.0  # of a sender
 _MOST_GROUPS = 16
 _MOST_TABLES = 1 << 16
 _VLLM, _PRIME = "vLLM", "prime-rl"
+_INIT_NAMED = "/init_weights_update_group"
 
 
 class Transfers:
@@ -166,14 +167,22 @@ class Transfers:
 
     def leave_named(self, name: str) -> bool:
         """Leaves it; False: there was none."""
-        return self.leave(f"sglang {name}")
+        with self.alone():
+            return self.leave(f"sglang {name}")
+
+    def check_named(self, name: str) -> None:
+        """
+        Raises:
+            UpdateConflictError: no such group is joined.
+        """
+        self._group(f"sglang {name}", _INIT_NAMED)
 
     def receive_bucket(
         self, group_name: str, names: list[Any], dtypes: list[Any], shapes: list[Any], *, is_flat: bool
     ) -> int:
         """Receives a bucket of /update_weights_from_distributed, tensor by tensor or as one buffer."""
         group_name = f"sglang {group_name}"
-        group = self._group(group_name, "/init_weights_update_group")
+        group = self._group(group_name, _INIT_NAMED)
         announced = self._announced(names, dtypes, shapes)
         tensors = packed(group, *announced, sum(announced.sizes)) if is_flat else one_by_one(group, announced)
         return self._take(group_name, tensors, announced)

@@ -152,6 +152,7 @@ class EngineCalls:
         """Receives a bucket; the first one begins an update, and the one that makes it whole ends it."""
         weights, transfers = self._weights, self._transfers
         with transfers.alone():
+            transfers.check_named(group)  # else an update that nothing comes to would be open
             if not weights.is_open:
                 weights.start()
                 transfers.started()
@@ -181,5 +182,8 @@ class EngineCalls:
             return self._folder(path, version, is_marked=True)
         with self._transfers.alone():
             self._weights.start()
-            self._transfers.receive_prime()
-            return self._published(self._weights.finish(version))
+            try:
+                self._transfers.receive_prime()
+                return self._published(self._weights.finish(version))
+            finally:
+                self._weights.abandon("the trainer sent no whole checkpoint")  # where it is open still

@@ -6,6 +6,7 @@ What is wrong for good is 4xx, as clients repeat 5xx.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -152,6 +153,7 @@ async def update(asked: Asked) -> Any:
         raise bad_request("update_info: expected it, or weight_dir, and not both")
     if fields.weight_dir is not None:
         folder = check_folder(asked.front.options, "weight_dir", fields.weight_dir)
+        check_label(os.path.basename(folder), "weight_dir")  # the version
         return {"status": "ok"} | await asked.calls.ask("receive_prime", path=folder)
     info = fields.update_info
     assert info is not None, "one of the two is there"

@@ -149,8 +149,12 @@ def test_prime_rls_broadcast_makes_a_round_trip(trainer, start, weights_folder):
     def number(value):
         group.broadcast(torch.tensor([value], dtype=torch.int64))
 
+    body = {"weight_dir": str(weights_folder / "step_1")}
+    asked = Beside(trainer.refused, "/update_weights", body)
+    number(0)  # a checkpoint of nothing: what follows is not refused for it
+    assert "lacks" in asked.wait().error["message"]
     for tensors in (changed(start, 3), start):
-        asked = Beside(trainer.post, "/update_weights", {"weight_dir": str(weights_folder / "step_1")})
+        asked = Beside(trainer.post, "/update_weights", body)
         groups = by_layer(tensors)
         number(len(groups))
         for one in groups:
@@ -195,6 +199,13 @@ def test_sglangs_wire_makes_a_round_trip(trainer, start, weights_folder, is_flat
 def halves(tensors):
     items = list(tensors.items())
     return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def test_a_bucket_without_a_group_leaves_no_update_open(trainer):
+    trainer.post("/pause_generation", {"mode": "in_place"})
+    bucket = {"names": [], "dtypes": [], "shapes": [], "group_name": "nobody's"}
+    assert trainer.refused("/update_weights_from_distributed", bucket).status == 409
+    trainer.post("/continue_generation")
 
 
 @pytest.mark.slow
