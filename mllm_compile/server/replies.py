@@ -27,13 +27,16 @@ class Replies:
         self._keys = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # those in the engine, whose client may be gone
 
-    async def ask(self, command_of: Callable[[int], Command]) -> Any:
+    async def ask(self, command_of: Callable[[int], Command], *, ends_others: bool = False) -> Any:
         """The answer to the command that is made of a number.
+
+        Args:
+            ends_others: it is sent however many wait, as they may wait for it.
 
         Raises:
             ApiError: the engine refuses it, or is lost, or too many wait.
         """
-        if len(self._waiting) >= _MOST:
+        if len(self._waiting) >= _MOST and not ends_others:
             raise ApiError(429, f"{_MOST} {self._what}. Ask again later.", code="queue_full", retry_after_s=1)
         key = next(self._keys)
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()

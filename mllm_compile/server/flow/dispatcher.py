@@ -93,14 +93,14 @@ class Dispatcher:
 
     def abort(self, names: Iterable[str]) -> list[str]:
         """Ends requests by name; returns those that were there."""
-        found = [name for name in names if name in self.jobs]
+        found = [name for name in dict.fromkeys(names) if name in self.jobs]
         for name in found:
             self.jobs[name].fail(bad_request("the request was aborted", param="request_id", code=ABORTED))
         return found
 
     def end_aborted(self, names: Iterable[str] | None) -> list[str]:
         """Ends requests by name, or all, each with the tokens that it has; returns those that were there."""
-        found = list(self.jobs) if names is None else [name for name in names if name in self.jobs]
+        found = [name for name in dict.fromkeys(self.jobs if names is None else names) if name in self.jobs]
         for name in found:
             job = self.jobs[name]
             for choice in job.choices:

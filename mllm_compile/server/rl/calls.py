@@ -9,6 +9,7 @@ from mllm_compile.server.api.errors import ApiError, not_ready, of_kind
 from mllm_compile.server.replies import Replies
 from mllm_compile.server.wire.messages import Command, Control, Controlled
 
+_ENDS_WAITS = ("resume", "continue")  # of pauses that wait for requests
 _LOST = (
     "the engine was lost, and the one that has started has its first weights, not version {!r}. Send a whole update, "
     "or name these weights by /update_weight_version"
@@ -33,7 +34,7 @@ class RolloutCalls:
         Raises:
             ApiError: the engine refuses it, or is lost.
         """
-        answer = await self._replies.ask(lambda key: Control(key, call, fields))
+        answer = await self._replies.ask(lambda key: Control(key, call, fields), ends_others=call in _ENDS_WAITS)
         if isinstance(answer, dict) and "published" in answer:
             self._version, self._lost = answer["published"], None
         return answer

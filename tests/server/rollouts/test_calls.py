@@ -60,13 +60,15 @@ def test_an_error_of_the_engine_has_the_status_that_clients_act_on(kind, status,
 def test_calls_that_wait_are_bounded_and_told_of_an_engine_that_is_lost():
     async def run():
         calls = RolloutCalls(lambda command: None)
-        waiting = [asyncio.ensure_future(calls.ask("resume")) for _ in range(64)]
+        waiting = [asyncio.ensure_future(calls.ask("pause")) for _ in range(64)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as raised:
-            await calls.ask("resume")
+            await calls.ask("pause")
+        waiting.append(asyncio.ensure_future(calls.ask("resume")))  # which ends the others
+        await asyncio.sleep(0)
         calls.engine_lost(not_ready("lost", "engine_lost"))
         return raised.value.status, await asyncio.gather(*waiting, return_exceptions=True)
 
     status, ended = asyncio.run(run())
     assert status == 429
-    assert [error.code for error in ended] == ["engine_lost"] * 64
+    assert [error.code for error in ended] == ["engine_lost"] * 65
