@@ -77,6 +77,14 @@ def no_token(request: Request) -> MllmError:
     )
 
 
+def too_many_kept(request: Request, most: int) -> RequestError:
+    """The error for a request whose filters keep too many tokens to return them."""
+    return RequestError(
+        f"return_sampling_mask: expected up to {most:,} kept tokens in an answer, got {request.num_kept:,} after "
+        f"{len(request.output_token_ids)} tokens. Set top_k, or lower max_tokens."
+    )
+
+
 def no_text(error: Exception) -> MllmError:
     """The error for a fault of the tokenizer."""
     if isinstance(error, MllmError):

@@ -25,6 +25,8 @@ from mllm_compile.runtime.step.output import StepOutput
 
 logger = logging.getLogger("mllm_compile.engine")
 
+MOST_KEPT = 1 << 24  # ids of kept tokens in an answer: 64 MiB, and several times as much as JSON
+
 
 class StepHandle(Protocol):
     """A step that was launched."""
@@ -170,9 +172,17 @@ class Steps:
         if self.sink is not None:
             self.sink.on_step(batch, output, result)
         self._requests.take(batch, result)
+        if output.kept:
+            self._fail_large(batch, result.accepted)
         self.flush()
         self._scheduler.finish_update()  # while the threads that were told wake up
         self._uncounted = batch, result, now
+
+    def _fail_large(self, batch: ScheduledBatch, accepted: list[int]) -> None:
+        """Ends requests whose answers have more kept tokens than memory is meant for."""
+        for request in (batch.requests[row] for row in accepted):
+            if request.num_kept > MOST_KEPT:
+                self._requests.fail_requests([request], end_errors.too_many_kept(request, MOST_KEPT))
 
     def _failed(self, batches: list[ScheduledBatch], error: Exception) -> None:
         """Ends the requests of lost steps.

@@ -129,7 +129,8 @@ class SamplingParams:
         logprobs_mode: Their distribution: "raw_logprobs" the model's own, before all of the above,
             "tempered_logprobs" after all but the filters, "processed_logprobs" after all of it; None: as the engine's
             runtime.logprobs_mode says.
-        return_sampling_mask: Return the tokens that the filters kept, with each token's log-probability.
+        return_sampling_mask: Return the tokens that the filters kept, 16 million in an answer at most, with each
+            token's log-probability.
         return_routed_experts: Return the experts that each token but the last chose. Refused beside stop, unless
             runtime.routed_experts is set, and for an answer that is aborted there are none.
         prompt_logprobs: Raw log-probabilities of the prompt's tokens but the first, and alternatives; 0 to 20.

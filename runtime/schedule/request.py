@@ -72,6 +72,7 @@ class Request:
     stop_reason: int | str | None = None  # the stop token id or stop string; None for an EOS token
     output_logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
+    num_kept: int = 0  # ids of tokens that filters kept, in all of output_logprobs
     routed_experts: Any = None  # [tokens - 1, layers, k] int16 of one that has ended and asked for them
     scheduled_time: float | None = None
     first_token_time: float | None = None

@@ -131,3 +131,4 @@ class StepOutput:
                     for index in range(first, first + count):
                         scores = self.scores.row(index, num_top, self.all_scores.get(index), self.kept.get(index))
                         request.output_logprobs.append(scores)
+                        request.num_kept += 0 if scores.kept is None else scores.kept.size

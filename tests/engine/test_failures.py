@@ -1,14 +1,17 @@
 """Steps, devices and schedulers that fail: which requests get an error, and which go on."""
 
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from mllm_compile.engine import loop
+from mllm_compile.engine import loop, steps
 from mllm_compile.errors import DeviceError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED
 from tests.engine.cases import params, start, until
 from tests.fakes import (
+    FakeStepRunner,
     StepFailed,
     all_pages_are_back,
     expected_tokens,
@@ -161,6 +164,26 @@ def test_a_tokenizer_that_fails_hurts_only_its_request(engine, runner, monkeypat
     outputs = engine.generate([[1], [2]], params(stop="@@"))
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "cannot decode" in outputs[0].error
+
+
+class KeepingAll(FakeStepRunner):
+    """Tells of each token that filters kept 16."""
+
+    def submit(self, batch):
+        handle = super().submit(batch)
+        kept = {place: np.packbits(np.ones(16, dtype=bool)) for place in range(len(handle.output.score_rows))}
+        handle.output = replace(handle.output, kept=kept)
+        return handle
+
+
+def test_kept_tokens_of_an_answer_are_bounded(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_KEPT", 40)
+    mask = {"temperature": 1.0, "top_p": 0.9, "logprobs": 0, "return_sampling_mask": True}
+    with fake_engine(KeepingAll()) as engine:
+        short, long = engine.generate(["abc", "abd"], [params(**mask, max_tokens=2), params(**mask)])
+        assert short.finish_reason == "length" and [len(one) for one in short.outputs[0].sampling_mask] == [16, 16]
+        assert "return_sampling_mask: expected up to 40 kept tokens in an answer, got 48 after 3 tokens" in long.error
+        assert all_pages_are_back(engine)
 
 
 # --- logits that are no numbers ---------------------------------------------------------------------------------------
