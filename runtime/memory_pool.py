@@ -155,10 +155,12 @@ class RoutePool:
         table.index_copy_(0, slots, ids.to(self._dtype))
 
     def read(self, slots: np.ndarray) -> np.ndarray:
-        """[N, layers, k] int16 of tokens at slots [N] int64. Waits for the device."""
-        indices = upload(slots, torch.device(self._device))
-        routes = torch.stack([self._tables[layer].index_select(0, indices) for layer in self.layers], dim=1)
-        found: np.ndarray = routes.to(torch.int16).cpu().numpy()
+        """[N, layers, k] int16 of tokens at slots [N] int64; -1 behind those of layers that choose fewer than others.
+        Waits for the device."""
+        indices, most = upload(slots, torch.device(self._device)), max(self._chosen.values())
+        routes = [self._tables[layer].index_select(0, indices).to(torch.int16) for layer in self.layers]
+        padded = [torch.nn.functional.pad(one, (0, most - one.shape[1]), value=-1) for one in routes]
+        found: np.ndarray = torch.stack(padded, dim=1).cpu().numpy()
         return found
 
 

@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
 from mllm_compile.runtime import memory_pool
 from mllm_compile.runtime.errors import DeviceMemoryError
-from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool, RoutePool
 
 
 def test_pages_that_rows_are_not_made_of_are_refused():
@@ -36,6 +37,13 @@ def test_kv_is_written_at_slots_and_seen_through_pages_and_buffer():
     assert torch.equal(v_buf[[5, 11]], v)
     assert k_buf.count_nonzero() == k.count_nonzero()
     assert pool.get_kv_buffer(0)[0].count_nonzero() == 0
+
+
+def test_layers_that_choose_fewer_experts_than_others_have_none_behind_theirs():
+    pool = RoutePool({"a": 8, "b": 8}, 4, "cpu")
+    pool.keep("a", torch.tensor([[7, 1]]), torch.tensor([2]))
+    pool.keep("b", torch.tensor([[3]]), torch.tensor([2]))
+    assert pool.read(np.array([2, 1])).tolist() == [[[7, 1], [3, -1]], [[0, 0], [0, -1]]]
 
 
 def test_kv_is_kept_in_the_pool_s_dtype():
