@@ -300,6 +300,15 @@ class SpeculativeConfig(Section):
                 )
         return self
 
+    def anchored(self, folder: Path) -> Self:
+        """The section of a file in this folder, with whole paths."""
+        paths = {}
+        if self.model is not None:
+            paths["model"] = _anchored_model_path(self.model, folder)
+        if self.token_map is not None:
+            paths["token_map"] = os.path.normpath(folder / user_path(self.token_map))
+        return self.model_copy(update=paths) if paths else self
+
 
 # The first words of SpeculativeConfig's keys that some methods alone read.
 _METHODS_OF_KEYS = {
@@ -435,8 +444,8 @@ class EngineConfig(Section):
     def from_yaml(cls, path: str | Path) -> Self:
         """Reads and validates a YAML file.
 
-        `model.path` is a folder beside the file if there is one, or if it starts with `.` or `..`; else a hub id. A
-        relative `cache.dir` is beside the file too.
+        `model.path` and `speculative.model` are folders beside the file if there are such, or if they start with `.` or
+        `..`; else hub ids. Other relative paths are beside the file too.
 
         Raises:
             ConfigError: the file cannot be read, is no YAML, names a key twice, or holds a wrong key or value.
@@ -454,7 +463,9 @@ class EngineConfig(Section):
         cache = self.cache
         if cache.dir != "auto":
             cache = cache.model_copy(update={"dir": os.path.normpath(folder / user_path(cache.dir))})
-        return self.model_copy(update={"model": model, "lora": lora, "cache": cache})
+        return self.model_copy(
+            update={"model": model, "speculative": self.speculative.anchored(folder), "lora": lora, "cache": cache}
+        )
 
 
 def _anchored_model_path(text: str, folder: Path) -> str:

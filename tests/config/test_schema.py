@@ -413,6 +413,14 @@ def test_a_mistake_in_the_section_of_adapters_says_what_was_expected(keys, said)
     assert said in message_of({"model": {"path": "m"}, "lora": keys})
 
 
+def test_what_drafts_is_beside_the_file_as_the_model_is(tmp_path):
+    text = "model: {path: m}\nspeculative: {method: eagle3, model: ./head, token_map: tokens.json}"
+    section = EngineConfig.from_yaml(write(tmp_path, text)).speculative
+    assert (section.model, section.token_map) == (str(tmp_path / "head"), str(tmp_path / "tokens.json"))
+    text = text.replace("./head", "org/head")
+    assert EngineConfig.from_yaml(write(tmp_path, text)).speculative.model == "org/head"
+
+
 def test_a_relative_folder_of_an_adapter_is_taken_from_the_yaml_folder(tmp_path):
     text = "model: {path: m}\nlora: {max_adapters: 2, adapters: {sql: ./sql, far: /far}}"
     adapters = EngineConfig.from_yaml(write(tmp_path, text)).lora.adapters
