@@ -34,13 +34,12 @@ class RolloutCalls:
         Raises:
             ApiError: the engine refuses it, or is lost.
         """
-        answer = await self._replies.ask(lambda key: Control(key, call, fields), ends_others=call in _ENDS_WAITS)
-        if isinstance(answer, dict) and "published" in answer:
-            self._version, self._lost = answer["published"], None
-        return answer
+        return await self._replies.ask(lambda key: Control(key, call, fields), ends_others=call in _ENDS_WAITS)
 
     def over(self, event: Controlled) -> None:
-        """Tells the client that waits."""
+        """Tells the client that waits, if it has not gone; the weights that it has published count either way."""
+        if isinstance(event.answer, dict) and "published" in event.answer:
+            self._version, self._lost = event.answer["published"], None
         self._replies.over(event.key, event.answer if event.error is None else of_kind(event.error_kind, event.error))
 
     def engine_lost(self, error: ApiError) -> None:

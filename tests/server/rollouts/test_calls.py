@@ -39,6 +39,22 @@ def test_an_engine_that_is_lost_with_its_weights_answers_nothing_until_it_has_ot
     calls.check_weights()
 
 
+def test_weights_of_a_client_that_has_gone_are_known_to_be_lost():
+    async def run():
+        sent = []
+        calls = RolloutCalls(sent.append)
+        asked = asyncio.ensure_future(calls.ask("finish", version="1"))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.sleep(0)
+        calls.over(Controlled(sent[-1].key, {"published": "12"}))
+        calls.engine_lost(not_ready("lost", "engine_lost"))
+        return calls
+
+    with pytest.raises(ApiError, match="not version '12'"):
+        asyncio.run(run()).check_weights()
+
+
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
     [
