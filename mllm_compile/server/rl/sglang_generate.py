@@ -20,7 +20,7 @@ from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.rl.extras import int32_of, kept_tokens
-from mllm_compile.server.rl.generate import check_start
+from mllm_compile.server.rl.generate import check_logprobs, check_start
 
 _MAX_TOKENS = 128  # SGLang's, without max_new_tokens
 _MODE = "tempered_logprobs"  # SGLang's log-probabilities
@@ -121,7 +121,9 @@ def _params_of(given: SGLangFields) -> SamplingParams:
         wanted["logprobs_mode"] = given.logprobs_mode or _MODE
     if given.return_logprob and given.logprob_start_len is not None and given.logprob_start_len >= 0:
         wanted["prompt_logprobs"] = given.top_logprobs_num or 0
-    return SamplingParams(**wanted)
+    params = SamplingParams(**wanted)
+    check_logprobs(params)
+    return params
 
 
 class SGLangAnswers:

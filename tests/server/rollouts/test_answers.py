@@ -137,6 +137,8 @@ def test_sglangs_lists_are_answered_by_lists(server):
     assert one["text"] == two[0]["text"]
     assert len(two) == 2
     assert server.post("/generate", body).status == 400
+    whole = server.post("/generate", body | {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": -1})
+    assert "logprobs: expected an integer from 0 to 20, got -1" in whole.error["message"]
 
 
 def test_a_completion_tells_versions_where_it_is_asked_to(server):
