@@ -77,6 +77,7 @@ class WeightUpdates:
     def __init__(self, core: EngineCore, live: LiveWeights | str, tell_ranks: Send | None) -> None:
         self._core, self._live, self._tell_ranks = core, live, tell_ranks
         self._lock = threading.RLock()
+        self._swapping = threading.Lock()  # an update is swapped in whole, or abandoned before
         self._open: WeightUpdate | None = None
         self._is_direct = self._keeps_prefixes = False
         self._torn: str | None = None
@@ -116,7 +117,11 @@ class WeightUpdates:
             if direct:
                 self._direct_since = time.monotonic()
                 self._core.move_gate(lambda gate: gate.begin_writing())
-                self._core.while_still(lambda requests: None)
+                try:
+                    self._core.while_still(lambda requests: None)
+                except BaseException as error:  # nobody would go on with it, and no step would run
+                    self.abandon(_reason(error))
+                    raise
 
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None, **options: Unpack[Options]
@@ -239,8 +244,11 @@ class WeightUpdates:
         with self._lock:
             update = self._open
             if update is not None:
+                with self._swapping:
+                    self._open = None  # a caller that was interrupted has left its swap behind
                 update.drop()
-                self._close(f"an update broke off ({reason})" if update.is_torn else self._torn)
+                whole = None if update.is_whole else self._torn
+                self._close(f"an update broke off ({reason})" if update.is_torn else whole)
 
     def label(self, version: str) -> None:
         """Gives the weights of now another label.
@@ -276,14 +284,17 @@ class WeightUpdates:
 
     def _swap(self, update: WeightUpdate, version: str | None, requests: LiveRequests) -> float:
         """On the engine's thread, with no step in flight."""
-        began = self._direct_since if self._is_direct else time.monotonic()
-        update.swap()
-        self.epoch += 1
-        if not self._keeps_prefixes:
-            self._prefix_epoch = self.epoch
-        requests.weights_changed(self._prefix_epoch)
-        self._publish(requests, str(self.epoch) if version is None else version)
-        return time.monotonic() - began
+        with self._swapping:
+            if self._open is not update:
+                raise UpdateConflictError("the update was abandoned before it was swapped in.")
+            began = self._direct_since if self._is_direct else time.monotonic()
+            update.swap()
+            self.epoch += 1
+            if not self._keeps_prefixes:
+                self._prefix_epoch = self.epoch
+            requests.weights_changed(self._prefix_epoch)
+            self._publish(requests, str(self.epoch) if version is None else version)
+            return time.monotonic() - began
 
     def _publish(self, requests: LiveRequests, version: str) -> None:
         requests.label(version, self.version)

@@ -86,7 +86,7 @@ class RankedUpdate(WeightUpdate):
 
     def drop(self) -> None:
         """Lets go of what was taken, on all ranks; behind a swap nothing is left of it."""
-        if not self._is_whole:
+        if not self.is_whole:
             with suppress(MllmError):  # ranks that are gone have nothing to let go of
                 self._send(pack("drop"))
         super().drop()

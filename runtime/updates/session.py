@@ -33,6 +33,7 @@ class WeightUpdate:
     Attributes:
         num_tensors: those taken.
         num_unread: those of them that the program does not read.
+        is_whole: it was swapped in.
 
     Args:
         live: the weights.
@@ -52,7 +53,7 @@ class WeightUpdate:
         self._live, self._places = live, live.places
         self._is_direct, self._is_partial, self._names = is_direct, is_partial, names
         self.num_tensors = self.num_unread = 0
-        self._has_written = self._is_whole = False
+        self._has_written = self.is_whole = False
         self._device = next(iter(live.tensors.values())).device
         self._taken: set[str] = set()
         self._sums_of_ties: dict[str, int] = {}
@@ -66,7 +67,7 @@ class WeightUpdate:
     @property
     def is_torn(self) -> bool:
         """True if the weights are neither the old ones nor the new."""
-        return self._has_written and not self._is_whole
+        return self._has_written and not self.is_whole
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Found:
         """Where a tensor would go that is announced.
@@ -170,7 +171,7 @@ class WeightUpdate:
             for scatter in self._scatters:
                 scatter.write(self._live)
         _synchronize(self._device)
-        self._is_whole = True
+        self.is_whole = True
         self.drop()
 
     def drop(self) -> None:

@@ -245,6 +245,42 @@ def broken_off(tensors: dict[str, torch.Tensor], count: int) -> Iterator[tuple[s
     raise Lost("the sender is gone")
 
 
+def test_a_swap_whose_caller_was_interrupted_does_not_happen(live, monkeypatch):
+    runner = FakeStepRunner(following(live), gate_from=1)
+    runner.gate.clear()
+    with fake_engine(runner, live=live) as engine:
+        answer = beside(engine.generate, PROMPT, SHORT)
+        until(lambda: len(runner.batches) > 1)
+        left = []
+
+        def interrupted(function):
+            left.append(beside(while_still, function))
+            until(lambda: engine.core._inbox)
+            raise KeyboardInterrupt
+
+        while_still = engine.core.while_still
+        monkeypatch.setattr(engine.core, "while_still", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(tensors_of(7).items(), version="seven")
+        runner.gate.set()
+        with pytest.raises(UpdateConflictError, match="abandoned before it was swapped in"):
+            left[0].result(HANG_S)
+        assert answer.result(HANG_S)[0].token_ids == expected_tokens(PROMPT, 8, with_key(0))
+        assert (engine.weights.version, engine.weights.epoch) == ("default", 0)
+
+
+def test_a_direct_update_whose_beginning_was_interrupted_holds_nothing_up(engine, monkeypatch):
+    def interrupted(function):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.core, "while_still", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(tensors_of(7).items(), direct=True)
+    assert engine.state == "running" and not engine.weights.is_open
+    assert engine.generate(PROMPT, SHORT)[0].token_ids == expected_tokens(PROMPT, 8, with_key(0))
+
+
 @pytest.mark.parametrize("count", range(4))
 def test_a_staged_update_that_breaks_off_costs_nothing(engine, live, count):
     stream, tokens = started(engine, LONG)
