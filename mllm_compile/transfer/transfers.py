@@ -88,10 +88,6 @@ class Transfers:
             group.close()
         return group is not None
 
-    def close(self) -> None:
-        for name in list(self._groups):
-            self.leave(name)
-
     # vLLM's form ------------------------------------------------------------------------------------------------------
 
     def join_vllm(self, host: str, port: int, rank: int, world_size: int, buffer_bytes: int | None) -> None:

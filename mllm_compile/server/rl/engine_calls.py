@@ -68,9 +68,6 @@ class EngineCalls:
             text = " ".join(str(error).split()) if isinstance(error, MllmError) else "internal error; the log has it"
             self._tell(Controlled(command.key, None, text, type(error).__name__))
 
-    def close(self) -> None:
-        self._transfers.close()
-
     # The moment -------------------------------------------------------------------------------------------------------
 
     def _pause(self, mode: str, flush: bool) -> None:
