@@ -41,6 +41,11 @@ class LiveWeights:
         """Where tensors go, found when the first update begins."""
         return self.find_places(self.rank)
 
+    @cached_property
+    def places_of_others(self) -> tuple[Places, ...]:
+        """The places of the other ranks, likewise."""
+        return tuple(self.find_places(rank) for rank in range(self.num_ranks) if rank != self.rank)
+
     def in_rows(self, name: str) -> torch.Tensor:
         """A copy of a weight, in the order that parts are of."""
         tensor = self.tensors[name]

@@ -41,7 +41,7 @@ class RankedUpdate(WeightUpdate):
     ) -> None:
         super().__init__(live, is_direct=is_direct, is_partial=is_partial, names=names)
         self._send, self._send_still = send, send_still
-        self._of_others = [live.find_places(rank) for rank in range(live.num_ranks) if rank != live.rank]
+        self._of_others = live.places_of_others
         send(pack("begin", is_direct=is_direct, is_partial=is_partial, names=names))
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,3 +118,17 @@ def test_single_values_of_what_one_rank_has_alone_are_checked_by_rank_0():
     update.prepare()
     update.swap()
     assert [live.tensors["experts"].flatten().tolist() for live in lives] == [[0] * 5 + [4], [0] * 5 + [5]]
+
+
+def test_places_are_found_once():
+    live, other = ranks()
+    found = []
+
+    def find_places(rank: int) -> Places:
+        found.append(rank)
+        return other.find_places(rank)
+
+    counted = replace(live, find_places=find_places)
+    for _ in range(2):
+        update_of([counted, other]).drop()
+    assert sorted(found) == [0, 1]
