@@ -69,9 +69,9 @@ SECOND_REQUEST_POSITION = 100
 # off by more: learned positions that were not ours by 0.16, convolutions by 0.35 and more, a state carried over by over
 # 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-# In 16 bits rounding sends a token with nearly equal scores to another expert, in a right model too. One of three
-# experts in two layers made logits differ by 0.19. So there the token in the middle counts, and of each no more than
-# this.
+# In 16 bits, or of inputs in eight, rounding sends a token with nearly equal scores to another expert, in a right model
+# too. One of three experts in two layers made logits differ by 0.19. So there the token in the middle counts, and of
+# each no more than this.
 MOST_REROUTED = 0.5
 # In 16 bits features carry the tower's rounding into the text: gemma3's logits were off by 0.084 on an H100.
 ROUNDED_TWICE = 2
@@ -147,7 +147,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
             ) from failure
         limit = _limit(lowered, sum(map(len, batch_ids)))
         errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
-        may_be_rerouted = bool(program.expert_weights) and ours.dtype != torch.float32
+        may_be_rerouted = bool(program.expert_weights) and limit > TOLERANCE[torch.float32]
         error = _counted(errors, may_be_rerouted)
         is_right, is_elsewhere = error <= limit, may_be_rerouted and error > MOST_REROUTED
         if not is_right and not is_elsewhere and hf_model.model.dtype != torch.float32:

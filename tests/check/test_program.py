@@ -150,6 +150,20 @@ def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monke
         compile_tiny(tmp_path / "exact", "float32")
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_token_that_rounded_inputs_send_to_another_expert_may_be_off(rounds, monkeypatch, tmp_path):
+    def one_is_off(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        errors = torch.full((len(ours),), 0.02 if rounds else 0.0)
+        errors[0] = 0.19
+        return errors
+
+    monkeypatch.setattr(self_check, "relative_errors", one_is_off)
+    monkeypatch.setattr(self_check, "_calls", lambda lowered, tokens, *names: rounds and "scaled_linear" not in names)
+    refused = pytest.raises(UnsupportedModelError, match=r"off by 0\.19 from")
+    with nullcontext() if rounds else refused:
+        compile_tiny(tmp_path, config=tiny_config("qwen3_moe"))
+
+
 def test_hints_to_make_transformers_faster_are_not_shown_by_a_compile(tmp_path, monkeypatch):
     told = []
     handler = logging.Handler()
