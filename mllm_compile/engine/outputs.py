@@ -76,7 +76,7 @@ class CompletionOutput:
         token_ids: every sampled token, also the one that ended the completion.
         cumulative_logprob: sum of the sampled tokens' log-probabilities, if asked for.
         logprobs: for each token a mapping of ids, the sampled one and alternatives; None unless asked for.
-        sampling_mask: for each token the ids that the filters kept, [≤ V] int32 ascending; None unless asked for, and
+        sampling_mask: for each token the ids that the filters kept, [≤ V] int32 ascending. None unless asked for, and
             where the request has no filter.
         routed_experts: [tokens of prompt and output - 1, layers, k] int16: the experts that each chose, once it has
             ended; None unless asked for.

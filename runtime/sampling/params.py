@@ -126,8 +126,8 @@ class SamplingParams:
         ignore_eos: Go on after the end-of-sequence token.
         logprobs: Return the log-probability of each output token and of this many alternatives, 0 to 20; -1: of the
             whole vocabulary, up to 256 MiB.
-        logprobs_mode: Their distribution: "raw_logprobs" the model's own, before all of the above,
-            "tempered_logprobs" after all but the filters, "processed_logprobs" after all of it; None: as the engine's
+        logprobs_mode: Their distribution. "raw_logprobs" is the model's own, before all of the above.
+            "tempered_logprobs" is after all but the filters, "processed_logprobs" after all of it. None is as
             runtime.logprobs_mode says.
         return_sampling_mask: Return the tokens that the filters kept, 16 million in an answer at most, with each
             token's log-probability.

@@ -10,7 +10,7 @@ import msgspec
 from mllm_compile.runtime.sampling.params import MAX_LOGPROBS, SamplingParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import versions_of
-from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
+from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import CompletionFields, read_fields
 from mllm_compile.server.api.interfaces import AnswerPlan
 from mllm_compile.server.api.logprobs import TokenTexts, floored, prompt_logprobs
@@ -18,6 +18,7 @@ from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.rl.extras import kept_tokens, npy_of
+from mllm_compile.server.rl.whole import WholeAnswers
 from mllm_compile.server.wire.messages import Scores
 
 # Fields of vLLM's SamplingParams that ask for nothing with these values, which clients send along.
@@ -107,7 +108,7 @@ def check_start(name: str, first: int) -> int:
     return first
 
 
-class TokensAnswers:
+class TokensAnswers(WholeAnswers):
     """The answers of /inference/v1/generate."""
 
     def __init__(self, head: Mapping[str, Any], params: SamplingParams, first: int) -> None:
@@ -138,21 +139,6 @@ class TokensAnswers:
             "routed_experts": npy_of(choice, self._first),
             "weight_versions": versions_of(choice),
         }
-
-    def begin(self, job: Job) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def chunk(self, job: Job, choice: Choice) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def tail(self, job: Job) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def failure(self, error: ApiError) -> bytes:
-        return error.body
-
-    def refusal(self, error: ApiError) -> bytes:
-        return openai_refusal(error)
 
 
 def _content(scores: Scores) -> dict[str, Any]:

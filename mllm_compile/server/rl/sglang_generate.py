@@ -12,7 +12,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import versions_of
-from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
+from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import CompletionFields, read_fields
 from mllm_compile.server.api.interfaces import AnswerPlan
 from mllm_compile.server.api.logprobs import floored
@@ -21,6 +21,7 @@ from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.rl.extras import int32_of, kept_tokens
 from mllm_compile.server.rl.generate import check_logprobs, check_start
+from mllm_compile.server.rl.whole import WholeAnswers
 
 _MAX_TOKENS = 128  # SGLang's, without max_new_tokens
 _MODE = "tempered_logprobs"  # SGLang's log-probabilities
@@ -126,7 +127,7 @@ def _params_of(given: SGLangFields) -> SamplingParams:
     return params
 
 
-class SGLangAnswers:
+class SGLangAnswers(WholeAnswers):
     """The answers of /generate: an object, or a list of one for each completion."""
 
     def __init__(self, given: SGLangFields, params: SamplingParams, facts: EngineFacts, *, is_list: bool) -> None:
@@ -185,18 +186,3 @@ class SGLangAnswers:
     def _triple(self, logprob: float | None, token_id: int) -> list[Any]:
         text = self._decode([token_id], False) if self._shows_texts and self._decode is not None else None
         return [None if logprob is None else floored(logprob), token_id, text]
-
-    def begin(self, job: Job) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def chunk(self, job: Job, choice: Choice) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def tail(self, job: Job) -> bytes:
-        raise RuntimeError("internal error: such an answer is no stream")
-
-    def failure(self, error: ApiError) -> bytes:
-        return error.body
-
-    def refusal(self, error: ApiError) -> bytes:
-        return openai_refusal(error)
