@@ -6,10 +6,10 @@
 // as that kernel writes it; earlier kernels wrote lengths, the page table and earlier keys. Where blocks rotate
 // (rotation.cuh) that tile comes too, and a warp puts the new token there itself (new_tokens.cuh). A block's warps
 // share its queries' rotation. With up to 16 queries a warp has 16 keys of a tile; with more it has more keys, and a
-// unit of 16 queries. Its sums are its own. They are added up in a block, then over distributed shared memory. They are
-// where tiles were: so two blocks fit on a multiprocessor, of up to 32 queries. A cluster's blocks must be in one group
-// of 16 or 18 multiprocessors, and some groups have fewer. With one block each, 32 clusters of four may not run side by
-// side.
+// unit of 16 queries. Its sums are its own. A block adds them up, and sends each block of the cluster those of the
+// columns that this one adds up. They are where tiles were: so two blocks fit on a multiprocessor, of up to 32 queries.
+// A cluster's blocks must be in one group of 16 or 18 multiprocessors, and some groups have fewer. With one block each,
+// 32 clusters of four may not run side by side.
 //
 // A long request's head has up to `parts` clusters, if that many run side by side (clusters.py). With one cluster of
 // eight blocks for each of eight heads half of the multiprocessors would be idle, and 128 blocks load too little at
@@ -36,10 +36,14 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int colum
 __device__ __forceinline__ u32 chunk_address(u32 halves, int row, int chunk) {
   return halves + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
 }
-__device__ __forceinline__ float load_peer(const float* place, u32 rank) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_of_peer(shared_address(place), rank)));
-  return v;
+// To the same place of another block's memory.
+__device__ __forceinline__ void send_to_peer(float4* place, u32 rank, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_of_peer(shared_address(place), rank)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ void send_to_peer(float2* place, u32 rank, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_of_peer(shared_address(place), rank)),
+               "f"(v.x), "f"(v.y) : "memory");
 }
 
 // Tiles that are taken at once: of small keys most of the time is waits of one instruction for another.
@@ -49,21 +53,24 @@ constexpr int PART_TILES = 6;
 
 // A warp multiplies one unit of 16 queries with a part of a tile's keys; several units with the same keys.
 constexpr int UNITS = ROWS <= 16 ? 1 : ROWS <= 32 ? 2 : 4, UNIT_ROWS = ROWS < 16 ? ROWS : 16;
-constexpr int WARP_KEYS = TILE / WARPS * UNITS, ROWS_AT_ONCE = ROWS <= 16 ? ROWS : 4;
+constexpr int WARP_KEYS = TILE / WARPS * UNITS;
 static_assert(ROWS <= 16 * UNITS && (TOKENS == 1 || !FP8), "as clusters.py has it");
 
-template <int N>
-struct QuerySums {  // over some keys: weighted values; what weights are against, and their sum
-  float values[N][D], top[N], total[N];
+constexpr int MY_COLUMNS = D / SPLIT;  // of values, which a block adds up
+struct __align__(16) WarpSums {        // over some keys: weighted values, rows of other banks; then as Weight has it
+  float values[UNIT_ROWS][D + 8], top[UNIT_ROWS], total[UNIT_ROWS];
 };
+typedef float2 Weight;  // what weights are against, and their sum
 struct AllSums {
-  QuerySums<UNIT_ROWS> of_warp[WARPS];
-  QuerySums<ROWS> of_block;
+  WarpSums of_warp[WARPS];
+  float values[SPLIT][ROWS][MY_COLUMNS];  // of each block
+  Weight weights[SPLIT][ROWS];
 };
 static_assert(sizeof(AllSums) <= STAGES * TILE_BYTES, "they stand where tiles were");
 struct Shared {
   Row queries[ROWS];
   u64 full[STAGES], empty[STAGES];
+  int lengths[TOKENS];
 };
 static_assert(1024 + STAGES * TILE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
@@ -190,8 +197,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % SPLIT, part = blockIdx.x / SPLIT % parts, sequence = blockIdx.x / SPLIT / parts;
   const int unit = warp % UNITS, head = sequence % KV_HEADS, first_token = sequence / KV_HEADS * TOKENS;
-  const int num_keys = most_keys(seq_lens, first_token), tiles = (num_keys + TILE - 1) / TILE;
-  auto keys_of = [&](int token) { return TOKENS == 1 ? num_keys : seq_lens[first_token + token]; };
+  const int num_keys = most_keys(seq_lens + first_token, shared.lengths), tiles = (num_keys + TILE - 1) / TILE;
+  auto keys_of = [&](int token) { return TOKENS == 1 ? num_keys : shared.lengths[token]; };
   const int own_parts = min(parts, max(1, tiles / (SPLIT * PART_TILES)));
   if (part >= own_parts) return wait_for_prerequisites();
   if (threadIdx.x == 0) {
@@ -289,53 +296,54 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     __syncwarp();
     read(i);
   }
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");  // others may write where tiles were
   add_up_totals(sums);
   __syncthreads();  // all tiles have been read
 #pragma unroll
   for (int i = 0; i < QUERIES; i++) {
     const int row = query_of(i);
     if (row >= UNIT_ROWS) continue;
-    QuerySums<UNIT_ROWS>& its = all_sums.of_warp[warp];
+    WarpSums& its = all_sums.of_warp[warp];
     each_pair(sums, i, [&](int column, float first, float second) {
       *(float2*)&its.values[row][column] = float2{first, second};
     });
     its.top[row] = sums.top[i], its.total[row] = sums.total[i];
   }
   __syncthreads();
-#pragma unroll ROWS_AT_ONCE
-  for (int row = 0; row < ROWS; row++) {
-    const QuerySums<UNIT_ROWS>* const of_warp = all_sums.of_warp + row / 16;
-    const int r = row % 16;
-    float most = NOTHING, all = 0.f, sum = 0.f;
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  // A warp adds up rows, a lane four columns, for the block that adds up these.
+#pragma unroll
+  for (int row = warp; row < ROWS; row += WARPS) {
+    const WarpSums* const of_warp = all_sums.of_warp + row / 16;
+    const int r = row % 16, peer = lane * 4 / MY_COLUMNS, column = lane * 4 % MY_COLUMNS;
+    float most = NOTHING, all = 0.f;
+    float4 sum = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w += UNITS) most = fmaxf(most, of_warp[w].top[r]);
 #pragma unroll
     for (int w = 0; w < WARPS; w += UNITS) {
       const float factor = exp2f(of_warp[w].top[r] - most);
+      const float4 its = *(const float4*)&of_warp[w].values[r][lane * 4];
       all += factor * of_warp[w].total[r];
-      sum += factor * of_warp[w].values[r][threadIdx.x];
+      sum.x += factor * its.x, sum.y += factor * its.y, sum.z += factor * its.z, sum.w += factor * its.w;
     }
-    all_sums.of_block.values[row][threadIdx.x] = sum;
-    if (threadIdx.x == 0) all_sums.of_block.top[row] = most, all_sums.of_block.total[row] = all;
+    send_to_peer((float4*)&all_sums.values[rank][row][column], peer, sum);
+    if (lane < SPLIT) send_to_peer(&all_sums.weights[rank][row], lane, Weight{most, all});
   }
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-  constexpr int MY_COLUMNS = D / SPLIT;
   for (int j = threadIdx.x; j < ROWS * MY_COLUMNS; j += 32 * WARPS) {
-    const int row = j / MY_COLUMNS, d = rank * MY_COLUMNS + j % MY_COLUMNS;
+    const int row = j / MY_COLUMNS, column = j % MY_COLUMNS, d = rank * MY_COLUMNS + column;
     const int token = row / GROUP, query_head = head * GROUP + row % GROUP;
-    float tops[SPLIT], totals[SPLIT], sum_of[SPLIT], most = NOTHING, all = 0.f, sum = 0.f;
+    Weight weights[SPLIT];
+    float most = NOTHING, all = 0.f, sum = 0.f;
+#pragma unroll
+    for (int peer = 0; peer < SPLIT; peer++)
+      weights[peer] = all_sums.weights[peer][row], most = fmaxf(most, weights[peer].x);
 #pragma unroll
     for (int peer = 0; peer < SPLIT; peer++) {
-      tops[peer] = load_peer(&all_sums.of_block.top[row], peer);
-      totals[peer] = load_peer(&all_sums.of_block.total[row], peer);
-      sum_of[peer] = load_peer(&all_sums.of_block.values[row][d], peer);
-      most = fmaxf(most, tops[peer]);
-    }
-#pragma unroll
-    for (int peer = 0; peer < SPLIT; peer++) {
-      const float factor = exp2f(tops[peer] - most);
-      all += factor * totals[peer], sum += factor * sum_of[peer];
+      const float factor = exp2f(weights[peer].x - most);
+      all += factor * weights[peer].y, sum += factor * all_sums.values[peer][row][column];
     }
     float2* const others = left + ((u64)sequence * (parts - 1) * ROWS + row) * D + d;
     if (part) {  // the weighted mean of its values, and the logarithm of the weights' sum
@@ -347,7 +355,4 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (keys_of(token))
       out[((first_token + token) * (KV_HEADS * GROUP) + query_head) * D + d] = pack(sum / all, 0.f) & 0xffff;
   }
-  // A block's memory stays until the others have read it.
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait;" ::: "memory");
 }

@@ -57,9 +57,9 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, where sums are later, and its alignment; queries and barriers."""
+        """Bytes of the ring, where sums are later, and its alignment; queries, barriers and lengths."""
         queries = self.rows * (HEAD_DIM + _QUERY_PADDING) * 2
-        return _RING_BYTES + 1024 + queries + 2 * self.stages * 8
+        return _RING_BYTES + 1024 + queries + 2 * self.stages * 8 + self.tokens * 4 + self.tokens % 2 * 4
 
     @property
     def stages(self) -> int:

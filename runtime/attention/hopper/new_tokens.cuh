@@ -9,11 +9,12 @@ constexpr int HEADS_A_WARP = (GROUP + WARPS_A_TOKEN - 1) / WARPS_A_TOKEN;
 // The i-th of a warp's tokens; TOKENS or more without one.
 __device__ __forceinline__ int token_of(int i) { return threadIdx.x / 32 / WARPS_A_TOKEN + i * TOKENS_AT_ONCE; }
 
-// Keys that the last of a request's tokens sees; tokens from `first` on are its.
-__device__ __forceinline__ int most_keys(const int* seq_lens, int first) {
-  if constexpr (TOKENS == 1) return seq_lens[first];
-  const int lane = threadIdx.x % 32;
-  return __reduce_max_sync(~0u, lane < TOKENS ? seq_lens[first + lane] : 0);
+// The keys that the last of a request's tokens sees; those of several tokens are kept for the block.
+__device__ __forceinline__ int most_keys(const int* seq_lens, int* kept) {
+  if constexpr (TOKENS == 1) return *seq_lens;
+  const int lane = threadIdx.x % 32, length = lane < TOKENS ? seq_lens[lane] : 0;
+  if (threadIdx.x < TOKENS) kept[lane] = length;
+  return __reduce_max_sync(~0u, length);
 }
 
 __device__ __forceinline__ bool is_finite(const Head& head) {

@@ -69,7 +69,7 @@ _EMULATED = {
   return rounded(first) | rounded(second) << 16;""",
     "wait_for_prerequisites": "",
     "start_dependents": "",
-    "load_peer": "return *(float*)emulated::place_of(address_of_peer(shared_address(place), rank));",
+    "send_to_peer": "memcpy(emulated::place_of(address_of_peer(shared_address(place), rank)), &v, sizeof(v));",
     "put": "*place = {__uint_as_float(first), __uint_as_float(second)};",
     "look_at": "emulated::yield(); return *(volatile float*)&place->x, *place;",
     "put_into_tile": """
