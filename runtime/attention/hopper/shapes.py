@@ -51,18 +51,18 @@ def most_in_clusters(shares: ShareKernel, max_tokens: int) -> int:
 def pays_together(num_sequences: int, tokens: int) -> bool:
     """True if clusters are faster at a verify step with a request's tokens together than with each as a decode.
 
-    Together keys are read once, but all blocks of a cluster add up the sums of more queries. That pays where the tokens
-    would not run side by side as decodes, but the clusters do; or of so many that reading again takes longer. With 32/8
-    heads and 512 tokens a layer takes, of requests x tokens, together (as decodes, behind a write): 1 x 4 8.7 µs (8.4),
-    8 x 4 15.8 (19.9), 16 x 4 18.6 (23.0), 32 x 2 27.8 (23.4), 32 x 4 34.1 (33.7), 32 x 8 49.2 (68.1), 64 x 4 60.5
-    (77.7). All are in docs/lab/attention.md; at 8 x 8 it is even (23.2, 23.0).
+    Together keys are read once, but all blocks of a cluster add up the sums of more queries. With 32/8 heads and 512
+    tokens a layer takes, of requests x tokens, together (as decodes, behind a write): 1 x 8 9.3 µs (10.1), 1 x 16 12.3
+    (10.6), 8 x 4 13.4 (19.2), 32 x 2 26.3 (23.6), 32 x 4 29.4 (33.6), 64 x 2 42.6 (36.8), 64 x 4 51.4 (77.6). All are
+    in docs/lab/attention.md.
 
     Args:
         num_sequences: requests x KV heads.
         tokens: of each request.
     """
-    num_decodes = num_sequences * tokens
-    return num_decodes > SIDE_BY_SIDE and (num_sequences <= SIDE_BY_SIDE or num_decodes > 8 * SIDE_BY_SIDE)
+    if num_sequences > SIDE_BY_SIDE:
+        return tokens > 2
+    return tokens <= 8 or num_sequences * tokens > SIDE_BY_SIDE
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:
