@@ -11,6 +11,7 @@ from torch import fx
 from torch.nn import functional
 
 from mllm_compile.passes.base import (
+    EXPERT_RANKS,
     LORA,
     LORA_LAYOUT,
     PACKED_WEIGHTS,
@@ -69,7 +70,8 @@ class AddLora(GraphPass):
         qkv = mllm.add_lora(linear(x, packed_weight), x, lora_A, lora_B, adapter_slots, [0, 24], [16, 8])
 
     The head takes adapter_slots[logits_indices], one for each row. Behind an embedding it is
-    mllm.add_lora_of_ids, which takes a row of A for each id; behind experts mllm.add_lora_of_experts.
+    mllm.add_lora_of_ids, which takes a row of A for each id; behind experts mllm.add_lora_of_experts. Experts that
+    ranks have parts of read the tokens of all ranks, and the slots of all with them.
     Where adapters may scale outputs (DoRA), mllm.scale_of_adapters is between the linear and that.
 
     Requires: gm.meta[LORA], which the program for adapters alone has. Linears packed and cut over ranks: a sum over
@@ -109,6 +111,7 @@ class _Adapters:
         self._buffers: list[LoraBuffers] = []
         self._dtype: torch.dtype | None = None  # of all factors: what the first linear computes in
         self._slots: fx.Node | None = None
+        self._slots_of_all: dict[fx.Node, fx.Node] = {}  # by the choice of experts whose tokens they are of
 
     def layout(self) -> LoraLayout:
         """The weights that adapters change here, and their buffers."""
@@ -155,31 +158,58 @@ class _Adapters:
         return True
 
     def _add_to_experts(self, node: fx.Node, experts: ExpertLinear) -> bool:
-        """Likewise, of experts of one rank."""
+        """Likewise, of experts."""
         linear = experts.weight.meta.get("weight_name", "")
         name, (outputs, inputs), count = self._weight_of(linear), experts.shape, experts.num_experts
         like = experts.x.meta["val"]
-        if name not in self._wish.weights or name in self._cuts or not is_weight(experts.weight):
-            return False
-        if not self._takes(like.dtype):
+        if name not in self._wish.weights or not is_weight(experts.weight) or not self._takes(like.dtype):
             return False
         if linear not in self._inputs:
             rank = self._wish.max_rank
             self._buffers.append(LoraBuffers(linear, count * rank, inputs, count * outputs))
-            self._targets.append(
-                LoraTarget(
-                    name, outputs, inputs, linear, 0, 0, outputs, stored_in=linear, kind="experts", num_experts=count
-                )
-            )
+            self._targets.append(self._target_of_experts(name, linear, experts))
             shapes = {a_name(linear): (count * rank, inputs), b_name(linear): (count * outputs, rank)}
             a, b = (self._placeholder(name, like, shape, experts.weight) for name, shape in shapes.items())
             self._inputs[linear] = a, b
-        readers, slots, graph = list(node.users), self._slots_input(), self._gm.graph
+        readers, slots, graph = list(node.users), self._slots_of(experts.ids), self._gm.graph
         with graph.inserting_before(node.next):
             a, b = (call(graph, torch.unflatten, factor, 1, (count, -1)) for factor in self._inputs[linear])
             operands = experts.x, a, b, slots, experts.ids, experts.of_tokens
             _read_instead(readers, node, call(graph, op("add_lora_of_experts"), node, *operands))
         return True
+
+    def _target_of_experts(self, name: str, linear: str, experts: ExpertLinear) -> LoraTarget:
+        (outputs, inputs), count = experts.shape, experts.num_experts
+        # Cuts are by dimensions of the weight, which may be [E, K, N].
+        by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in self._cuts.get(name, ())}
+        dims = (0, 2, 1) if experts.is_transposed else (0, 1, 2)
+        of_experts, of_outputs, of_inputs = (by_dim.get(dim, ()) for dim in dims)
+        return LoraTarget(
+            name,
+            _whole(of_outputs, outputs),
+            _whole(of_inputs, inputs),
+            linear,
+            0,
+            0,
+            outputs,
+            of_outputs,
+            of_inputs,
+            stored_in=linear,
+            kind="experts",
+            num_experts=_whole(of_experts, count),
+            expert_ranges=of_experts,
+        )
+
+    def _slots_of(self, ids: fx.Node) -> fx.Node:
+        """The slots of the tokens whose experts `ids` [tokens, k] are: a rank's own, or those of all ranks."""
+        slots, graph = self._slots_input(), self._gm.graph
+        if str(ids.meta["val"].shape[0]) == str(slots.meta["val"].shape[0]):
+            return slots
+        if ids not in self._slots_of_all:
+            with graph.inserting_before(ids.next):
+                gathered = call(graph, op("all_gather"), slots, 0, self._gm.meta[EXPERT_RANKS])
+            self._slots_of_all[ids] = gathered
+        return self._slots_of_all[ids]
 
     def _takes(self, dtype: torch.dtype) -> bool:
         """True if factors are of this type, as the first ones are; a router in float32 has none in another model."""

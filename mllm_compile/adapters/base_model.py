@@ -54,7 +54,7 @@ class BaseModel:
         experts: those targets that are a parameter for all experts of a layer.
         unread: modules that no text goes through, such as a tower of images.
         takes_dora: there is room for scales of linears' outputs.
-        read: gives [start, start + rows) of a target's weight as the checkpoint has it, in float32 on the CPU; None
+        read: gives [start, start + rows) of a target's weight as the checkpoint, or an update, has it, on the CPU; None
             where it has it otherwise.
     """
 
@@ -90,7 +90,10 @@ def module_of(weight: str) -> str:
 
 
 def is_copy(copy: torch.Tensor, weight: str, shape: tuple[int, int], base: BaseModel) -> bool | None:
-    """True if a matrix is a weight of the model, in its type or rounded to the copy's; None: it cannot be compared."""
+    """True if a matrix is a weight of the model, also where one of them was rounded to the other's type.
+
+    None: they cannot be compared.
+    """
     if tuple(copy.shape) != shape:
         return False
     for start in range(0, shape[0], _ROWS):
@@ -98,6 +101,6 @@ def is_copy(copy: torch.Tensor, weight: str, shape: tuple[int, int], base: BaseM
         stored = base.read(weight, start, len(part))
         if stored is None:
             return None
-        if not (stored.to(part.dtype).equal(part) or stored.equal(part.float())):
+        if not (stored.to(part.dtype).equal(part) or stored.equal(part.to(stored.dtype))):
             return False
     return True

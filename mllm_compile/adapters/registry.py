@@ -48,7 +48,7 @@ def read_again(base: BaseModel, adapter: Adapter) -> Matrices:
     Raises:
         MllmError: as read_adapter; or the folder holds another adapter now.
     """
-    tensors = read_adapter(adapter.folder, base)
+    tensors = read_adapter(adapter.folder, base, is_known=True)
     if tensors.digest != adapter.digest:
         raise CheckpointError(
             f"{adapter.folder} has changed since it was loaded as version {adapter.version} of "

@@ -60,7 +60,6 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         lowered = lowered.without_images()
     hf_model = lowered.hf_model
     linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
-    _check_ranks(config, experts)
     others = (*ends, *experts)
     wanted = frozenset(
         name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
@@ -151,21 +150,6 @@ def unread_modules(linears: Iterable[str], read: Collection[str]) -> tuple[str, 
         modules = (".".join(parts[:count]) for count in range(1, len(parts)))
         found |= set() if linear in read else {next(one for one in modules if one not in above)}
     return tuple(sorted(found))
-
-
-def _check_ranks(config: ResolvedConfig, experts: Collection[str]) -> None:
-    """Refuses experts that ranks have parts of, and norms of parts of weights."""
-    names, ranks = set(map(_module, experts)) & set(config.lora.targets), config.runtime.num_ranks
-    if config.lora.dora and ranks > 1:
-        raise ConfigError(
-            f"lora.dora is set, and the model is on {ranks} ranks, which have parts of the weights that it norms. "
-            "Leave it out, or use one rank."
-        )
-    if names and ranks > 1:
-        raise ConfigError(
-            f"lora.targets has {', '.join(map(repr, sorted(names)))}, and the model is on {ranks} ranks: there "
-            "adapters change all but experts. Leave it out, or use one rank."
-        )
 
 
 def _is_wanted(weight: str, targets: Collection[str], is_linear: bool) -> bool:

@@ -75,11 +75,12 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
     """
     if runner.model.lora is None:
         return None
-    config, pool = compiled.config, runner.model.lora.pool
+    config, pool, artifact = compiled.config, runner.model.lora.pool, compiled.artifact
+    specs = artifact.weights, *artifact.further_weights
     base = BaseModel(
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},
-        modules=frozenset(_modules(compiled.artifact.weights)),
+        modules=frozenset(_modules(artifact.weights)),
         elsewhere=_elsewhere(pool.targets.values()),
         max_rank=pool.max_rank,
         takes_dora=bool(pool.scaled),
@@ -92,7 +93,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
             for name, target in pool.targets.items()
             if target.kind == "experts"
         },
-        read=StoredWeights(compiled.artifact.weights, compiled.weights_root, pool.targets).read,
+        read=StoredWeights(specs, compiled.weights_root, pool.targets, runner.model.live).read,
     )
     return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))
 

@@ -83,11 +83,15 @@ class LoraPool:
             given = factors.get(name)
             rank = 0 if given is None else given[0].shape[-2]
             if given is not None:
-                a[..., :rank, :].copy_(self._part(given[0], -1, target.input_ranges), non_blocking=True)
-                b[..., :rank].copy_(self._part(given[1], -2, target.output_ranges), non_blocking=True)
+                own_a, own_b = (self._part(one, 0, target.expert_ranges) for one in given[:2])
+                a[..., :rank, :].copy_(self._part(own_a, -1, target.input_ranges), non_blocking=True)
+                b[..., :rank].copy_(self._part(own_b, -2, target.output_ranges), non_blocking=True)
             if target.linear in self.scaled:
                 own = self.buffers[scales_name(target.linear)][slot].narrow(0, target.stored_start, target.rows)
-                own.fill_(1) if given is None or len(given) < 3 else own.copy_(given[2], non_blocking=True)
+                if given is None or len(given) < 3:
+                    own.fill_(1)
+                else:
+                    own.copy_(self._part(given[2], 0, target.output_ranges), non_blocking=True)
             # Both: what was there may be no number, and zero times that is none.
             a[..., rank:, :].zero_()
             b[..., rank:].zero_()
@@ -98,7 +102,7 @@ class LoraPool:
         if target.kind == "embedding":
             return a.T, b
         if target.kind == "experts":
-            return a.unflatten(0, (target.num_experts, -1)), b.unflatten(0, (target.num_experts, -1))
+            return a.unflatten(0, (-1, self.max_rank)), b.unflatten(0, (-1, target.rows))
         return a.narrow(0, target.part * self.max_rank, self.max_rank), b.narrow(0, target.start, target.rows)
 
     def _part(self, factor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:

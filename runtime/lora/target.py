@@ -44,8 +44,9 @@ class LoraTarget:
         sources: the checkpoint's modules that it is made of, where it is not one of its own name.
         stored_in, stored_start: the program's weight that it is in, and its first row there.
         kind: what reads the weight. The buffers of an embedding are [slots, K, r] and [slots, N, r], of experts
-            [slots, E * r, K] and [slots, E * N, r].
+            [slots, E' * r, K] and [slots, E' * N', r], of a rank's experts.
         num_experts: E; 0 of others.
+        expert_ranges: the experts that each rank has.
         siblings: the parameters of the experts' module, in its order.
     """
 
@@ -63,6 +64,7 @@ class LoraTarget:
     stored_start: int = 0
     kind: TargetKind = "linear"
     num_experts: int = 0
+    expert_ranges: Ranges = ()
     siblings: tuple[str, ...] = ()
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

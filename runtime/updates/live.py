@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -26,6 +26,7 @@ class LiveWeights:
         factors: the numbers that loading multiplied parts by.
         find_places: reads the names that updates may use, and gives the places of a rank.
         rank, num_ranks: which part these are of the model.
+        written: the names of those that an update has written.
     """
 
     specs: Specs
@@ -35,6 +36,7 @@ class LiveWeights:
     find_places: Callable[[int], Places]
     rank: int = 0
     num_ranks: int = 1
+    written: set[str] = field(default_factory=set)
 
     @cached_property
     def places(self) -> Places:
@@ -50,6 +52,11 @@ class LiveWeights:
         """A copy of a weight, in the order that parts are of."""
         tensor = self.tensors[name]
         return in_rows(tensor, self.panels[name]) if name in self.panels else tensor.clone()
+
+    def rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Some rows of a weight, likewise; a view of it unless it is in panels."""
+        whole = self.in_rows(name) if name in self.panels else self.tensors[name]
+        return whole.narrow(0, start, count)
 
     def as_served(self, name: str, weight: torch.Tensor) -> None:
         """Puts a weight of that order in place into the order in which it is served."""

@@ -165,6 +165,7 @@ class WeightUpdate:
         their own, and kernels that are launched early read weights ahead of the kernels before them."""
         _synchronize(self._device)
         self._has_written = True
+        self._live.written.update(self._specs, self._staged, (scatter.weight for scatter in self._scatters))
         with torch.inference_mode():
             if self._staged:
                 torch._foreach_copy_([self._live.tensors[name] for name in self._staged], list(self._staged.values()))

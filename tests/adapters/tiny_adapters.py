@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def factors_of_experts(
-    parameter: str, count: int, outputs: int, inputs: int, rank: int, chance: torch.Generator
+    parameter: str, count: int, outputs: int, inputs: int, rank: int, chance: torch.Generator, depth: int = 0
 ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of the one targeted parameter of its module, and A [E, r, K] and B [E, N, r]."""
+    """The tensors of a targeted parameter, `depth` others of its module behind it; and A [E, r, K] and B [E, N, r]."""
     down = torch.randn(count, rank, inputs, generator=chance) / inputs**0.5
     up = torch.randn(count, outputs, rank, generator=chance) * 0.1
-    prefix = PREFIX + parameter.rpartition(".")[0]
+    prefix = PREFIX + parameter.rpartition(".")[0] + ".base_layer" * depth
     tensors = {
         f"{prefix}.lora_A.weight": down.flatten(0, 1),
         f"{prefix}.lora_B.weight": up.permute(1, 2, 0).flatten(1).contiguous(),
@@ -76,7 +77,9 @@ class Adapters:
         parameters = [module.split(".", 3)[-1] for module, shape in shapes.items() if len(shape) == 3]
         for module, (*experts, outputs, inputs) in shapes.items():
             if experts:
-                tensors |= (made := factors_of_experts(module, experts[0], outputs, inputs, rank, chance))[0]
+                owner, behind = module.rpartition(".")[0], [*shapes][[*shapes].index(module) + 1 :]
+                depth = sum(one.startswith(f"{owner}.") for one in behind)
+                tensors |= (made := factors_of_experts(module, experts[0], outputs, inputs, rank, chance, depth))[0]
                 factors[module] = made[1][0], made[1][1] * scale
                 continue
             down = torch.randn(rank, inputs, generator=chance)
@@ -110,6 +113,15 @@ class Adapters:
         fields.write_text(json.dumps(json.loads(fields.read_text()) | {"use_dora": True}))
         other.factors = self.factors | {name: factors}
         return other
+
+    def with_copy(self, name: str, weight: str, copy: torch.Tensor) -> Path:
+        """A folder of an adapter with a copy of a weight of the model beside it, as PEFT saves it."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        shutil.copytree(self.folder / name, folder, dirs_exist_ok=True)
+        tensors = load_file(path := folder / "adapter_model.safetensors")
+        key = f"{PREFIX}{weight.removesuffix('.weight')}.base_layer.weight"
+        save_file(tensors | {key: copy.contiguous()}, path, metadata={"format": "pt"})
+        return folder
 
     def config(self, cache: Path, **sections: Any) -> EngineConfig:
         given: dict[str, Any] = {

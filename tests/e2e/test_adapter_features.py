@@ -102,6 +102,14 @@ def check_experts(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_section(engine, with_experts, cache, lora={"targets": ["all-linear", "experts"]})
 
 
+def check_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    """One adapter is DoRA's, the other of experts; both are cut."""
+    some = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+    with_experts = Adapters(adapters.folder / "ranks", "qwen3_moe", some).with_dora("all")
+    lora = {"targets": ["all-linear", "experts"], "dora": True}
+    with_section(engine, with_experts, cache, runtime={"tensor_parallel_size": 2}, lora=lora)
+
+
 def check_dora(engine: Engine, adapters: Adapters, cache: Path) -> None:
     """One adapter is DoRA's, the other is not."""
     with_section(engine, adapters.with_dora("all"), cache, lora={"dora": True})
@@ -150,15 +158,6 @@ def open_with(engine: Engine, adapters: Adapters, cache: Path, **sections: Any) 
     Engine(adapters.config(cache, **sections)).close()
 
 
-def refuse_on_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
-    with_experts = Adapters(adapters.folder / "experts", "qwen3_moe")
-    runtime = {"tensor_parallel_size": 2}
-    with pytest.raises(MllmError, match="has 'experts', and the model is on 2 ranks"):
-        open_with(engine, with_experts, cache, runtime=runtime, lora={"targets": ["all-linear", "experts"]})
-    with pytest.raises(MllmError, match=r"lora\.dora is set, and the model is on 2 ranks"):
-        open_with(engine, adapters, cache, runtime=runtime, lora={"dora": True})
-
-
 CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "structured outputs, log-probabilities, several completions": ("works", check_forms),
     "prefix cache": ("works", check_prefixes),
@@ -174,10 +173,9 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     ),
     "recurrent states": ("works", check_states),
     "quantised weights": ("works", check_quantised),
-    "several ranks": ("works", partial(with_section, runtime={"tensor_parallel_size": 2})),
+    "several ranks": ("works", check_ranks),
     "the embedding, the head": ("works", check_ends),
     "experts": ("works", check_experts),
-    "experts, DoRA over several ranks": ("refused", refuse_on_ranks),
     "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
     "`skip_compiled`": (
         "refused",
@@ -192,6 +190,24 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
         ),
     ),
 }
+
+
+def test_copies_of_weights_are_compared_with_what_an_update_made_of_them(adapters, eager_cache):
+    name, lora = "model.embed_tokens.weight", {"targets": ["all-linear", "embed_tokens"], "max_adapters": 1}
+    tied = Adapters(adapters.folder / "copies", some=("embed_tokens",), tie_word_embeddings=True)
+    old = tied.model.get_parameter(name).detach().clone()
+    copied = {is_new: tied.with_copy("some", name, old.roll(int(is_new), 0)) for is_new in (False, True)}
+    with Engine(tied.config(eager_cache, lora=lora)) as engine:
+        engine.load_adapter("old", copied[False])
+        with pytest.raises(MllmError, match=f"its copy of {name} is not that of"):
+            engine.load_adapter("new", copied[True])
+        engine.update_weights([(name, old.roll(1, 0))], partial=True)
+        engine.load_adapter("new", copied[True])
+        with pytest.raises(MllmError, match=f"its copy of {name} is not that of"):
+            engine.load_adapter("older", copied[False])
+        answers = [engine.generate(PROMPTS[0], GREEDY, adapter=name)[0].token_ids for name in ("new", "old", "new")]
+    tied.model.load_state_dict({name: old.roll(1, 0)}, strict=False)
+    assert answers == [tied.expected(PROMPTS[0], "some", 12)] * 3
 
 
 def test_the_page_says_what_is_tested_here():

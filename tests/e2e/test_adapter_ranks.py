@@ -20,24 +20,32 @@ from tests.sample import slow_but_a_sample
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12, 5], [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34)), [9])
 NAMES = ("all", None, "some", "all")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SOME = ("q_proj", "v_proj", "embed_tokens", "lm_head")
 TARGETS = {"targets": ["all-linear", "embed_tokens", "lm_head"]}
-RANKS = {"tensor": {"tensor_parallel_size": 2}, "experts": {"expert_parallel_size": 2}}
+WITH_EXPERTS = {"targets": [*TARGETS["targets"], "experts"]}
+TENSOR, EXPERTS = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}
+RANKS = {"tensor": (TENSOR, TARGETS), "experts": (EXPERTS, WITH_EXPERTS), "parts of experts": (TENSOR, WITH_EXPERTS)}
 
 
 @pytest.fixture(scope="module", params=slow_but_a_sample(RANKS, 1))
-def adapters(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
-    some = ("q_proj", "v_proj", "embed_tokens", "lm_head")
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "tensor":
-        return Adapters(folder, "qwen3", some, tie_word_embeddings=True)
-    return Adapters(folder, "qwen3_moe", some)
+def kind(request: Any) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def engine(adapters: Adapters, eager_cache: Path) -> Iterator[Engine]:
-    ranks = next(keys for kind, keys in RANKS.items() if adapters.folder.name.startswith(kind))
+def adapters(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    """One is DoRA's, the other of the embedding, the head and experts."""
+    folder = tmp_path_factory.mktemp("ranks")
+    if kind == "tensor":
+        return Adapters(folder, "qwen3", SOME, tie_word_embeddings=True).with_dora("all")
+    return Adapters(folder, "qwen3_moe", (*SOME, "experts.gate_up_proj", "experts.down_proj")).with_dora("all")
+
+
+@pytest.fixture(scope="module")
+def engine(kind: str, adapters: Adapters, eager_cache: Path) -> Iterator[Engine]:
+    ranks, lora = RANKS[kind]
     runtime = ranks | {"max_num_batched_tokens": 32}
-    with Engine(adapters.config(eager_cache, runtime=runtime, lora=TARGETS)) as engine:
+    with Engine(adapters.config(eager_cache, runtime=runtime, lora=lora | {"dora": True})) as engine:
         adapters.load(engine)
         yield engine
 
@@ -87,13 +95,11 @@ def test_a_load_that_fails_on_rank_0_leaves_the_name_as_it_was_on_all_ranks(engi
 
 
 @pytest.mark.slow
-def test_quantised_weights_that_ranks_have_parts_of_work_with_adapters(adapters, eager_cache):
-    ranks = {"tensor_parallel_size": 2}
+def test_quantised_weights_that_ranks_have_parts_of_work_with_adapters(kind, adapters, eager_cache):
     answers = []
-    for runtime in (ranks, {}):
-        with Engine(
-            adapters.config(eager_cache, runtime=runtime, model={"quantization": "int8"}, lora=TARGETS)
-        ) as engine:
+    for runtime in (TENSOR, {}):
+        lora = RANKS[kind][1] | {"dora": True}
+        with Engine(adapters.config(eager_cache, runtime=runtime, model={"quantization": "int8"}, lora=lora)) as engine:
             adapters.load(engine)
             answers.append([one.token_ids for one in engine.generate(list(PROMPTS), GREEDY, adapter=list(NAMES))])
     assert answers[0] == answers[1]

@@ -9,11 +9,23 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.add_lora import AddLora
-from mllm_compile.passes.base import LORA, LORA_LAYOUT, WEIGHT_CUTS, WEIGHT_FACTORS, LoraWish, WeightCut, WeightFactor
+from mllm_compile.passes.base import (
+    EXPERT_RANKS,
+    LORA,
+    LORA_LAYOUT,
+    WEIGHT_CUTS,
+    WEIGHT_FACTORS,
+    LoraWish,
+    WeightCut,
+    WeightFactor,
+)
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_op
 from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout
 from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, model_of_layers, text
+from tests.passes.test_every_pass import decoder_of_experts
 
 QKV = "layers.0.attn.q+k+v.weight"
 
@@ -133,6 +145,24 @@ def test_an_input_says_which_adapter_each_token_has():
     tokens = next(one for one in gm.graph.nodes if one.meta.get("input_name") == "input_ids")
     assert node.meta["val"].dtype == torch.int32
     assert node.meta["val"].shape == tokens.meta["val"].shape
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_experts_of_a_rank_take_the_slots_of_all_tokens(num_ranks):
+    gm = decoder_of_experts()
+    gm.meta[EXPERT_RANKS] = num_ranks
+    gm = apply(SpreadExperts(), gm)
+    weights = {one.weight.meta["weight_name"] for one in map(match_expert_linear, gm.graph.nodes) if one is not None}
+    gm = apply(AddLora(), told(gm, *weights))
+    changed = [node for node in gm.graph.nodes if is_op(node, "add_lora_of_experts")]
+    assert all(node.args[4].meta["val"].shape[0] == node.args[5].meta["val"].shape[0] for node in changed)
+    gathers = {node.args[4] for node in changed if is_op(node.args[4], "all_gather")}
+    choices = {node.args[5] for node in changed}
+    assert len(gathers) == (0 if num_ranks == 1 else len(choices)), "one a layer"
+    for target in layout(gm).targets:
+        a = next(node for node in gm.graph.nodes if node.meta.get("weight_name") == f"lora_A.{target.linear}")
+        assert a.meta["val"].shape[1] * num_ranks == target.num_experts * 4
+        assert len(target.expert_ranges) == (0 if num_ranks == 1 else num_ranks)
 
 
 def test_scales_are_of_all_outputs_of_a_packed_linear_and_come_before_what_is_added():

@@ -106,6 +106,25 @@ def test_an_embedding_s_first_factor_is_turned_and_experts_have_factors_of_their
     assert torch.equal(b @ a, of_experts[1] @ of_experts[0])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_experts_its_parts_of_them_and_its_scales(rank):
+    dealt = LoraTarget("up", 4, 6, "up", 0, 0, 4, kind="experts", num_experts=4, expert_ranges=RANGES)
+    cut = LoraTarget("down", 4, 6, "down", 0, 0, 2, RANGES, kind="experts", num_experts=2)
+    plain = LoraTarget("v", 4, 6, "v", 0, 0, 2, RANGES)
+    buffers = LoraBuffers("up", 6, 6, 8), LoraBuffers("down", 6, 6, 4), LoraBuffers("v", 3, 6, 2, 2)
+    written = LoraPool(LoraLayout(1, 3, "float32", (dealt, cut, plain), buffers), CPU, rank)
+    given = {target.weight: tuple(map(torch.randn, target.shapes(2))) for target in (dealt, cut)}
+    scales, own = torch.arange(4.0), slice(2 * rank, 2 * rank + 2)
+    written.write(0, given | {"v": (*factors(), scales)})
+    found = {
+        name: written.buffers[b_name(name)][0].unflatten(0, (2, -1)) @ written.buffers[a_name(name)][0].view(2, 3, 6)
+        for name in given
+    }
+    assert torch.allclose(found["up"], given["up"][1][own] @ given["up"][0][own])
+    assert torch.allclose(found["down"], given["down"][1][:, own] @ given["down"][0])
+    assert torch.equal(written.buffers[scales_name("v")][0], scales[own])
+
+
 def test_scales_are_one_but_for_those_of_an_adapter():
     target = LoraTarget("v.weight", 4, 6, "q+v", 0, 0, 4, stored_in="q+v", stored_start=2)
     layout = LoraLayout(2, 3, "float32", (target,), (LoraBuffers("q+v", 3, 6, 4, 8),))
