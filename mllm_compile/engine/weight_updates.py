@@ -90,6 +90,17 @@ class WeightUpdates:
         """True while an update is open."""
         return self._open is not None
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights.
+
+        Raises:
+            WeightUpdateError: this engine's weights cannot be updated.
+        """
+        if isinstance(self._live, str):
+            raise WeightUpdateError(self._live)
+        return next(iter(self._live.tensors.values())).device
+
     def start(
         self,
         *,

@@ -1,4 +1,6 @@
-"""Weights from a trainer into an engine, over groups that both join: vLLM's, SGLang's and prime-rl's forms.
+"""Weights from a trainer into an engine: over groups that both join, or out of its memory by handles.
+
+The forms are vLLM's, SGLang's and prime-rl's.
 
 One transfer at a time. What is announced is checked before a collective is entered, as a peer that waits in one cannot
 be told. A transfer that breaks off ends its group: both sides would count its buffers from different places.
@@ -9,14 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mllm_compile.errors import MllmError, TransferError, UpdateConflictError, WeightUpdateError
 from mllm_compile.transfer.announcement import Announcement
-from mllm_compile.transfer.group import DistributedGroup, packed
-from mllm_compile.transfer.table import MOST_BYTES, read_table
+from mllm_compile.transfer.group import Group, broadcast_into, empty, join, packed
+from mllm_compile.transfer.handles import Given, by_json, by_sglangs_pickle, by_vllms_pickle
+from mllm_compile.transfer.opcodes import MOST_BYTES
+from mllm_compile.transfer.opened import key_of, opened
+from mllm_compile.transfer.table import read_table
 
 if TYPE_CHECKING:
     from mllm_compile.engine.weight_updates import WeightUpdates
@@ -34,10 +40,10 @@ class Transfers:
 
     def __init__(self, weights: WeightUpdates) -> None:
         self._weights = weights
-        self._groups: dict[str, DistributedGroup] = {}
+        self._groups: dict[str, Group] = {}
         self._buffer_bytes: int | None = None  # of vLLM's packed form; None: tensor by tensor
         self._last: Announcement | None = None  # of vLLM's form
-        self._received: list[Announcement] = []  # in the update that is open
+        self._received: list[object] = []  # what the update that is open has been told of
         self.version: str | None = None  # of SGLang's last bucket
         self._lock = threading.Lock()
 
@@ -58,27 +64,38 @@ class Transfers:
         """Notes that an update has begun."""
         self._received = []
 
-    def _join(self, name: str, host: str, port: int, rank: int, world_size: int, named: str | None = None) -> None:
-        """Joins a group in the place of any other one of that name; returns once all have joined.
+    def _join(
+        self,
+        key: str,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        name: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """Joins a group in the place of any other one of that key; returns once all have joined.
 
         An update that is open is over: its trainer is gone, or begins anew.
 
         Args:
-            named: as DistributedGroup.join takes it.
+            name, backend: as `join` takes them.
         """
-        self.leave(name)
+        self.leave(key)
         self._weights.abandon("a trainer joins anew")
         if len(self._groups) >= _MOST_GROUPS:
             raise UpdateConflictError(f"{_MOST_GROUPS} groups are joined; leave one first")
-        self._groups[name] = DistributedGroup.join(
+        self._groups[key] = join(
             host,
             port,
             rank,
             world_size,
+            device=self._weights.device,
             timeout_s=_JOIN_S,
             silence_s=_SILENCE_S,
             allowed_hosts=(host,),  # the front has looked at it
-            name=named,
+            name=name,
+            backend=backend,
         )
 
     def leave(self, name: str) -> bool:
@@ -100,14 +117,39 @@ class Transfers:
             self._join(_VLLM, host, port, rank, world_size)
         self._buffer_bytes = buffer_bytes
 
-    def receive_vllm(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> int:
+    def receive_vllm(
+        self,
+        names: list[Any],
+        dtypes: list[Any],
+        shapes: list[Any],
+        *,
+        counts: list[int] | None = None,
+        handles: Any = None,
+        pickled: str | None = None,
+        sizes: list[int] | None = None,
+    ) -> int:
         """Receives what /update_weights announces; empty lists announce what the last ones did.
 
         Announced again in one update, as by a client that has lost the answer, nothing follows and nothing is awaited.
+
+        Args:
+            counts: values that follow of each, at places that follow; None: all of them.
+            handles, pickled, sizes: the memory that they are in, as handles.py has it; None: the group brings them.
         """
+        if counts is not None:
+            return self._receive_counted(names, dtypes, shapes, counts)
         announced = self._announced(names, dtypes, shapes)
         if announced in self._received:
             return len(announced.names)
+        if handles is not None or pickled is not None:
+            key = key_of(self._weights.device)
+            with self._or_over():
+                given = (
+                    by_json(announced, handles, sizes, key)
+                    if pickled is None
+                    else by_vllms_pickle(announced, pickled, sizes, key)
+                )
+                return self._take_given(given, announced)
         group = self._group(_VLLM, "/init_weight_transfer_engine")
         if self._buffer_bytes is None:
             tensors = one_by_one(group, announced)
@@ -136,6 +178,51 @@ class Transfers:
         self._last = announced
         return announced
 
+    def _receive_counted(self, names: list[Any], dtypes: list[Any], shapes: list[Any], counts: list[int]) -> int:
+        """Single values, as vLLM's sparse form has them: of each tensor its int32 places, then its values.
+
+        They are of an update that leaves the rest as it is: one that has received nothing yet becomes one.
+        """
+        announced = Announcement.of(names, dtypes, shapes)
+        most = [prod(shape) for shape in announced.shapes]
+        if len(counts) != len(most) or any(not 0 <= count <= all_ for count, all_ in zip(counts, most, strict=True)):
+            raise WeightUpdateError("num_updates_list: expected a number for each tensor, of at most its values")
+        if (announced, counts) in self._received:
+            return len(names)
+        group = self._group(_VLLM, "/init_weight_transfer_engine")
+        if not self._received:
+            self._weights.abandon("it brings single values")
+            self._weights.start(partial=True)
+        self._weights.check_announced(announced.names, announced.shapes, announced.dtypes)
+        try:
+            with self._or_over():
+                for name, dtype, count in zip(names, announced.dtypes, counts, strict=True):
+                    places, values = empty(group, (count,), torch.int32), empty(group, (count,), dtype)
+                    broadcast_into(group, places)
+                    broadcast_into(group, values)
+                    self._weights.receive_delta(name, places, values)
+        except BaseException:
+            self.leave(_VLLM)
+            raise
+        self._received.append((announced, counts))
+        return len(names)
+
+    @contextmanager
+    def _or_over(self) -> Iterator[None]:
+        """Ends the update that is open where something of it cannot be taken."""
+        try:
+            yield
+        except BaseException as error:
+            self._weights.abandon(str(error))
+            raise
+
+    def _take_given(self, given: list[Given], announced: Announcement) -> int:
+        """Gives tensors of another process' memory to the update that is open."""
+        with opened(given, self._weights.device) as tensors:
+            count = self._weights.receive(tensors)
+        self._received.append(announced)
+        return count
+
     def _take(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]], announced: Announcement) -> int:
         """Gives tensors to the update that is open; a transfer that fails ends the group, and the update."""
         try:
@@ -146,7 +233,7 @@ class Transfers:
         self._received.append(announced)
         return count
 
-    def _group(self, name: str, path: str) -> DistributedGroup:
+    def _group(self, name: str, path: str) -> Group:
         group = self._groups.get(name)
         if group is None:
             raise UpdateConflictError(
@@ -156,10 +243,10 @@ class Transfers:
 
     # SGLang's form ----------------------------------------------------------------------------------------------------
 
-    def join_named(self, name: str, host: str, port: int, rank: int, world_size: int) -> None:
+    def join_named(self, name: str, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
         """Joins the group of /init_weights_update_group."""
         with self.alone():
-            self._join(f"sglang {name}", host, port, rank, world_size, named=name)
+            self._join(f"sglang {name}", host, port, rank, world_size, name, backend)
 
     def leave_named(self, name: str) -> bool:
         """Leaves it; False: there was none."""
@@ -183,6 +270,15 @@ class Transfers:
         tensors = packed(group, *announced, sum(announced.sizes)) if is_flat else one_by_one(group, announced)
         return self._take(group_name, tensors, announced)
 
+    def receive_given(self, pickled: str) -> int:
+        """Receives the tensors of /update_weights_from_tensor."""
+        with self._or_over():
+            given = by_sglangs_pickle(pickled)
+            announced = self._announced(
+                [one.name for one in given], [str(one.dtype) for one in given], [one.shape for one in given]
+            )
+            return self._take_given(given, announced)
+
     # prime-rl's form --------------------------------------------------------------------------------------------------
 
     def join_prime(self, host: str, port: int, rank: int, world_size: int) -> None:
@@ -201,32 +297,32 @@ class Transfers:
         nothing = Announcement((), (), ())
         return self._take(_PRIME, self._from_tables(group), nothing)
 
-    def _from_tables(self, group: DistributedGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    def _from_tables(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
         for _ in range(_number(group, "tables", _MOST_TABLES)):
-            table = torch.empty(_number(group, "bytes of a table", MOST_BYTES), dtype=torch.uint8)
-            group.broadcast_into(table)
-            for _, rows in read_table(table.numpy().tobytes()):
+            table = empty(group, (_number(group, "bytes of a table", MOST_BYTES),), torch.uint8)
+            broadcast_into(group, table)
+            for _, rows in read_table(table.cpu().numpy().tobytes()):
                 announced = Announcement.of_rows(rows)
                 self._weights.check_announced(announced.names, announced.shapes, announced.dtypes)
                 yield from packed(group, *announced, sum(announced.sizes))
 
 
-def one_by_one(group: DistributedGroup, announced: Announcement) -> Iterator[tuple[str, torch.Tensor]]:
+def one_by_one(group: Group, announced: Announcement) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that are broadcast one after another."""
     for name, dtype, shape in zip(*announced, strict=True):
-        tensor = torch.empty(shape, dtype=dtype)
-        group.broadcast_into(tensor)
+        tensor = empty(group, shape, dtype)
+        broadcast_into(group, tensor)
         yield name, tensor
 
 
-def _number(group: DistributedGroup, what: str, most: int) -> int:
+def _number(group: Group, what: str, most: int) -> int:
     """A number that the trainer sends, int64.
 
     Raises:
         TransferError: it is no number of such things.
     """
-    number = torch.zeros(1, dtype=torch.int64)
-    group.broadcast_into(number)
+    number = empty(group, (1,), torch.int64)
+    broadcast_into(group, number)
     if not 0 <= int(number) <= most:
         raise TransferError(f"the trainer announces {int(number)} {what}; expected from 0 to {most}")
     return int(number)

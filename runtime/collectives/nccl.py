@@ -2,8 +2,6 @@
 
 By ctypes, as torch has no public calls that are queued on the current stream, may be captured, and can be ended by
 another thread.
-
-Numbers are from nccl.h (NCCL 2.20 and later).
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
+from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, SUM, TYPES, UniqueId, check, library
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
     PushedSums,
@@ -41,60 +40,24 @@ from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import DeviceError
 
-_ID_BYTES = 128
-_TYPES = {
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.int64: 4,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-_SUM = 0
 # Connections are made at the start, as a capture cannot make them. Buffers of graphs are not registered: for thousands
 # of captured sums that takes longer than it saves. A group of a few GPUs needs no multicast objects.
 _SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_char * _ID_BYTES),)
-
-
 @cache
-def _library() -> ctypes.CDLL:
-    """NCCL, as torch has loaded it."""
+def _settled() -> ctypes.CDLL:
+    """NCCL with these settings, if it is not in use yet."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
-        library = ctypes.CDLL("libnccl.so.2")
-    except OSError as error:
-        raise DeviceError(
-            f"NCCL, which ranks on GPUs need, cannot be loaded: {error}. Install torch for CUDA."
-        ) from None
-    size, handle, kind = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
-    library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-    library.ncclCommInitRank.argtypes = [ctypes.POINTER(handle), kind, _UniqueId, kind]
-    library.ncclAllReduce.argtypes = [handle, handle, size, kind, kind, handle, handle]
-    library.ncclReduceScatter.argtypes = [handle, handle, size, kind, kind, handle, handle]
-    library.ncclAllGather.argtypes = [handle, handle, size, kind, handle, handle]
-    library.ncclBroadcast.argtypes = [handle, handle, size, kind, kind, handle, handle]
-    library.ncclCommAbort.argtypes = [handle]
-    return library
-
-
-def _check(result: int, doing: str) -> None:
-    if result:
-        said = _library().ncclGetErrorString(result).decode()
-        raise DeviceError(f"NCCL answers {said!r} ({result}) to {doing}")
+    return library()
 
 
 def new_group_id() -> bytes:
     """The bytes that the ranks of a new group have in common; made by one, given to all."""
-    made = _UniqueId()
-    _check(_library().ncclGetUniqueId(ctypes.byref(made)), "a new group's id")
-    return ctypes.string_at(ctypes.byref(made), _ID_BYTES)
+    made = UniqueId()
+    check(_settled().ncclGetUniqueId(ctypes.byref(made)), "a new group's id")
+    return ctypes.string_at(ctypes.byref(made), ID_BYTES)
 
 
 class NcclCommunicator:
@@ -110,10 +73,10 @@ class NcclCommunicator:
         self._device = device
         self._handle: ctypes.c_void_p | None = None
         self._lock = threading.Lock()  # of giving the handle up
-        handle, shared = ctypes.c_void_p(), _UniqueId()
-        ctypes.memmove(ctypes.byref(shared), group_id, _ID_BYTES)
+        handle, shared = ctypes.c_void_p(), UniqueId()
+        ctypes.memmove(ctypes.byref(shared), group_id, ID_BYTES)
         with torch.cuda.device(device):
-            _check(_library().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
+            check(_settled().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
         self._handle = handle
         self._pushed: PushedSums | None = None
         self._sent: SentSums | None = None
@@ -170,9 +133,9 @@ class NcclCommunicator:
                 return sums.sum(x)
         total = torch.empty_like(x)
         if x.numel():
-            kind = _TYPES[x.dtype]
-            arguments = (x.data_ptr(), total.data_ptr(), x.numel(), kind, _SUM, self._open(), self._stream())
-            _check(_library().ncclAllReduce(*arguments), "a sum over ranks")
+            kind = TYPES[x.dtype]
+            arguments = (x.data_ptr(), total.data_ptr(), x.numel(), kind, SUM, self._open(), self._stream())
+            check(library().ncclAllReduce(*arguments), "a sum over ranks")
         return total
 
     def all_reduce_residual_norm(
@@ -189,17 +152,15 @@ class NcclCommunicator:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
-            arguments = (x.data_ptr(), gathered.data_ptr(), x.nbytes, _TYPES[torch.uint8], self._open(), self._stream())
-            _check(_library().ncclAllGather(*arguments), "a gather over ranks")
+            arguments = (x.data_ptr(), gathered.data_ptr(), x.nbytes, TYPES[torch.uint8], self._open(), self._stream())
+            check(library().ncclAllGather(*arguments), "a gather over ranks")
         return gathered
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         part = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         if part.numel():
-            places, kind = (x.data_ptr(), part.data_ptr(), part.numel()), _TYPES[x.dtype]
-            _check(
-                _library().ncclReduceScatter(*places, kind, _SUM, self._open(), self._stream()), "sums of ranks' parts"
-            )
+            places, kind = (x.data_ptr(), part.data_ptr(), part.numel()), TYPES[x.dtype]
+            check(library().ncclReduceScatter(*places, kind, SUM, self._open(), self._stream()), "sums of ranks' parts")
         return part
 
     def choose(self, rank_logits: torch.Tensor) -> torch.Tensor:
@@ -217,8 +178,8 @@ class NcclCommunicator:
 
     def broadcast(self, x: torch.Tensor) -> None:
         place = x.data_ptr()
-        arguments = (place, place, x.nbytes, _TYPES[torch.uint8], 0, self._open(), self._stream())
-        _check(_library().ncclBroadcast(*arguments), "a broadcast to ranks")
+        arguments = (place, place, x.nbytes, TYPES[torch.uint8], 0, self._open(), self._stream())
+        check(library().ncclBroadcast(*arguments), "a broadcast to ranks")
 
     def least(self, value: int) -> int:
         own = torch.tensor([value], device=self._device)
@@ -235,7 +196,7 @@ class NcclCommunicator:
             handle, self._handle = self._handle, None
         if handle is not None:
             # It ends what is under way at once, and returns when no captured graph has calls of the group any more.
-            threading.Thread(target=_library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
+            threading.Thread(target=library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone

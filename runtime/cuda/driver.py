@@ -24,6 +24,7 @@ _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _AS_LARGE = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_…
 _SHARED_PAGE = 2 << 20  # bytes that the driver shares at once
 _HANDLE_BYTES, _ENABLE_PEER_ACCESS = 64, 1  # of memory that other processes open
 
@@ -255,6 +256,39 @@ def _use(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(_context(device)), f"using the context of device {device}")
 
 
+def allocation_of(address: int) -> tuple[int, int]:
+    """The beginning and the bytes of the allocation that an address is in.
+
+    Raises:
+        DeviceError: it is in none.
+    """
+    start, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    found = _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(num_bytes), ctypes.c_uint64(address))
+    _check(found, "looking for an allocation")
+    return start.value, num_bytes.value
+
+
+def device_of(address: int) -> int:
+    """The number of the GPU whose memory an address is of."""
+    number = ctypes.c_int()
+    found = _driver().cuPointerGetAttribute(ctypes.byref(number), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    _check(found, "looking for memory's device")
+    return number.value
+
+
+def handle_of(tensor: torch.Tensor) -> tuple[bytes, int]:
+    """The handle by which another process opens a tensor's memory, and the tensor's first byte there.
+
+    Raises:
+        DeviceError: its memory cannot be shared; that of expandable segments never can.
+    """
+    handle = _Handle()
+    _use(tensor.get_device())
+    start, _ = allocation_of(tensor.data_ptr())
+    _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start)), "sharing memory")
+    return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), tensor.data_ptr() - start
+
+
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
@@ -300,8 +334,9 @@ class PeerMemory:
         address, own = ctypes.c_uint64(), _Handle()
         ctypes.memmove(ctypes.byref(own), handle, _HANDLE_BYTES)
         with torch.cuda.device(device):
+            _use(torch.cuda.current_device())  # a thread that has called no CUDA yet has no context
             opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), own, ctypes.c_uint(_ENABLE_PEER_ACCESS))
-            _check(opened, "opening another rank's memory")
+            _check(opened, "opening another process' memory")
         return cls(address.value, handle)
 
     def give_back(self, *, is_own: bool) -> None:

@@ -50,6 +50,7 @@ class EngineCalls:
             "join_named": self._transfers.join_named,
             "leave_named": self._transfers.leave_named,
             "receive_bucket": self._receive_bucket,
+            "receive_given": self._receive_given,
             "continue": self._continue,
             "join_prime": self._transfers.join_prime,
             "receive_prime": self._receive_prime,
@@ -135,11 +136,11 @@ class EngineCalls:
         with self._transfers.alone():
             return self._published(self._engine.update_weights_from_folder(path, version=version))
 
-    def _receive_vllm(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> int:
+    def _receive_vllm(self, **told: Any) -> int:
         with self._transfers.alone():
             if not self._weights.is_open:
                 raise UpdateConflictError("no weight update is open. Call /start_weight_update first.")
-            return self._transfers.receive_vllm(names, dtypes, shapes)
+            return self._transfers.receive_vllm(**told)
 
     # SGLang's, which has no calls that begin and end an update --------------------------------------------------------
 
@@ -147,17 +148,24 @@ class EngineCalls:
         self, group: str, names: list[Any], dtypes: list[Any], shapes: list[Any], is_flat: bool, version: str | None
     ) -> dict[str, Any]:
         """Receives a bucket; the first one begins an update, and the one that makes it whole ends it."""
-        weights, transfers = self._weights, self._transfers
+        transfers = self._transfers
         with transfers.alone():
             transfers.check_named(group)  # else an update that nothing comes to would be open
-            if not weights.is_open:
-                weights.start()
-                transfers.started()
-            transfers.receive_bucket(group, names, dtypes, shapes, is_flat=is_flat)
-            transfers.version = version
-            if weights.missing():
-                return {}
-            return self._published(weights.finish(version))
+            return self._some(lambda: transfers.receive_bucket(group, names, dtypes, shapes, is_flat=is_flat), version)
+
+    def _receive_given(self, pickled: str, version: str | None) -> dict[str, Any]:
+        """Likewise, of tensors in another process' memory."""
+        with self._transfers.alone():
+            return self._some(lambda: self._transfers.receive_given(pickled), version)
+
+    def _some(self, receive: Callable[[], int], version: str | None) -> dict[str, Any]:
+        weights = self._weights
+        if not weights.is_open:
+            weights.start()
+            self._transfers.started()
+        receive()
+        self._transfers.version = version
+        return {} if weights.missing() else self._published(weights.finish(version))
 
     def _continue(self) -> None:
         """Resumes; an update that lacks tensors cannot be left behind.

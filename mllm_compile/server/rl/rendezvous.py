@@ -19,18 +19,15 @@ async def check_host(front: Front, host: str, backend: str | None = None) -> Non
         backend: as the client names it; None: what the device takes.
 
     Raises:
-        ApiError: the host is neither this machine nor one of --rl-host, or the group would be another than gloo's.
+        ApiError: the host is neither this machine nor one of --rl-host, or the device has no such backend.
     """
     if not (is_local(host) or host in front.options.rl_hosts):
         raise ApiError(
             403, f"the host {host[:100]!r} is not this machine; allow it by --rl-host", code="host_not_allowed"
         )
-    facts = await front.facts(None)
-    wanted = backend or backend_of(facts)
-    if wanted != "gloo":
-        raise bad_request(
-            f"backend: expected gloo, got {wanted[:50]!r}. Give weights over gloo, or a folder", "backend"
-        )
+    own = backend_of(await front.facts(None))
+    if backend not in (None, "gloo", own):
+        raise bad_request(f"backend: expected gloo{' or nccl' * (own == 'nccl')}, got {backend[:50]!r}", "backend")
 
 
 def backend_of(facts: EngineFacts) -> str:

@@ -18,7 +18,6 @@ from mllm_compile.server.rl.vllm import check_label
 
 _MODES = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 _FLAT = "flattened_bucket"
-_NO_PICKLE = "tensors come as pickles there, which are never loaded. Use /update_weights_from_distributed or from_disk"
 _NO_SLEEP = "memory is not given back in place: it is not built. Leave --release-memory out of the trainer's options"
 
 
@@ -76,6 +75,16 @@ class BucketFields(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
 
 
+class TensorFields(msgspec.Struct, kw_only=True):
+    """The fields of /update_weights_from_tensor: pickles, which are read by their opcodes, one for each rank."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
 async def pause(asked: Asked) -> Any:
     mode = asked.read(PauseGenerationFields).mode
     if mode not in _MODES:
@@ -122,6 +131,7 @@ async def init_group(asked: Asked) -> Any:
         port=fields.master_port,
         rank=fields.rank_offset,
         world_size=fields.world_size,
+        backend=fields.backend,
     )
     return {"success": True, "message": "Succeeded to initialize custom process group."}
 
@@ -149,6 +159,19 @@ async def from_distributed(asked: Asked) -> Any:
     return {"success": True, "message": "Succeeded to update parameter online."}
 
 
+async def from_tensor(asked: Asked) -> Any:
+    fields = asked.read(TensorFields)
+    if fields.load_format not in (None, _FLAT):
+        raise bad_request(f"load_format: expected {_FLAT}, got {fields.load_format[:50]!r}", "load_format")
+    if not fields.serialized_named_tensors:
+        raise bad_request("serialized_named_tensors: expected one for each rank, got none", "serialized_named_tensors")
+    check_label(fields.weight_version, "weight_version")
+    await _end_and_flush(asked, fields.abort_all_requests, fields.flush_cache)
+    pickled = fields.serialized_named_tensors[0]  # whole tensors: the engine gives its ranks their parts
+    await asked.calls.ask("receive_given", pickled=pickled, version=fields.weight_version)
+    return {"success": True, "message": "Success"}
+
+
 async def _end_and_flush(asked: Asked, ends: bool, flushes: bool) -> None:
     """Ends running requests and flushes cached prefixes, where an update asks for it."""
     if ends:
@@ -172,6 +195,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/init_weights_update_group": GroupFields,
     "/destroy_weights_update_group": NameFields,
     "/update_weights_from_distributed": BucketFields,
+    "/update_weights_from_tensor": TensorFields,
 }
 PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/pause_generation", endpoint(pause)),
@@ -183,7 +207,7 @@ PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/init_weights_update_group", endpoint(init_group)),
     ("POST", "/destroy_weights_update_group", endpoint(destroy_group)),
     ("POST", "/update_weights_from_distributed", endpoint(from_distributed)),
-    ("POST", "/update_weights_from_tensor", refused(_NO_PICKLE)),
+    ("POST", "/update_weights_from_tensor", endpoint(from_tensor)),
     ("GET", "/get_weight_version", endpoint(version)),
     ("GET", "/health_generate", endpoint(health)),
     *(("POST", path, refused(_NO_SLEEP)) for path in ("/release_memory_occupation", "/resume_memory_occupation")),

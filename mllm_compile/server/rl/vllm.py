@@ -28,12 +28,12 @@ _NO_RPC = (
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """How to join the trainer's group."""
+    """How to join the trainer's group; without an address there is none, and weights come by handles."""
 
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+    master_address: str | None = None
+    master_port: int = 0
+    rank_offset: int = 0
+    world_size: int = 0
     packed: bool = False
     packed_buffer_size_bytes: int = _BUFFER_BYTES
     packed_num_buffers: int = 2  # the sender's
@@ -60,6 +60,11 @@ class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
+    num_updates_list: list[int] | None = None
+    update_kind: str | None = None
+    ipc_handles: Any = None
+    ipc_handles_pickled: str | None = None
+    tensor_sizes: list[int] | None = None
 
 
 class UpdateFields(msgspec.Struct, kw_only=True):
@@ -129,6 +134,10 @@ async def world_size(asked: Asked) -> Any:
 
 async def init_transfer(asked: Asked) -> Any:
     info = asked.read(InitFields).init_info
+    if info.master_address is None:
+        if info.master_port:
+            raise bad_request("master_address: expected it beside master_port")
+        return {"message": "Weight transfer initialized"}
     await check_host(asked.front, info.master_address)
     await asked.calls.ask(
         "join_vllm",
@@ -157,7 +166,22 @@ async def update(asked: Asked) -> Any:
         return {"status": "ok"} | await asked.calls.ask("receive_prime", path=folder)
     info = fields.update_info
     assert info is not None, "one of the two is there"
-    count = await asked.calls.ask("receive_vllm", names=info.names, dtypes=info.dtype_names, shapes=info.shapes)
+    if info.ipc_handles is not None and info.ipc_handles_pickled is not None:
+        raise bad_request("ipc_handles: expected them, or ipc_handles_pickled, and not both")
+    if info.update_kind not in (None, "dense", "sparse_flat"):
+        raise bad_request(f"update_kind: expected dense or sparse_flat, got {info.update_kind[:50]!r}", "update_kind")
+    if (info.update_kind == "sparse_flat") > (info.num_updates_list is not None):
+        raise bad_request("num_updates_list: expected it beside update_kind sparse_flat", "num_updates_list")
+    count = await asked.calls.ask(
+        "receive_vllm",
+        names=info.names,
+        dtypes=info.dtype_names,
+        shapes=info.shapes,
+        counts=info.num_updates_list,
+        handles=info.ipc_handles,
+        pickled=info.ipc_handles_pickled,
+        sizes=info.tensor_sizes,
+    )
     return {"message": f"{count} tensors received"}
 
 

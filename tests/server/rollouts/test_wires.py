@@ -286,19 +286,39 @@ def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
         ("/pause?mode=never", None, 400, "mode: expected abort, wait, keep, retract, got 'never'"),
         ("/pause?clear_cache=maybe", None, 400, "clear_cache: expected true or false"),
         ("/update_weights", {}, 400, "update_info: expected it, or weight_dir"),
-        ("/update_weights", {"update_info": {"ipc_handles": []}}, 400, "ipc_handles"),
+        ("/update_weights", {"update_info": {"ipc_handles": []}}, 400, "names"),
+        (
+            "/update_weights",
+            {
+                "update_info": {
+                    "names": [],
+                    "dtype_names": [],
+                    "shapes": [],
+                    "ipc_handles": [],
+                    "ipc_handles_pickled": "",
+                }
+            },
+            400,
+            "and not both",
+        ),
+        (
+            "/update_weights",
+            {"update_info": {"names": [], "dtype_names": [], "shapes": [], "update_kind": "sparse_flat"}},
+            400,
+            "num_updates_list",
+        ),
         (
             "/update_weights",
             {"update_info": {"names": [], "dtype_names": [], "shapes": []}},
             409,
             "/start_weight_update",
         ),
-        ("/init_weight_transfer_engine", {"init_info": {}}, 400, "master_address"),
+        ("/init_weight_transfer_engine", {"init_info": {"master_port": 5}}, 400, "master_address"),
         ("/update_weight_version", {"new_version": ""}, 400, "new_version: expected 1 to 256"),
         ("/weight_checker", {"action": "reset"}, 400, "action: expected checksum or compare"),
         ("/sleep?level=1", None, 400, "sleep in place is not built"),
         ("/collective_rpc", {"method": "x"}, 400, "methods of workers are not called by name"),
-        ("/update_weights_from_tensor", {}, 400, "pickles"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, 400, "no pickle of plain data"),
         ("/reset_prefix_cache?reset_running_requests=true", None, 400, "mode=retract"),
         (
             "/update_weights_from_distributed",

@@ -1,0 +1,155 @@
+"""A group over NCCL that a trainer and this engine join, with GPUs each: no call of it waits beyond its time.
+
+Unlike torch's own, whose watchdog ends the process of a group that a member has left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from mllm_compile.errors import DeviceError, TransferError
+from mllm_compile.runtime.collectives.nccl_library import (
+    ID_BYTES,
+    IN_PROGRESS,
+    SUM,
+    TYPES,
+    Config,
+    UniqueId,
+    check,
+    library,
+)
+from mllm_compile.transfer.opcodes import read_pickle
+
+_LOOKS_S = 0.001  # between looks at a call that goes on
+_QUICK_S = 0.00005  # at a broadcast
+_HINT = (
+    "A trainer on the engine's own GPU sends handles instead; of an engine over several ranks it sets "
+    "NCCL_RUNTIME_CONNECT=0"
+)
+
+
+class NcclGroup:
+    """A group that is joined with its first collective; used by one thread at a time.
+
+    Args:
+        find_id: waits for the bytes that the members have in common.
+        timeout_s: for all members to come.
+        silence_s: a broadcast that takes so long has failed.
+    """
+
+    def __init__(
+        self,
+        find_id: Callable[[], bytes],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        silence_s: float,
+    ) -> None:
+        self.device = device
+        self._find_id, self._rank, self._world_size = find_id, rank, world_size
+        self._timeout_s, self._silence_s = timeout_s, silence_s
+        self._stream = torch.cuda.Stream(device)
+        self._handle: ctypes.c_void_p | None = None
+
+    def join(self) -> ctypes.c_void_p:
+        """Waits for the others, once.
+
+        Raises:
+            TransferError: they do not come, or NCCL connects no such GPUs.
+        """
+        if self._handle is not None:
+            return self._handle
+        found, handle, shared = self._find_id(), ctypes.c_void_p(), UniqueId()
+        if len(found) != ID_BYTES:
+            raise TransferError(f"the trainer's id of the group has {len(found)} bytes; expected {ID_BYTES}")
+        ctypes.memmove(ctypes.byref(shared), found, ID_BYTES)
+        with torch.cuda.device(self.device):
+            began = library().ncclCommInitRankConfig(
+                ctypes.byref(handle), self._world_size, shared, self._rank, ctypes.byref(Config())
+            )
+            self._handle = handle
+            self._settle(began, "joining a trainer's group", time.monotonic() + self._timeout_s)
+        return handle
+
+    def add_one(self) -> None:
+        """Sums one float32 over all members, as PyNccl's groups do once they are joined."""
+        number = torch.zeros(1, device=self.device)
+        handle, deadline = self.join(), time.monotonic() + self._timeout_s
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        place, kind = number.data_ptr(), TYPES[torch.float32]
+        began = library().ncclAllReduce(place, place, 1, kind, SUM, handle, self._stream.cuda_stream)
+        self._settle(began, "a first sum", deadline)
+        self._wait(self._event(), deadline)
+
+    def begin(self, tensor: torch.Tensor, src: int = 0) -> Callable[[], None]:
+        """Begins to receive what member `src` broadcasts, in the tensor's memory; the result waits for it.
+
+        Raises:
+            TransferError: the sender is gone, or silent.
+        """
+        if not tensor.nbytes:
+            return lambda: None
+        handle, deadline = self.join(), time.monotonic() + self._silence_s
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what used this memory before
+        place = tensor.data_ptr()
+        began = library().ncclBroadcast(
+            place, place, tensor.nbytes, TYPES[torch.uint8], src, handle, self._stream.cuda_stream
+        )
+        self._settle(began, "a broadcast", deadline)
+        event = self._event()
+        return lambda: self._wait(event, deadline)
+
+    def close(self) -> None:
+        """Leaves the group, and ends what it does."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            threading.Thread(target=library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _settle(self, result: int, doing: str, deadline: float) -> None:
+        """Waits until a call has been taken."""
+        while result == IN_PROGRESS:
+            if time.monotonic() > deadline:
+                self.close()
+                raise TransferError(f"not all of {self._world_size} members have come to {doing}. {_HINT}")
+            time.sleep(_LOOKS_S)
+            result = self._state()
+        try:
+            check(result, doing)
+        except DeviceError as error:
+            self.close()
+            raise TransferError(f"{error}. {_HINT}") from None
+
+    def _wait(self, event: torch.cuda.Event, deadline: float) -> None:
+        while not event.query():
+            failure = self._state()
+            if failure not in (0, IN_PROGRESS) or time.monotonic() > deadline:
+                self.close()
+                raise TransferError(f"the sender is gone, or silent for {self._silence_s:g} s")
+            time.sleep(_QUICK_S)
+
+    def _state(self) -> int:
+        state = ctypes.c_int()
+        check(library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)), "asking for a group's state")
+        return state.value
+
+
+def id_in(pickled: bytes) -> bytes:
+    """The id of a group in vLLM's pickle of it: the bytes that it holds.
+
+    Raises:
+        WeightUpdateError: it holds anything else.
+    """
+    found = read_pickle(pickled, "the trainer's id", lambda name: name.name in ("_unpickle", "ncclUniqueId"))
+    _, state = found.arguments if hasattr(found, "arguments") else (None, None)
+    return next((one for one in state or () if isinstance(one, bytes)), b"")
