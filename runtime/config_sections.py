@@ -74,6 +74,7 @@ class RuntimeSection:
     max_num_batched_tokens: int
     enable_prefix_cache: bool
     deterministic: bool
+    enable_sleep_mode: bool
     expert_stats: bool
     routed_experts: bool
     skip_compiled: bool

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from mllm_compile.runtime.device.arena import Arena, Kind
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
@@ -70,6 +71,7 @@ class KVPool:
         layers: per layer (num_kv_heads, head_dim, v_head_dim), as LayerSpec.cache_shape has them: with v_head_dim 0
             the values are part of the keys, and none are written.
         dtype: the cache's; k and v are cast to it when written. fp8 has no scales: larger values saturate.
+        arena: takes the memory; None: torch does.
     """
 
     def __init__(
@@ -79,13 +81,15 @@ class KVPool:
         layers: Sequence[tuple[int, int, int]],
         dtype: torch.dtype,
         device: torch.device | str,
+        arena: Arena | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         # Zeros, not empty: a masked-out key that happens to be NaN would still poison 0 * NaN in a value product.
-        self._k = [_zeros((num_pages, page_size, hk, d), dtype, device) for hk, d, _ in layers]
-        self._v = [_zeros((num_pages, page_size, hk, dv), dtype, device) for hk, _, dv in layers]
+        kinds = [((num_pages, page_size, hk, d), dtype) for hk, *dims in layers for d in dims]
+        tensors = _zeros(kinds, device, arena)
+        self._k, self._v = tensors[::2], tensors[1::2]
 
     @staticmethod
     def bytes_per_page(page_size: int, layers: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
@@ -173,18 +177,21 @@ class GDNPool:
     Args:
         num_rows: rows, the dummy row 0 included.
         layers: per layer, by state_id, the shape and type of one request's state.
+        arena: as of KVPool.
     """
 
     def __init__(
-        self, num_rows: int, layers: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
+        self,
+        num_rows: int,
+        layers: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device | str,
+        arena: Arena | None = None,
     ) -> None:
         self.num_rows = num_rows
         # Layers alike are in one tensor, [layers, rows, …], so that rows of all of them are copied at once.
         counts = Counter((tuple(shape), dtype) for shape, dtype in layers)
-        groups = {
-            (shape, dtype): _zeros((count, _aligned(num_rows, shape, dtype), *shape), dtype, device)
-            for (shape, dtype), count in counts.items()
-        }
+        kinds = [((count, _aligned(num_rows, shape, dtype), *shape), dtype) for (shape, dtype), count in counts.items()]
+        groups = dict(zip(counts, _zeros(kinds, device, arena), strict=True))
         self._groups = tuple(groups.values())
         following = {like: iter(states) for like, states in groups.items()}
         self._states = [next(following[tuple(shape), dtype])[:num_rows] for shape, dtype in layers]
@@ -227,7 +234,14 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-limit, limit).to(dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def _zeros(kinds: Sequence[Kind], device: torch.device | str, arena: Arena | None) -> list[torch.Tensor]:
+    """Tensors of these shapes and types, filled with zeros."""
+    if arena is not None:
+        return arena.zeros(kinds)
+    return [_zeros_of(tuple(shape), dtype, device) for shape, dtype in kinds]
+
+
+def _zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """On a CPU pages that the kernel zeroes when they are first written; torch.zeros would write them all now."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not num_bytes:

@@ -24,11 +24,10 @@ from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
-from mllm_compile.runtime.device.memory import (
-    check_fits,
-    check_weights_fit,
-)
+from mllm_compile.runtime.device.arena import arena_on
+from mllm_compile.runtime.device.memory import check_fits, check_weights_fit
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
+from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.device.thread_trial import StepThreads
 from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
@@ -147,6 +146,7 @@ class ModelRunner(RunnerSizes):
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
         self.model = model
+        self.kv_arena = arena_on(self.device) if self.config.runtime.enable_sleep_mode else None
         self._overlap: BatchOverlap | None = None
         if self._meet is not None:
             with stage("meet ranks"):
@@ -218,7 +218,7 @@ class ModelRunner(RunnerSizes):
             f"(now {runtime.state_dtype}).",
             self.device,
         )
-        self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
+        self.state_pool = GDNPool(num_states, self._state_shapes(), self.device, self.kv_arena)
         self.feature_pool: FeaturePool | None = self._make_feature_pool()
         if self.drafter is not None:
             self.drafter.share_rows(self)
@@ -622,7 +622,15 @@ class ModelRunner(RunnerSizes):
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Pages for keys and values of all layers of attention."""
         config = self.config
-        return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
+        shapes, dtype = self._kv_shapes(), config.kv_cache_dtype
+        return KVPool(num_pages, config.runtime.page_size, shapes, dtype, self.device, self.kv_arena)
+
+    def sleeping_memory(self) -> SleepingMemory:
+        """The memory that can be given back in place."""
+        runners = (self, *self._drafters)
+        kv_cache = [one.kv_arena for one in runners if one.kv_arena is not None]
+        kept = [one.model.arena for one in self._drafters if one.model.arena is not None]
+        return SleepingMemory(self.device, self.model.arena, kept, kv_cache)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
         return [layer.cache_shape for layer in self.model.layers]

@@ -24,12 +24,13 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.updates.live import LiveWeights
 
 
-def tensors_of(live: LiveWeights) -> dict[str, torch.Tensor]:
-    """Random tensors of every parameter, in the model's type."""
+def tensors_of(live: LiveWeights, *, on_host: bool = False) -> dict[str, torch.Tensor]:
+    """Random tensors of every parameter, in the model's type; on the engine's device unless `on_host`."""
     device = next(iter(live.tensors.values())).device
     dtype = next(spec.dtype for spec in live.specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1)
     shapes = {part.tensor: part.shape for spec in live.places.parameters for part in spec.parts}
-    return {name: torch.randn(shape, dtype=dtype, device=device) * 0.02 for name, shape in shapes.items()}
+    place = torch.device("cpu") if on_host else device
+    return {name: (torch.randn(shape, dtype=dtype, device=device) * 0.02).to(place) for name, shape in shapes.items()}
 
 
 def staged(engine: Engine, tensors: dict[str, torch.Tensor]) -> float:

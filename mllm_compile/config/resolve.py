@@ -316,6 +316,11 @@ def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
 def _runtime(
     asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
 ) -> RuntimeSection:
+    if asked.enable_sleep_mode and asked.skip_compiled:
+        raise ConfigError(
+            "runtime.enable_sleep_mode and runtime.skip_compiled are set: Transformers' own model keeps its memory. "
+            "Set one of them alone."
+        )
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
     requests, tokens = _batch_limits(asked, kind, model, choices)

@@ -205,6 +205,10 @@ class RuntimeConfig(Section):
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
 
+    enable_sleep_mode: bool = False
+    """Take weights and KV cache so that `Engine.sleep` gives their memory back in place (docs/rollouts.md). A CPU's
+    memory stays where it is."""
+
     expert_stats: bool = False
     """Count how often each expert of a mixture is chosen, for `Engine.stats().experts`. Compiles a program of its own,
     whose steps take somewhat longer."""

@@ -30,6 +30,8 @@ from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
+from mllm_compile.runtime.device.ranked_sleep import RankedMemory
+from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
@@ -162,6 +164,7 @@ def _load(
                 tower=tower,
                 adapters=adapters,
                 live=_live_weights(runner),
+                memory=_sleeping_memory(runner, group),
                 tell_ranks=None if group is None else group.tell,
             )
         except BaseException:  # also Ctrl-C
@@ -176,6 +179,14 @@ def _live_weights(runner: ModelRunner) -> LiveWeights | str:
     if runner.model.lora is not None and runner.model.lora.pool.scaled:
         return "lora.dora is set: scales of adapters are of the norms of these weights. Leave it out to update them."
     return runner.model.live
+
+
+def _sleeping_memory(runner: ModelRunner, group: RankGroup | None) -> SleepingMemory | RankedMemory | str:
+    """The memory that is given back while the engine sleeps; a text: why none is."""
+    if not runner.config.runtime.enable_sleep_mode:
+        return "runtime.enable_sleep_mode is not set, without which memory stays. Set it, or use level 0."
+    memory = runner.sleeping_memory()
+    return memory if group is None else RankedMemory(memory, group.tell, group.wait_taken)
 
 
 def _speculation(

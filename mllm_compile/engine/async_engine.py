@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
 
@@ -95,6 +95,18 @@ class AsyncEngine:
     async def flush_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         await asyncio.to_thread(self.engine.flush_prefix_cache)
+
+    async def sleep(self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None) -> None:
+        """Like Engine.sleep."""
+        await asyncio.to_thread(self.engine.sleep, level, mode, tags)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Like Engine.wake_up."""
+        await asyncio.to_thread(self.engine.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """True until all is awake."""
+        return self.engine.is_sleeping
 
     @property
     def is_alive(self) -> bool:

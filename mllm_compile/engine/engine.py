@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
+    from mllm_compile.engine.sleep import EngineSleep
     from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
 
 # Work that is over before this shows no bar.
@@ -155,6 +156,7 @@ class Engine:
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
         self.weights = _updates(self.core, parts)
+        self._sleep = _sleep(self.core, self.weights, parts)
         self.adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
@@ -407,9 +409,46 @@ class Engine:
         """
         resume(self.core)
 
+    def sleep(
+        self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None, *, refuses: bool = False
+    ) -> None:
+        """Gives memory back in place, and returns when it is; graphs and addresses stay. `wake_up` takes it again.
+
+        Args:
+            level: 0 stops steps alone. 1 also drops the KV cache, and copies weights to the host's memory. 2 drops
+                both: an update has to bring the weights anew.
+            mode: what becomes of requests, as of `pause`; kept ones are computed anew.
+            tags: what sleeps: "weights", "kv_cache"; None: both.
+            refuses: requests that come are refused; else they wait.
+
+        Raises:
+            RequestError: an argument is unknown, or runtime.enable_sleep_mode is not set, which levels 1 and 2 need.
+            UpdateConflictError: an update of the weights is open; or another call ended the wait for requests.
+            WeightUpdateError: level 2, and these weights cannot be updated.
+            DeviceMemoryError: the host has no room for the weights.
+        """
+        self._sleep.sleep(level, as_pause_mode(mode), tags, refuses=refuses)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Takes memory again; steps run when all is awake.
+
+        Args:
+            tags: what wakes: "weights", "kv_cache", and "scheduling" after level 0; None: all.
+
+        Raises:
+            RequestError: there is no such tag.
+            DeviceMemoryError: others have taken the memory; what does not fit sleeps on.
+        """
+        self._sleep.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True until all is awake."""
+        return bool(self.core.gate.sleeping)
+
     @property
     def state(self) -> EngineState:
-        """The state: running, pausing, paused, updating or torn (docs/rollouts.md)."""
+        """The state: running, pausing, paused, updating, torn or sleeping (docs/rollouts.md)."""
         return self.core.gate.state
 
     @property
@@ -481,6 +520,12 @@ def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
     from mllm_compile.engine.weight_updates import WeightUpdates  # torch
 
     return WeightUpdates(core, parts.live, parts.tell_ranks)
+
+
+def _sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:
+    from mllm_compile.engine.sleep import EngineSleep  # torch
+
+    return EngineSleep(core, weights, parts.memory)
 
 
 def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:

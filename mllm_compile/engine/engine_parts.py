@@ -12,6 +12,8 @@ from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
 from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.engine.steps import StepSubmitter
+from mllm_compile.runtime.device.ranked_sleep import RankedMemory
+from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
@@ -47,6 +49,7 @@ class EngineParts:
         tower: what prompts with images are checked with; a text: why none are served.
         adapters: the device's side of adapters; None: none are served.
         live: the weights, for updates; a text: why there are none.
+        memory: what is given back while it sleeps; a text: why nothing is.
         tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
     """
 
@@ -71,4 +74,5 @@ class EngineParts:
     tower: Tower | str = "the model takes text alone"
     adapters: AdapterParts | None = None
     live: LiveWeights | str = "there are no weights to update"
+    memory: SleepingMemory | RankedMemory | str = "there is no memory to give back"
     tell_ranks: Callable[[Iterable[memoryview]], None] | None = None

@@ -2,19 +2,21 @@
 
     running ──pause──▶ pausing (wait: requests end) ──▶ paused ──resume──▶ running
        └─────direct update─────▶ updating ──▶ running, or torn until an update is whole
+       └─────sleep─────▶ sleeping ──wake_up──▶ what it was before
 
 EngineCore asks the gate; engine/pauses.py moves it. Every change is made under the core's lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Literal, get_args
 
 from mllm_compile.errors import EnginePausedError, MllmError, RequestError, UpdateConflictError, WeightsTornError
 
 PauseMode = Literal["abort", "wait", "keep", "retract"]
-EngineState = Literal["running", "pausing", "paused", "updating", "torn"]
+EngineState = Literal["running", "pausing", "paused", "updating", "torn", "sleeping"]
 
 _REFUSING = ("abort", "wait")
 
@@ -34,30 +36,41 @@ class Gate:
     Attributes:
         is_shut: no step runs.
         drained: told when a pause that waits for requests has none left; None: none waits.
+        is_paused: a pause was called and not resumed.
+        sleeping: what is asleep, by engine/sleep.py's tags.
     """
 
     def __init__(self) -> None:
         self.is_shut = False
         self.drained: Future[None] | None = None
+        self.sleeping: frozenset[str] = frozenset()
+        self.is_paused = False
         self._refusing: PauseMode | None = None
-        self._is_paused = self._is_updating = False
+        self._refuses_asleep = self._is_updating = False
         self._torn: str | None = None
 
     @property
     def state(self) -> EngineState:
         """The state, for people and health checks."""
+        if self.sleeping:
+            return "sleeping"
         if self._torn is not None:
             return "torn"
         if self._is_updating:
             return "updating"
         if self.drained is not None:
             return "pausing"
-        return "paused" if self._is_paused else "running"
+        return "paused" if self.is_paused else "running"
 
     @property
     def refusal(self) -> MllmError | None:
         """The error for a new request; None: it is taken."""
-        if self._torn is not None:
+        if self._refuses_asleep:
+            return EnginePausedError(
+                f"the engine is asleep ({', '.join(sorted(self.sleeping))}) and takes no requests. Send it again after "
+                "wake_up."
+            )
+        if self._torn is not None and not self.sleeping:
             return self.torn_error()
         if self._refusing is not None:
             return EnginePausedError(
@@ -82,7 +95,7 @@ class Gate:
         """
         if mode == "wait" and self._torn is not None:
             raise self.torn_error()
-        self._is_paused = True
+        self.is_paused = True
         if mode in _REFUSING:
             self._refusing = mode
         if mode == "wait":
@@ -113,8 +126,28 @@ class Gate:
             raise self.torn_error()
         if self._is_updating:
             raise UpdateConflictError("a direct update of the weights is open. Finish it or abandon it, then resume.")
-        self._is_paused, self._refusing = False, None
+        self.is_paused, self._refusing = False, None
         self.drain_is_over(UpdateConflictError("the engine was resumed before its requests had ended."))
+
+    def fall_asleep(self, tags: Collection[str], *, refuses: bool) -> None:
+        """Notes that these sleep too; no step runs until all are awake.
+
+        Args:
+            refuses: new requests are refused; else they wait.
+        """
+        self.sleeping |= frozenset(tags)
+        self._refuses_asleep = self._refuses_asleep or refuses
+        self._settle()
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Notes that these are awake; "scheduling" is when all others are."""
+        others = self.sleeping - {"scheduling"}
+        self.sleeping -= frozenset(tags)
+        if others and not self.sleeping - {"scheduling"}:
+            self.sleeping = frozenset()
+        if not self.sleeping:
+            self._refuses_asleep = False
+        self._settle()
 
     def begin_writing(self) -> None:
         """Notes that weights are written in place."""
@@ -130,5 +163,5 @@ class Gate:
             self.drain_is_over(self.torn_error())
 
     def _settle(self) -> None:
-        is_held = self._is_paused and self.drained is None
-        self.is_shut = is_held or self._is_updating or self._torn is not None
+        is_held = self.is_paused and self.drained is None
+        self.is_shut = is_held or self._is_updating or self._torn is not None or bool(self.sleeping)

@@ -157,6 +157,11 @@ class LiveRequests:
         """Has all that run computed anew: with no step in flight."""
         self._scheduler.retract()
 
+    def drop_kv(self) -> None:
+        """Has all that run computed anew, and forgets cached prefixes: with no step in flight."""
+        self._scheduler.retract()
+        self._scheduler.flush_prefix_cache()
+
     # --- the tokens of a step -----------------------------------------------------------------------------------------
 
     def take(self, batch: ScheduledBatch, result: UpdateResult) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -101,6 +102,35 @@ class WeightUpdates:
             raise WeightUpdateError(self._live)
         return next(iter(self._live.tensors.values())).device
 
+    @property
+    def is_torn(self) -> bool:
+        """True if weights are not whole."""
+        return self._torn is not None
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Holds updates off, while none is open.
+
+        Raises:
+            UpdateConflictError: one is open.
+        """
+        self._check_none_is_open()  # the thread that feeds one may hold the lock for long
+        with self._lock:
+            self._check_none_is_open()
+            yield
+
+    def check_comes_anew(self) -> None:
+        """
+        Raises:
+            WeightUpdateError: weights that are dropped could not be sent again.
+        """
+        if isinstance(self._live, str):
+            raise WeightUpdateError(self._live)
+
+    def dropped(self) -> None:
+        """Notes that they are gone, until an update is whole; while `at_rest`."""
+        self._close("sleep of level 2 dropped them")
+
     def start(
         self,
         *,
@@ -112,15 +142,14 @@ class WeightUpdates:
         """Begins an update, with its Options.
 
         Raises:
-            UpdateConflictError: one is open.
+            UpdateConflictError: one is open, or weights are asleep.
             WeightsTornError: it is partial, and weights are torn.
             WeightUpdateError: this engine's weights cannot be updated.
         """
-        self._check_none_is_open()  # the thread that feeds one may hold the lock for long
-        with self._lock:
-            self._check_none_is_open()
+        with self.at_rest():
             if isinstance(self._live, str):
                 raise WeightUpdateError(self._live)
+            self._check_awake()
             if partial and self._torn is not None:
                 raise self._core.gate.torn_error()
             self._open = self._begun(self._live, is_direct=direct, is_partial=partial, names=names)
@@ -275,18 +304,25 @@ class WeightUpdates:
 
         Raises:
             WeightUpdateError: this engine's weights cannot be looked at.
+            UpdateConflictError: they are asleep.
             EngineDeadError: the engine is closed or dead.
         """
         live = self._live
         if isinstance(live, str):
             raise WeightUpdateError(live)
-        return self._core.while_still(lambda requests: live.sums())
+        with self._lock:
+            self._check_awake()
+            return self._core.while_still(lambda requests: live.sums())
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _check_none_is_open(self) -> None:
         if self._open is not None:
             raise UpdateConflictError("an update of the weights is open. Finish it or abandon it first.")
+
+    def _check_awake(self) -> None:
+        if "weights" in self._core.gate.sleeping:
+            raise UpdateConflictError("the weights are asleep. Call wake_up(tags=['weights']) first.")
 
     def _session(self) -> WeightUpdate:
         if self._open is None:

@@ -255,6 +255,17 @@ class RankGroup:
         self.check()
         self._loaded_ring().write_message(message, self.check)
 
+    def wait_taken(self) -> None:
+        """Waits until the followers have done all that was told.
+
+        Raises:
+            MllmError: one has ended.
+        """
+        while not self._loaded_ring().is_read:
+            self.check()
+            time.sleep(_POLL_S / 100)
+        self.check()
+
     def _loaded_ring(self) -> RingWriter:
         if self._ring is None:
             raise RuntimeError("followers run steps when they have loaded: call load() first")

@@ -16,6 +16,7 @@ from mllm_compile.checkpoint.quantised import lines_on_weights
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.device.arena import Arena, arena_on
 from mllm_compile.runtime.ops.panels.layout import put_in_panels
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.loaded import LoadedModel
@@ -84,7 +85,8 @@ class ArtifactSource:
         artifact = self._artifact
         with self._reporter.stage("load model"), ThreadPoolExecutor(1, thread_name_prefix="pieces") as beside:
             linking = beside.submit(self._link, device)
-            live = self._load_weights(device)
+            arena = arena_on(device) if self._config.runtime.enable_sleep_mode else None
+            live = self._load_weights(device, arena)
             self._loaded = ref(live)
             weights = {**live.tensors, **load_constants(artifact, device)}
             self._kernels.result()
@@ -104,6 +106,7 @@ class ArtifactSource:
             media=linked.bind_media(weights),
             lora=lora,
             live=live,
+            arena=arena,
             reads_hidden_states="hidden_states" in artifact.program.inputs,
             projection=None
             if artifact.program.projection is None
@@ -142,12 +145,12 @@ class ArtifactSource:
         with self._reporter.stage("load FlashInfer"):
             use_kernels_from(folder)
 
-    def _load_weights(self, device: torch.device) -> LiveWeights:
+    def _load_weights(self, device: torch.device, arena: Arena | None) -> LiveWeights:
         lent, artifact = self._weights_of_lender(), self._artifact
         specs = [spec for spec in self._weights if spec.name not in lent]
         factors: dict[Factor, float] = {}
         with current_device(device):
-            weights = allocate_weights(specs, str(device))
+            weights = allocate_weights(specs, str(device), arena)
             for line in lines_on_weights(specs, self._config.model.dtype):
                 self._reporter.tell(line)
             total = sum(spec.num_bytes_read for spec in specs)

@@ -10,12 +10,12 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.errors import ArtifactError, DeviceError
+from mllm_compile.runtime.errors import ArtifactError, DeviceError, DeviceMemoryError
 
 _BYTE, _BFLOAT16, _PROMOTE_128B = 0, 9, 2
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a box's row
@@ -23,6 +23,7 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_…
 _AS_LARGE = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_…
 _SHARED_PAGE = 2 << 20  # bytes that the driver shares at once
@@ -57,7 +58,8 @@ def _check(result: int, doing: str) -> None:
     if result:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(name))
-        raise DeviceError(f"the CUDA driver answers {(name.value or b'?').decode()} ({result}) to {doing}")
+        kind = DeviceMemoryError if result == _OUT_OF_MEMORY else DeviceError
+        raise kind(f"the CUDA driver answers {(name.value or b'?').decode()} ({result}) to {doing}")
 
 
 @cache
@@ -250,6 +252,20 @@ def wait_for_word(address: int, word: int, stream: int, device: int) -> None:
     _use(device)
     arguments = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(word), ctypes.c_uint(_AS_LARGE)
     _check(_driver().cuStreamWaitValue32_v2(*arguments), "waiting for a word")
+
+
+def call(name: str, device: int, doing: str, *arguments: Any) -> None:
+    """Calls a function of the driver in torch's context of `device`.
+
+    Args:
+        doing: what it is for, for errors.
+
+    Raises:
+        DeviceMemoryError: there is too little memory.
+        DeviceError: the driver refuses it.
+    """
+    _use(device)
+    _check(getattr(_driver(), name)(*arguments), doing)
 
 
 def _use(device: int) -> None:

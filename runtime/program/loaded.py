@@ -11,6 +11,7 @@ import torch
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.program.projection import Projection
@@ -105,6 +106,7 @@ class LoadedModel:
     media: MediaExecutors | None = None  # for images, where the model takes some
     lora: LoadedLora | None = None  # for requests with adapters, where the config has them
     live: LiveWeights | None = None  # its weights, for updates; None: it cannot have any
+    arena: Arena | None = None  # the memory of its weights, where that can be given back
     reads_hidden_states: bool = False  # beside tokens, of the model that it drafts for
     projection: Projection | None = None  # makes of that model's hidden states those that it reads, if they are others
     block: DraftBlock | None = None  # it drafts several tokens in one pass

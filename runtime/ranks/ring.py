@@ -123,6 +123,11 @@ class RingWriter:
         return self._memory.words[_WORDS : _WORDS + self._num_followers].copy()
 
     @property
+    def is_read(self) -> bool:
+        """True if all followers are done with all that was written."""
+        return self._written == int(self._read_counts.min())
+
+    @property
     def _read_counts(self) -> np.ndarray:
         return self._memory.words[: self._num_followers]
 

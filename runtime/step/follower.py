@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mllm_compile.runtime.device.ranked_sleep import follow_sleep, is_sleep
 from mllm_compile.runtime.lora.wire import unpack
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.step.paths.base import Step
@@ -29,7 +30,11 @@ class FollowingStepRunner(StepRunner):
             self._pools.save_states(batch.state_saves)
 
     def take(self, message: bytearray) -> None:
-        """Does what rank 0 says between two steps: weights, or this rank's part of an adapter."""
+        """Does what rank 0 says between two steps: weights, sleep, or this rank's part of an adapter."""
+        if is_sleep(message):
+            with self._runner.on_device():
+                follow_sleep(message, self._runner.sleeping_memory())
+            return
         if not is_update(message):
             self._take_adapter(message)
             return

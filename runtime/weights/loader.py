@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.weights.checks import check_finite, check_sums
 from mllm_compile.runtime.weights.header import read_header
 from mllm_compile.runtime.weights.making import Quantising
@@ -25,9 +26,12 @@ from mllm_compile.runtime.weights.views import viewed
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
 
 
-def allocate_weights(specs: Iterable[WeightSpec], device: str) -> dict[str, torch.Tensor]:
-    """Uninitialised weights by name."""
-    return {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs}
+def allocate_weights(specs: Sequence[WeightSpec], device: str, arena: Arena | None = None) -> dict[str, torch.Tensor]:
+    """Uninitialised weights by name, in `arena` if there is one."""
+    if arena is None:
+        return {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs}
+    tensors = arena.empty([(spec.shape, spec.dtype) for spec in specs])
+    return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
 
 def load_weights(

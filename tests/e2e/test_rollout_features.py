@@ -1,4 +1,7 @@
-"""The table of docs/rollouts.md: an engine with each feature is, after an update, one that started with its weights."""
+"""The table of docs/rollouts.md: an engine with each feature is, after an update, one that started with its weights.
+
+So it is after sleep. Memory that was given back holds NaN here, as far as it is this process's.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.errors import WeightUpdateError
+from mllm_compile.errors import ConfigError, WeightUpdateError
 from tests.adapters.tiny_adapters import Adapters
 from tests.e2e.test_weight_updates import tensors_of, write_changed
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
 from tests.sample import slow_but_a_sample
+from tests.sleeping_arena import Machine
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -43,6 +47,22 @@ def update_while_running(engine: Engine, folder: Path, mode: str) -> None:
         assert list(stream)[-1].finish_reason == "length"
 
 
+def sleep_while_running(engine: Engine, folder: Path, expected: list[list[int]]) -> None:
+    """With requests that are computed anew; the folder's weights come again after level 2."""
+    for level in (1, 2):
+        running = [engine.stream(prompt, GREEDY) for prompt in PROMPTS]
+        for stream in running:
+            next(stream)
+        engine.sleep(level, "retract")
+        engine.wake_up(["weights"])
+        if level == 2:
+            engine.update_weights(tensors_of(folder).items())
+        engine.wake_up()
+        for stream in running:
+            assert list(stream)[-1].finish_reason == "length"
+        assert answers(engine) == expected
+
+
 def check(
     cache: Path,
     scratch: Path,
@@ -52,6 +72,7 @@ def check(
     **sections: Any,
 ) -> None:
     other = write_changed(served, scratch / "other")
+    sections["runtime"] = sections.get("runtime", {}) | {"enable_sleep_mode": True}
     config, fresh_config = (
         tiny_config(cache, model={"path": str(folder), "quantization": quantization}, compile=EAGER, **sections)
         for folder in (served, other)
@@ -65,6 +86,7 @@ def check(
             assert answers(engine) == expected != before
             engine.update_weights(tensors_of(served).items())
             assert answers(engine) == before
+        sleep_while_running(engine, served, before)
 
 
 def check_weights(cache: Path, scratch: Path) -> None:
@@ -82,10 +104,15 @@ def check_drafts_and_adapters(cache: Path, scratch: Path) -> None:
     check(cache, scratch, speculative=drafts)
     adapters = Adapters(scratch / "adapters")
     other = write_changed(scratch / "adapters" / "model", scratch / "adapters" / "other")
-    with Engine(adapters.config(scratch / "cache")) as engine:
+    with Engine(adapters.config(scratch / "cache", runtime={"enable_sleep_mode": True})) as engine:
         adapters.load(engine)
         asked = partial(answers, engine, adapter=["all", None, "some"])
         before = asked()
+        engine.sleep(1)
+        engine.wake_up()
+        assert asked() == before
+        engine.sleep(2)
+        engine.wake_up()
         engine.update_weights_from_folder(other)
         found = asked()
         first = scratch / "adapters" / "model"
@@ -96,8 +123,17 @@ def check_drafts_and_adapters(cache: Path, scratch: Path) -> None:
         assert found == answers(fresh, adapter=["all", None, "some"]) != before
 
 
-def refused(message: str, **sections: Any) -> Callable[[Path, Path], None]:
+def refused(message: str, asleep: str, **sections: Any) -> Callable[[Path, Path], None]:
     def run(cache: Path, scratch: Path) -> None:
+        sleepy = sections | {"runtime": sections.get("runtime", {}) | {"enable_sleep_mode": True}}
+        with (
+            pytest.raises((ConfigError, WeightUpdateError), match=asleep),
+            Engine(tiny_config(cache, compile=EAGER, **sleepy)) as engine,
+        ):
+            engine.sleep(1)
+            engine.wake_up()
+            assert len(answers(engine)) == len(PROMPTS)
+            engine.sleep(2)
         with Engine(tiny_config(cache, compile=EAGER, **sections)) as engine:
             with pytest.raises(WeightUpdateError, match=message):
                 engine.update_weights(tensors_of(TINY).items())
@@ -109,22 +145,37 @@ def refused(message: str, **sections: Any) -> Callable[[Path, Path], None]:
     return run
 
 
-CHECKS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
-    "tied, packed, expert, quantised weights": ("works", check_weights),
-    "prefix cache, preemption": ("works", partial(check, num_pages=5, runtime={"page_size": 16, "max_model_len": 48})),
-    "recurrent states": ("works", check_states),
-    "drafts, adapters": ("works; they stay as they are", check_drafts_and_adapters),
-    "several ranks": ("works", partial(check, runtime={"tensor_parallel_size": 2})),
-    "`skip_compiled`": ("refused", refused("runtime.skip_compiled is set", runtime={"skip_compiled": True})),
-    "`lora.dora`": ("refused", refused("lora.dora is set", lora={"max_adapters": 1, "dora": True})),
+SKIPPED = refused("runtime.skip_compiled is set", "keeps its memory", runtime={"skip_compiled": True})
+DORA = refused("lora.dora is set", "lora.dora is set", lora={"max_adapters": 1, "dora": True})
+CHECKS: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
+    "tied, packed, expert, quantised weights": ("works", "works", check_weights),
+    "prefix cache, preemption": (
+        "works",
+        "works",
+        partial(check, num_pages=5, runtime={"page_size": 16, "max_model_len": 48}),
+    ),
+    "recurrent states": ("works", "works", check_states),
+    "drafts, adapters": ("works; they stay as they are", "works; they stay as they are", check_drafts_and_adapters),
+    "several ranks": ("works", "works", partial(check, runtime={"tensor_parallel_size": 2})),
+    "`skip_compiled`": ("refused", "refused", SKIPPED),
+    "`lora.dora`": ("refused", "refused at level 2", DORA),
 }
 
 
 def test_the_page_says_what_is_tested_here():
-    rows = re.findall(r"^\| ([^|]+) \| ((?:works|refused)[^|]*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert rows == [(feature, says) for feature, (says, _) in CHECKS.items()]
+    says = "((?:works|refused)[^|]*)"
+    rows = re.findall(rf"^\| ([^|]+) \| {says} \| {says} \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(feature, *columns) for feature, (*columns, _) in CHECKS.items()]
+
+
+@pytest.fixture(autouse=True)
+def lost_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and KV caches of this process are lost where sleep says so."""
+    machine = Machine()
+    for module in ("store.source", "runtime.model_runner"):
+        monkeypatch.setattr(f"mllm_compile.{module}.arena_on", lambda device: machine.arena())
 
 
 @pytest.mark.parametrize("feature", slow_but_a_sample(CHECKS, 1))
-def test_a_feature_works_with_updates_or_is_refused_by_name(feature, eager_cache, tmp_path):
-    CHECKS[feature][1](eager_cache, tmp_path)
+def test_a_feature_works_with_updates_and_sleep_or_is_refused_by_name(feature, eager_cache, tmp_path):
+    CHECKS[feature][2](eager_cache, tmp_path)

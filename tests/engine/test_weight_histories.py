@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,9 +27,15 @@ class History:
         self._shared = [97 + self._chance.randrange(20) for _ in range(24)]
 
     def run(self) -> None:
-        events = (self._ask, self._ask, self._ask, self._update, self._break_off, self._pause, self._resume, self._read)
         for _ in range(NUM_EVENTS):
-            self._chance.choice(events)()
+            self._chance.choice(self.events())()
+        self.end()
+
+    def events(self) -> tuple[Callable[[], None], ...]:
+        return (self._ask, self._ask, self._ask, self._update, self._break_off, self._pause, self._resume, self._read)
+
+    def end(self) -> None:
+        """Lets all go on."""
         self._engine.resume()
 
     def _ask(self) -> None:

@@ -61,7 +61,7 @@ def test_memory_that_the_system_refuses_is_told(monkeypatch):
     with pytest.raises(
         DeviceMemoryError, match=r"KV cache needs 0\.00 GB, and the system refuses them\. Raise the limit"
     ):
-        memory_pool._zeros((8,), torch.float32, "cpu")
+        memory_pool._zeros_of((8,), torch.float32, "cpu")
 
 
 def test_an_fp8_pool_rounds_and_saturates():

@@ -1,0 +1,101 @@
+"""Milliseconds of a served model's sleep and wake in place, and the memory that other processes then have.
+
+    python -m benchmarks.steps.sleep_speed CONFIG [--rounds 5]
+
+Each round sleeps at level 1 with weights that the host has no copy of yet, at level 1 with a copy, and at level 2.
+Tokens behind every wake are compared with those before. Prints the first sleep, then medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.steps.update_speed import tensors_of
+from mllm_compile import Engine, EngineConfig
+from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.config.sources import with_runtime
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.errors import DeviceError, WeightUpdateError
+from mllm_compile.process.timeline import Timeline
+
+_PROMPTS = [[7, index + 1] for index in range(8)]
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+class Cycles:
+    """Sleeps and wakes of one engine.
+
+    Args:
+        tensors: weights, which the engine serves.
+    """
+
+    def __init__(self, engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
+        self._engine, self._tensors = engine, tensors
+        self.times: dict[str, list[float]] = {}
+        self.given_back = 0
+        engine.update_weights(tensors.items(), direct=True)
+        self._tokens = self._answers()
+
+    def run(self) -> None:
+        """One round."""
+        name, tensor = next(iter(self._tensors.items()))
+        self._engine.update_weights([(name, tensor)], partial=True)
+        for what in ("sleep 1, with a copy to the host", "sleep 1, which the host has a copy of"):
+            free = _free_bytes()
+            self._timed(what, self._engine.sleep)
+            self.given_back = _free_bytes() - free
+            self._timed("wake 1", self._engine.wake_up)
+            self._check()
+        self._timed("sleep 2", lambda: self._engine.sleep(2))
+        self._timed("wake weights", lambda: self._engine.wake_up(["weights"]))
+        self._timed("update", lambda: self._engine.update_weights(self._tensors.items(), direct=True))
+        self._timed("wake kv_cache", lambda: self._engine.wake_up(["kv_cache"]))
+        self._check()
+
+    def _timed(self, what: str, function: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        function()
+        self.times.setdefault(what, []).append(time.perf_counter() - began)
+
+    def _answers(self) -> list[list[int]]:
+        return [output.token_ids for output in self._engine.generate(_PROMPTS, greedy(64))]
+
+    def _check(self) -> None:
+        if self._answers() != self._tokens:
+            raise DeviceError("tokens behind a wake are others than before")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--rounds", type=positive, default=5)
+    arguments = parser.parse_args()
+    config = with_runtime(EngineConfig.from_yaml(arguments.config), {"enable_sleep_mode": True})
+    parts = assemble(config, Timeline())
+    live = parts.live
+    if isinstance(live, str):
+        raise WeightUpdateError(live)
+    tensors = tensors_of(live, on_host=True)  # KV has what is free
+    with Engine.from_parts(parts) as engine:
+        cycles = Cycles(engine, tensors)
+        for _ in range(arguments.rounds + 1):
+            cycles.run()
+    machine = machine_line() if torch.cuda.is_available() else "a CPU"
+    print(f"{machine}; {cycles.given_back / 1e9:.1f} GB are given back at level 1")
+    for what, (first, *later) in cycles.times.items():
+        print(f"{what:40} first {first * 1e3:9.1f} ms, then {statistics.median(later) * 1e3:9.1f} ms")
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()

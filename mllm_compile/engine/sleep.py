@@ -1,0 +1,131 @@
+"""Sleep in place: an engine's memory is given back while its process, its graphs and their addresses stay.
+
+The gate knows what sleeps and who waits for it, runtime/device/sleep.py what memory that is. Weights that were dropped
+are torn until an update is whole. Any thread may call these, again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+from typing import Literal, get_args
+
+from mllm_compile.engine.gate import PauseMode
+from mllm_compile.engine.live_requests import LiveRequests
+from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.pauses import pause, resume
+from mllm_compile.engine.weight_updates import WeightUpdates
+from mllm_compile.errors import RequestError
+from mllm_compile.files.byte_sizes import format_bytes
+from mllm_compile.runtime.device.ranked_sleep import RankedMemory
+from mllm_compile.runtime.device.sleep import MEMORY_TAGS, MemoryTag, SleepingMemory
+
+logger = logging.getLogger("mllm_compile.engine")
+
+SleepTag = Literal["weights", "kv_cache", "scheduling"]
+SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+_LEVELS = (0, 1, 2)
+Memory = SleepingMemory | RankedMemory
+
+
+class EngineSleep:
+    """The sleep of one engine.
+
+    Args:
+        memory: what is given back, or why nothing is.
+    """
+
+    def __init__(self, core: EngineCore, weights: WeightUpdates, memory: Memory | str) -> None:
+        self._core, self._weights, self._memory = core, weights, memory
+        self._lock = threading.Lock()  # of calls that move memory
+
+    def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
+        """See Engine.sleep.
+
+        Args:
+            refuses: requests that come are refused; else they wait.
+        """
+        chosen = _chosen(level, tags)
+        memory = self._givable() if chosen else None
+        if mode == "wait" and not self._core.gate.sleeping:
+            self._drain()
+        with self._lock, self._weights.at_rest():
+            drops = level == 2 and "weights" in chosen
+            if drops:
+                self._weights.check_comes_anew()
+            version = None if drops or self._weights.is_torn else self._weights.epoch
+            if memory is not None:
+                memory.prepare(chosen, saves=version is not None)
+            self._core.move_gate(lambda gate: gate.fall_asleep(chosen or ("scheduling",), refuses=refuses))
+            if drops:
+                self._weights.dropped()
+
+            def release(requests: LiveRequests) -> None:
+                if mode == "abort":
+                    requests.abort_all()
+                elif mode == "retract":
+                    requests.retract()
+                if memory is not None:
+                    self._give_back(memory, chosen, version, requests)
+
+            self._core.while_still(release)
+
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        """See Engine.wake_up."""
+        chosen = SLEEP_TAGS if tags is None else _known(tags)
+        with self._lock:
+            for tag in MEMORY_TAGS:
+                if tag in chosen and tag in self._core.gate.sleeping:
+                    self._take(tag)
+            self._core.move_gate(lambda gate: gate.wake(chosen))
+
+    def _drain(self) -> None:
+        """Answers all requests; new ones are refused meanwhile."""
+        was_paused = self._core.gate.is_paused
+        pause(self._core, "wait")
+        if not was_paused:
+            resume(self._core)
+
+    def _givable(self) -> Memory:
+        if isinstance(self._memory, str):
+            raise RequestError(self._memory)
+        return self._memory
+
+    def _give_back(
+        self, memory: Memory, tags: Collection[MemoryTag], version: int | None, requests: LiveRequests
+    ) -> None:
+        """On the engine's thread, with no step in flight."""
+        began = time.monotonic()
+        if "kv_cache" in tags:
+            requests.drop_kv()
+        memory.sleep(tags, version)
+        sizes = ", ".join(f"{tag} {format_bytes(memory.num_bytes[tag])}" for tag in tags)
+        logger.info("asleep in %.3f s: %s", time.monotonic() - began, sizes)
+
+    def _take(self, tag: MemoryTag) -> None:
+        memory, began = self._givable(), time.monotonic()
+        self._core.while_still(lambda requests: memory.wake((tag,)))
+        self._core.move_gate(lambda gate: gate.wake((tag,)))
+        logger.info("%s awake in %.3f s", tag, time.monotonic() - began)
+
+
+def _chosen(level: int, tags: Collection[str] | None) -> tuple[MemoryTag, ...]:
+    """The memory that sleeps."""
+    if level not in _LEVELS:
+        raise RequestError(f"level: expected 0, 1 or 2, got {level!r}")
+    known = SLEEP_TAGS if tags is None else _known(tags)
+    return tuple(tag for tag in MEMORY_TAGS if tag in known) if level else ()
+
+
+def _known(tags: Collection[str]) -> Collection[str]:
+    """
+    Raises:
+        RequestError: the list is empty, or one is unknown.
+    """
+    unknown = [tag for tag in tags if tag not in SLEEP_TAGS]
+    if unknown or not tags or isinstance(tags, str):
+        got = repr(tags) if isinstance(tags, str) or not unknown else repr(unknown[0])
+        raise RequestError(f"tags: expected a list of {', '.join(SLEEP_TAGS)}, got {got}")
+    return tags

@@ -1,0 +1,181 @@
+"""A GPU's memory whose addresses stay while it is given back and taken anew.
+
+Captured graphs, tensor maps and tensors hold addresses alone, so they stay valid. Structures and numbers are from
+cuda.h ("CUDA Driver API", Virtual Memory Management).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.cuda.driver import call
+from mllm_compile.runtime.errors import DeviceError
+
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_…, CU_MEM_LOCATION_TYPE_…, CU_MEM_ACCESS_FLAGS_…
+_GRANULE = 2 << 20  # bytes of a page, on every GPU that has kernels
+_PART = 1 << 30  # bytes that are taken at once
+
+_Parts = list[tuple[int, int]]  # (address, bytes) of memory that is mapped
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_char * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class VirtualMemory:
+    """Addresses of a GPU, with memory behind them or without; they live as long as a tensor over them.
+
+    Used by one thread at a time, and with nothing in flight that uses it.
+
+    Attributes:
+        num_bytes: in whole pages.
+
+    Raises:
+        DeviceMemoryError: there is too little memory.
+        DeviceError: the driver refuses it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = -(-num_bytes // _GRANULE) * _GRANULE
+        self._device = torch.device("cuda", device.index or 0)
+        self._index = self._device.index
+        self._copy: _HostMemory | None = None
+        torch.cuda.current_stream(self._device).synchronize()  # makes the context
+        address = ctypes.c_uint64()
+        size, alignment, none = ctypes.c_size_t(self.num_bytes), ctypes.c_size_t(_GRANULE), ctypes.c_uint64(0)
+        doing = f"reserving {self.num_bytes} addresses"
+        call("cuMemAddressReserve", self._index, doing, ctypes.byref(address), size, alignment, none, none)
+        self._address, self._mapped = address.value, _Parts()
+        free = weakref.finalize(self, _free, self._index, self._address, self.num_bytes, self._mapped)
+        free.atexit = False  # the process's memory goes with it
+        self.map()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Its bytes, for torch (numba's CUDA Array Interface, version 3)."""
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+    def tensor(self) -> torch.Tensor:
+        """[num_bytes] uint8; it keeps this alive."""
+        return torch.as_tensor(self, device=self._device)
+
+    def map(self) -> None:
+        """Takes memory for all addresses; what it holds is undefined. All or nothing, once or often.
+
+        Raises:
+            DeviceMemoryError: there is too little.
+        """
+        if self._mapped:
+            return
+        where = _Location(_DEVICE, self._index)
+        kind, access = _Allocation(_PINNED, 0, where), _Access(where, _READ_WRITE)
+        try:
+            for offset in range(0, self.num_bytes, _PART):
+                self._map_part(self._address + offset, min(_PART, self.num_bytes - offset), kind)
+            call(
+                "cuMemSetAccess", self._index, "opening memory", *self._whole, ctypes.byref(access), ctypes.c_size_t(1)
+            )
+        except BaseException:
+            self.unmap()
+            raise
+
+    def _map_part(self, address: int, num_bytes: int, kind: _Allocation) -> None:
+        handle, size, none = ctypes.c_uint64(), ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
+        doing = f"taking {num_bytes} bytes"
+        call("cuMemCreate", self._index, doing, ctypes.byref(handle), size, ctypes.byref(kind), none)
+        try:
+            call("cuMemMap", self._index, doing, ctypes.c_uint64(address), size, ctypes.c_size_t(0), handle, none)
+            self._mapped.append((address, num_bytes))
+        finally:  # the mapping holds it from here on
+            call("cuMemRelease", self._index, doing, handle)
+
+    def unmap(self) -> None:
+        """Gives the memory back, for other processes too. Once or often."""
+        _unmap(self._index, self._mapped)
+
+    def fill_zeros(self) -> None:
+        """Makes all bytes zero; returns when they are."""
+        call("cuMemsetD8_v2", self._index, "filling memory", self._whole[0], ctypes.c_ubyte(0), self._whole[1])
+        call("cuCtxSynchronize", self._index, "filling memory")
+
+    def pin_copy(self) -> None:
+        """Takes pinned memory of the host for a copy, once or often. From any thread.
+
+        Raises:
+            DeviceMemoryError: the host has too little.
+        """
+        if self._copy is None:
+            self._copy = _HostMemory(self.num_bytes, self._index)
+
+    def save(self) -> None:
+        """Copies its bytes to the host."""
+        self.pin_copy()
+        assert self._copy is not None, "it has just been taken"
+        address, size = self._whole
+        call("cuMemcpyDtoH_v2", self._index, "a copy to the host", self._copy.address, address, size)
+
+    def restore(self) -> None:
+        """Copies them back."""
+        assert self._copy is not None, "what was saved is restored"
+        address, size = self._whole
+        call("cuMemcpyHtoD_v2", self._index, "a copy to the device", address, self._copy.address, size)
+
+    def drop_copy(self) -> None:
+        """Gives the host's memory back. Once or often."""
+        self._copy = None
+
+    @property
+    def _whole(self) -> tuple[ctypes.c_uint64, ctypes.c_size_t]:
+        return ctypes.c_uint64(self._address), ctypes.c_size_t(self.num_bytes)
+
+
+class _HostMemory:
+    """Pinned memory of the host; given back with the object."""
+
+    def __init__(self, num_bytes: int, device: int) -> None:
+        self.address = ctypes.c_void_p()
+        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(0)
+        call(
+            "cuMemHostAlloc", device, f"pinning {num_bytes} bytes of the host", ctypes.byref(self.address), size, flags
+        )
+        weakref.finalize(self, _unpin, device, self.address).atexit = False
+
+
+def _unmap(device: int, mapped: _Parts) -> None:
+    while mapped:
+        address, num_bytes = mapped[-1]
+        part = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)
+        call("cuMemUnmap", device, "giving memory back", *part)
+        mapped.pop()
+
+
+def _free(device: int, address: int, num_bytes: int, mapped: _Parts) -> None:
+    with suppress(DeviceError):  # as far as it answers
+        call("cuCtxSynchronize", device, "waiting")
+        _unmap(device, mapped)
+        whole = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)
+        call("cuMemAddressFree", device, "giving addresses back", *whole)
+
+
+def _unpin(device: int, address: ctypes.c_void_p) -> None:
+    with suppress(DeviceError):
+        call("cuMemFreeHost", device, "giving memory back", address)

@@ -1,0 +1,147 @@
+"""Memory of tensors that is given back and taken anew while the tensors stay, at their addresses.
+
+Weights and KV caches are in arenas where runtime.enable_sleep_mode asks for it. All else is torch's: constants,
+workspaces of libraries, graphs, buffers that NCCL may have registered. A CPU has no arenas.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from mllm_compile.runtime.cuda.virtual_memory import VirtualMemory
+from mllm_compile.runtime.errors import DeviceMemoryError
+
+Kind = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
+_ALIGNMENT = 512  # bytes, as torch's allocator has it
+
+
+class Memory(Protocol):
+    """A stretch of an arena, as VirtualMemory documents it."""
+
+    num_bytes: int
+
+    def tensor(self) -> torch.Tensor: ...
+    def map(self) -> None: ...
+    def unmap(self) -> None: ...
+    def fill_zeros(self) -> None: ...
+    def pin_copy(self) -> None: ...
+    def save(self) -> None: ...
+    def restore(self) -> None: ...
+    def drop_copy(self) -> None: ...
+
+
+class Arena:
+    """
+    Attributes:
+        is_awake: there is memory behind its tensors.
+
+    Args:
+        take: takes a stretch of so many bytes, which lives as long as a tensor over it.
+    """
+
+    def __init__(self, take: Callable[[int], Memory]) -> None:
+        self._take = take
+        self._stretches: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self._saved: int | None = None  # what the host has a copy of
+        self.is_awake = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is alive."""
+        return sum(one.num_bytes for one in self._stretches)
+
+    def empty(self, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+        """Uninitialised tensors, in one stretch.
+
+        Raises:
+            DeviceMemoryError: there is too little memory.
+        """
+        starts, end = [], 0
+        for shape, dtype in kinds:
+            starts.append(end)
+            end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if not kinds:
+            return []
+        stretch = self._take(max(end, 1))
+        self._stretches.add(stretch)
+        whole = stretch.tensor()
+        return [
+            whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+            for start, (shape, dtype) in zip(starts, kinds, strict=True)
+        ]
+
+    def zeros(self, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+        """Like `empty`, filled with zeros."""
+        tensors = self.empty(kinds)
+        for tensor in tensors:
+            tensor.zero_()
+        return tensors
+
+    def prepare_to_save(self) -> None:
+        """Takes the host's memory for a copy, which is slow the first time; from any thread.
+
+        Raises:
+            DeviceMemoryError: the host has too little.
+        """
+        for one in self._stretches:
+            one.pin_copy()
+
+    def save(self, version: int) -> None:
+        """Copies what it holds to the host, unless the copy there is of this version."""
+        if self._saved != version:
+            self._saved = None
+            for one in self._stretches:
+                one.save()
+            self._saved = version
+
+    def drop_copy(self) -> None:
+        """Gives the host's memory back."""
+        self._saved = None
+        for one in self._stretches:
+            one.drop_copy()
+
+    def sleep(self) -> None:
+        """Gives the memory back; nothing may use it, and nothing may be in flight. Once or often."""
+        self.is_awake = False
+        for one in self._stretches:
+            one.unmap()
+
+    def wake(self) -> None:
+        """Takes memory, and fills it with what was saved, else with zeros. All or nothing; once or often.
+
+        Raises:
+            DeviceMemoryError: there is too little.
+        """
+        if self.is_awake:
+            return
+        try:
+            for one in self._stretches:
+                one.map()
+        except BaseException:
+            self.sleep()
+            raise
+        for one in self._stretches:
+            if self._saved is None:
+                one.fill_zeros()
+            else:
+                one.restore()
+        self.is_awake = True
+
+
+def arena_on(device: torch.device) -> Arena | None:
+    """A new arena; None on a CPU, where memory stays where it is."""
+    return Arena(partial(_taken, device=device)) if device.type == "cuda" else None
+
+
+def _taken(num_bytes: int, device: torch.device) -> Memory:
+    try:
+        return VirtualMemory(num_bytes, device)
+    except DeviceMemoryError:  # what torch keeps for later may be enough
+        torch.cuda.empty_cache()
+        return VirtualMemory(num_bytes, device)

@@ -1,0 +1,107 @@
+"""The memory that a rank gives back while its engine sleeps, by tags as vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, get_args
+
+import torch
+
+from mllm_compile.runtime.device.arena import Arena
+
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+
+_FIRST = 0  # version of what no update changes
+
+
+class SleepingMemory:
+    """The memory of one rank. On a CPU, which has no arenas, everything stays where it is.
+
+    Used with no step in flight, by one thread at a time.
+
+    Args:
+        weights: of the model, which updates bring anew; None: they stay.
+        kept: weights that no update brings, as a draft model's.
+        kv_cache: keys, values and states.
+    """
+
+    def __init__(
+        self, device: torch.device, weights: Arena | None, kept: Sequence[Arena], kv_cache: Sequence[Arena]
+    ) -> None:
+        self._device = device
+        self._weights = [] if weights is None else [weights]
+        self._kept, self._kv_cache = list(kept), list(kv_cache)
+
+    @property
+    def num_bytes(self) -> dict[MemoryTag, int]:
+        """Bytes that each tag gives back."""
+        arenas = {"weights": [*self._weights, *self._kept], "kv_cache": self._kv_cache}
+        return {tag: sum(arena.num_bytes for arena in arenas[tag]) for tag in MEMORY_TAGS}
+
+    def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
+        """Does what is slow ahead of the first `sleep`, beside steps: takes the host's memory for copies.
+
+        Raises:
+            DeviceMemoryError: the host has too little.
+        """
+        if "weights" in tags:
+            for arena in (*self._kept, *(self._weights if saves else ())):
+                arena.prepare_to_save()
+
+    def sleep(self, tags: Collection[MemoryTag], version: int | None) -> None:
+        """Gives memory back. Once or often.
+
+        Args:
+            version: of the weights, whose copy stays on the host; None: they are dropped, and an earlier copy too.
+        """
+        self._synchronize()
+        if "kv_cache" in tags:
+            for arena in self._kv_cache:
+                arena.sleep()
+        if "weights" in tags:
+            for arena in self._kept:
+                _sleep_saved(arena, _FIRST)
+            for arena in self._weights:
+                if version is None:
+                    arena.drop_copy()
+                    arena.sleep()
+                else:
+                    _sleep_saved(arena, version)
+        self._empty_cache()
+
+    def wake(self, tags: Collection[MemoryTag]) -> None:
+        """Takes memory again, with what was saved, or zeros. Once or often; each tag wholly or not.
+
+        Raises:
+            DeviceMemoryError: there is too little.
+        """
+        self._empty_cache()
+        for tag, arenas in (("weights", (*self._kept, *self._weights)), ("kv_cache", self._kv_cache)):
+            if tag in tags:
+                self._wake_all([arena for arena in arenas if not arena.is_awake])
+        self._synchronize()
+
+    def _wake_all(self, arenas: Sequence[Arena]) -> None:
+        try:
+            for arena in arenas:
+                arena.wake()
+        except BaseException:
+            for arena in arenas:
+                arena.sleep()
+            raise
+
+    def _empty_cache(self) -> None:
+        """Gives back what torch keeps for later."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _sleep_saved(arena: Arena, version: int) -> None:
+    if arena.is_awake:
+        arena.save(version)
+    arena.sleep()
