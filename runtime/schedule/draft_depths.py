@@ -1,6 +1,7 @@
 """The depths of a scheduler's drafts by cost: tells what it plans, and what became of it, to speculation/depth.py.
 
-While drafts are off the scheduler plans steps ahead as ever, and asks at times whether they would pay. Free of torch.
+While drafts are off the scheduler plans steps ahead as ever, and asks at times whether they would pay. What tries of
+them cost in truth, with the waits around them, is bounded by trial_budget.py. Free of torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
+from mllm_compile.runtime.schedule.trial_budget import TrialBudget
 from mllm_compile.runtime.speculation.depth import DepthByCost
 
 # Steps until depths are chosen anew: while drafts are off, and while they are accepted. It takes as long as a draft.
@@ -28,6 +30,7 @@ class _Planned:
         is_ahead: it was planned while the one before was in flight.
         is_on_device: the device makes its drafts.
         depths: [decodes] int: most tokens of each draft; None: none were asked for.
+        is_tried: drafts were asked for, or it waited for a step for which they were.
     """
 
     step_id: int
@@ -35,6 +38,7 @@ class _Planned:
     is_ahead: bool
     is_on_device: bool
     depths: np.ndarray | None
+    is_tried: bool
 
 
 class DraftDepths:
@@ -50,10 +54,12 @@ class DraftDepths:
     def __init__(self, num_rows: int, most: int, most_in_step: int) -> None:
         self.is_on = False
         self._by_cost = DepthByCost(num_rows, most, most_in_step)
+        self._budget = TrialBudget()
         self._depths = np.zeros(num_rows, dtype=np.int64)
         self._planned: deque[_Planned] = deque(maxlen=4)  # more than are in flight
         self._num_steps = 0  # planned since depths were chosen
         self._was_in_vain = False  # a draft since then
+        self._newest_ms = 0.0  # of the step that was taken in last
         self._are_alike = False
 
     def of(self, request: Request) -> int:
@@ -76,12 +82,13 @@ class DraftDepths:
     def choose(self, requests: Sequence[Request], num_decodes: int, most: int) -> None:
         """Chooses up to `most` for each of these requests, which may have drafts, among the next step's decodes."""
         rows = _rows_of(requests)
-        self._take(rows, self._by_cost.choose(rows, num_decodes, most))
+        self._take(rows, self._by_cost.choose(rows, num_decodes, most) if self._budget.is_left else None)
 
     def choose_alike(self, requests: Sequence[Request], num_decodes: int, depths: Sequence[int]) -> None:
         """Chooses one of `depths`, or none, for all of them: the device drafts."""
         rows = _rows_of(requests)
-        self._take(rows, self._by_cost.choose_alike(rows, num_decodes, depths) or None, are_alike=True)
+        depth = self._by_cost.choose_alike(rows, num_decodes, depths) if self._budget.is_left else 0
+        self._take(rows, depth or None, are_alike=True)
 
     def _take(self, rows: np.ndarray, depths: np.ndarray | int | None, are_alike: bool = False) -> None:
         self.is_on, self._num_steps, self._was_in_vain = depths is not None, 0, False
@@ -104,11 +111,14 @@ class DraftDepths:
         num_tokens = 0 if batch.num_prompt_tokens else batch.num_tokens
         if is_on_device:
             num_tokens = batch.num_decodes * int(batch.num_new.max())
-        self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, is_on_device, depths))
+        last = self._planned[-1] if self._planned else None
+        is_tried = depths is not None or (not is_ahead and last is not None and last.depths is not None)
+        self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, is_on_device, depths, is_tried))
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
         """A step took `ms` from the end of the one before."""
         step, following = self._find(batch.step_id), self._find(batch.step_id + 1)
+        self._newest_ms = ms
         if step is None or not step.num_tokens:
             return
         # On a CPU a step that is planned ahead has run when the one before is seen to end. So its time counts where
@@ -134,7 +144,13 @@ class DraftDepths:
             runs: its tokens; None: nothing was drafted.
         """
         step = self._find(batch.step_id)
-        if step is None or step.depths is None:
+        if step is None:
+            return
+        if step.num_tokens:
+            num_tokens = batch.num_decodes if runs is None else int(runs.counts[: batch.num_decodes].sum())
+            plain_ms = self._by_cost.times.of(batch.num_decodes).plain_ms
+            self._budget.pass_step(plain_ms, step.is_tried, self._newest_ms, num_tokens / batch.num_decodes)
+        if step.depths is None:
             return
         asked = step.depths > 0
         num_drafted = num_accepted = np.zeros(batch.num_decodes, dtype=np.int64)

@@ -4,6 +4,7 @@ noise."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from mllm_compile.engine import assemble
 from mllm_compile.engine.memory_plan import MemoryPlan
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.schedule.trial_budget import TrialBudget
+from mllm_compile.runtime.speculation.depth import DepthByCost
 from tests.gpu.test_speculation import NOISE, PROMPTS
 from tests.tiny_model import TINY
 
@@ -115,7 +118,11 @@ OTHERS = ({}, {"logprobs": 2}, {"presence_penalty": 0.2}, {"logit_bias": {11: 1.
 
 
 @pytest.mark.parametrize("most", [4, "auto"])
-def test_all_parameters_are_served_in_one_launch_while_one_runs(cache, launches, most):
+def test_all_parameters_are_served_in_one_launch_while_one_runs(cache, launches, most, monkeypatch):
+    """With `auto` all depths take turns: which ones pay is the GPU's to say, and of this model perhaps none."""
+    depths = count()
+    monkeypatch.setattr(TrialBudget, "is_left", True)
+    monkeypatch.setattr(DepthByCost, "choose_alike", lambda self, rows, num, of: of[next(depths) % len(of)])
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
     params = [SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True, **OTHERS[i % 6]) for i in range(12)]
     drafted, stats = answers(cache, params, prompts, most=most)

@@ -17,6 +17,7 @@ from mllm_compile.runtime.schedule.batch_builder import Drafted, RunningDecodes,
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns
+from mllm_compile.runtime.schedule.trial_budget import TrialBudget
 from mllm_compile.runtime.speculation.acceptance_rates import AcceptanceRates
 from mllm_compile.runtime.speculation.step_times import StepTimes
 from tests.runtime.schedule.scheduler_simulation import make_request
@@ -144,6 +145,32 @@ def test_drafts_in_vain_cost_at_most_a_fiftieth(ms_of, count, made, on_device):
     tried = world(count, 0.0, ms_of, made, host_ms=0.3, on_device=on_device)
     assert tried.run(100) > 0.95, "while it learns"
     assert tried.run(300) > 0.98
+
+
+@pytest.mark.parametrize("host_ms", [0.3, 0.8])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tries_in_vain_are_bounded_by_what_the_waits_around_them_cost_too(host_ms, on_device):
+    """A small model on a GPU: a verify step costs little, and the host's part of one that is not planned ahead much.
+    Answers of 160 tokens follow each other, and each new one is hoped to be fair."""
+    tried = world(1, 0.0, lambda num_tokens: 0.55 if num_tokens == 1 else 0.57, host_ms=host_ms, on_device=on_device)
+    paces = []
+    for _ in range(8):
+        tried.admitted = list(tried.requests)
+        paces.append(tried.run(160))
+    assert paces[0] > 0.93, "while it learns"
+    assert sum(paces[1:]) / 7 > 0.98
+    tried.rates[:] = 0.9
+    tried.run(400)
+    assert tried.run(100) > (1.5 if host_ms < 0.5 or on_device else 0.98)
+
+
+def test_one_long_wait_stops_tries_for_a_while_alone():
+    budget = TrialBudget()
+    budget.pass_step(1.0, True, 900.0, 1.0)
+    assert not budget.is_left
+    for _ in range(150):
+        budget.pass_step(1.0, False, 1.0, 1.0)
+    assert budget.is_left
 
 
 @pytest.mark.parametrize("ms_of", WORLDS)
