@@ -1,7 +1,8 @@
 """The drafter that is a model. Its keys are in pages of the model's ids: page tables and prefix hits are shared.
 
 Prompts enter its keys when the model computes them. Ahead of a verify step it computes the tokens that it lacks, one or
-two of each request, and then a token of all requests at a time. A draw uses the numbers that the model's draw at that
+two of each request, and then a token of all requests at a time. Of a cached prefix it computes what it has no keys of:
+the pages of an answer that was decoded without drafts lack them. A draw uses the numbers that the model's draw at that
 position will use (the same seed), so that the two agree more often (Daliri et al., arXiv 2408.07978).
 
 Shape legend: R requests that get drafts, K most tokens of a draft, T tokens of a pass.
@@ -27,6 +28,7 @@ from mllm_compile.runtime.sampling.state import SamplingState
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest
 from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step.written_pages import WrittenPages
 from mllm_compile.runtime.step_fields import StepFields
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class ModelDrafter:
         self._uploads = StagingRing(model.device)
         self._computed: dict[DraftedRequest, int] = {}  # tokens whose keys the draft model has
         self._broken: set[DraftedRequest] = set()  # its logits were no numbers
+        self._written = WrittenPages(model.token_to_kv_pool.num_pages, pages)
 
     # Prompts ----------------------------------------------------------------------------------------------------------
 
@@ -75,15 +78,42 @@ class ModelDrafter:
         Args:
             hidden_states: [T, …] of the step's tokens, where the model gives some.
         """
-        if not batch.num_prompt_tokens:
+        self._written.begin(batch.rows, batch.prefix_lens, batch.seq_lens)
+        for request in batch.admitted:
+            self._computed.pop(request, None)
+        parts = self._prompt_parts(batch) if batch.num_prompt_tokens else []
+        if not parts:
             return
-        first = batch.num_decodes
-        rows, num_new, starts = batch.rows[first:], batch.num_new[first:], batch.prefix_lens[first:]
-        for request, end in zip(batch.requests[first:], (starts + num_new).tolist(), strict=True):
-            self._computed[request] = end
-        forward_batch = self._extend(batch.prefill_token_ids, rows, num_new, starts)
+        rows, starts, token_ids = zip(*parts, strict=True)
+        num_new = np.array([ids.size for ids in token_ids], dtype=np.int32)
+        starts_of = np.array(starts, dtype=np.int32)
+        forward_batch = self._extend(np.concatenate(token_ids), np.array(rows, dtype=np.int64), num_new, starts_of)
         forward_batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=self._model.device)  # none is used
         self._model.forward(forward_batch)
+
+    def _prompt_parts(self, batch: ScheduledBatch) -> list[tuple[int, int, np.ndarray]]:
+        """(row, start, tokens [n] int64) of the step's prompts, and of what their cached prefixes lack. Where a pass
+        has no room for that, the first pass of a draft has."""
+        parts: list[tuple[int, int, np.ndarray]] = []
+        room = self._model.config.runtime.max_num_batched_tokens - batch.num_prompt_tokens
+        place = 0  # of the request's tokens among those of prompts
+        for index in range(batch.num_decodes, batch.num_requests):
+            request, row, start = batch.requests[index], int(batch.rows[index]), int(batch.prefix_lens[index])
+            token_ids = batch.prefill_token_ids[place : place + int(batch.num_new[index])]
+            place += token_ids.size
+            known = self._computed.get(request)
+            if known is None:
+                known = self._computed[request] = self._written.num_written(row, start)
+            if start - known > room:
+                continue
+            room -= start - known
+            end = start + token_ids.size
+            if known < start:
+                token_ids = np.concatenate([np.array(tokens_of(request, known, start), dtype=np.int64), token_ids])
+            parts.append((row, known, token_ids))
+            self._computed[request] = end
+            self._written.end(row, end)
+        return parts
 
     def catch_up(self, batch: ScheduledBatch) -> None:
         """Called ahead of a verify step, where a pass behind such steps is captured (cuda_graph/draft_chain.py)."""
@@ -106,7 +136,9 @@ class ModelDrafter:
         return [found.get(one.request, ()) for one in asked]
 
     def end(self, request: DraftedRequest) -> None:
-        self._computed.pop(request, None)
+        computed = self._computed.pop(request, None)
+        if computed is not None and request.row >= 0 and request not in self._broken:
+            self._written.end(request.row, min(computed, num_tokens_of(request) - 1))
         self._broken.discard(request)
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
@@ -117,6 +149,7 @@ class ModelDrafter:
                 continue
             # Behind tokens that were drafted in vain there may be more keys.
             start = min(self._computed.get(one.request, 0), one.num_computed)
+            self._written.end(one.request.row, start)
             num_lacking = one.num_computed + 1 - start
             num_new = min(num_lacking, room)
             room -= num_new
@@ -188,6 +221,7 @@ class ModelDrafter:
         """Clears a request's pages of the draft model, which may hold NaN: it gets no more drafts."""
         self._broken.add(asked.request)
         num_pages = (asked.num_computed + asked.most) // self._pages.page_size + 1
+        self._written.clear(asked.pages[:num_pages])
         pages = upload(asked.pages[:num_pages].astype(np.int64), self._model.device)
         self._model.token_to_kv_pool.clear_pages(pages)
 
@@ -259,6 +293,18 @@ class ModelDrafter:
             extend_seq_lens_cpu=torch.from_numpy(num_new.astype(np.int32)),
             extend_prefix_lens_cpu=torch.from_numpy(starts.astype(np.int32)),
         )
+
+
+def num_tokens_of(request: DraftedRequest) -> int:
+    """Tokens of a request that the host knows."""
+    return len(request.prompt_token_ids) + len(request.output_token_ids)
+
+
+def tokens_of(request: DraftedRequest, start: int, end: int) -> list[int]:
+    """Those of a request from `start` on."""
+    count = len(request.prompt_token_ids)
+    output = request.output_token_ids[max(0, start - count) : max(0, end - count)]
+    return [*request.prompt_token_ids[start:end], *output]
 
 
 def _newest(request: DraftedRequest, count: int) -> Sequence[int]:

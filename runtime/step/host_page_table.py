@@ -40,6 +40,10 @@ class HostPageTable:
         slots: np.ndarray = self._table[rows, pages].astype(np.int64) * self.page_size + offsets
         return slots
 
+    def page(self, row: int, position: int) -> int:
+        """The id of a row's page."""
+        return int(self._table[row, position])
+
     def pages_of(self, rows: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """[P] int32: the pages of so many tokens of each row, [R] int each, one row's behind another's."""
         counts = (-(-seq_lens // self.page_size)).tolist()

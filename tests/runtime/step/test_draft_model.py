@@ -95,6 +95,22 @@ def test_a_prefix_hit_brings_the_draft_models_keys():
     assert request.num_cached_tokens == 28
 
 
+@pytest.mark.parametrize("chunk", [64, 12])
+def test_keys_of_an_answer_that_had_no_drafts_are_made_when_it_is_a_prefix(chunk, monkeypatch):
+    """Where the prompt leaves the pass no room for them, the first pass of a draft makes them."""
+    loop = Loop(make_runner(draft_model=TinyModel(SAME), max_num_batched_tokens=chunk), True, num_drafted=3)
+    with monkeypatch.context() as without_drafts:
+        without_drafts.setattr(loop.scheduler._drafts, "may_draft", lambda request: False)
+        first = loop.add(PROMPTS[0], max_tokens=24)
+        loop.run()
+    prompt = [*PROMPTS[0], *first.output_token_ids, 5, 7, 9]
+    for _ in range(2):  # the second reads what the first was to make
+        request = loop.add(prompt, max_tokens=13)
+        loop.run()
+        assert request.num_cached_tokens >= 20
+        assert request.num_drafted_tokens == request.num_accepted_tokens > 0
+
+
 def test_requests_that_had_no_room_for_drafts_catch_up():
     """Four decodes fill a step; when two have ended, the draft model lacks many tokens of the others."""
     requests = [{"prompt": prompt, "max_tokens": 10 + 14 * (i % 2)} for i, prompt in enumerate(PROMPTS)]
