@@ -38,7 +38,7 @@ class ProfiledModel(CapturableModel, Protocol):
     feature_pool: FeaturePool | None
 
     @property
-    def drafter(self) -> ProfiledModel | None: ...
+    def drafters(self) -> Sequence[ProfiledModel]: ...
 
     @property
     def captures_graphs(self) -> bool: ...
@@ -72,10 +72,10 @@ def count_pages(runner: ProfiledModel) -> int:
     """
     config = runner.config
     if runner.device.type == "cuda":
-        runners = [runner] if runner.drafter is None else [runner, runner.drafter]
+        runners = [runner, *runner.drafters]
         bytes_each: list[int] = []
         budget = cuda_kv_budget(config.runtime, runner.device, partial(_run_largest_batches, runners, bytes_each))
-        if runner.drafter is not None:
+        if runner.drafters:
             num_bytes = config.num_kept_hidden_states * bytes_each[0]
             budget = budget.without(num_bytes, "hidden states that drafts are made of")
         if graph_bytes := _graph_bytes([one for one in runners if one.captures_graphs]):

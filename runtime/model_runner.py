@@ -72,6 +72,7 @@ class ModelRunner(RunnerSizes):
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
         drafter: runs the draft model, over pages of the same ids and the same rows; None: no tokens are drafted by one.
+            It may have one itself, which drafts the token behind its own.
         draft_chain: the drafter's pass behind captured verify steps; None: it has none.
         step_threads: the CPU's threads of each kind of step; None: they are not changed from step to step.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
@@ -123,7 +124,7 @@ class ModelRunner(RunnerSizes):
             with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
-                for one in (*self._drafters, self):  # the drafter's pass may be captured behind verify steps
+                for one in (*self.drafters, self):  # the drafter's pass may be captured behind verify steps
                     with stage("prepare attention"):
                         one.init_attention_backend()
                     with stage("capture graphs"):
@@ -133,8 +134,9 @@ class ModelRunner(RunnerSizes):
             raise
 
     @property
-    def _drafters(self) -> tuple[ModelRunner, ...]:
-        return () if self.drafter is None else (self.drafter,)
+    def drafters(self) -> tuple[ModelRunner, ...]:
+        """The runner of the draft model, that of the one that drafts on from it, and so on."""
+        return () if self.drafter is None else (self.drafter, *self.drafter.drafters)
 
     def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Load program and weights, and meet other ranks, which is under way meanwhile."""
@@ -241,6 +243,8 @@ class ModelRunner(RunnerSizes):
         self.row_state = RowState(num_rows, self.vocab_size, self.device, target.row_state.sampling)
         self.state_pool = GDNPool(1, (), self.device)
         self.feature_pool = None
+        if self.drafter is not None:
+            self.drafter.share_rows(target)
 
     @property
     def always_takes_features(self) -> bool:
@@ -627,9 +631,9 @@ class ModelRunner(RunnerSizes):
 
     def sleeping_memory(self) -> SleepingMemory:
         """The memory that can be given back in place."""
-        runners = (self, *self._drafters)
+        runners = (self, *self.drafters)
         kv_cache = [one.kv_arena for one in runners if one.kv_arena is not None]
-        kept = [one.model.arena for one in self._drafters if one.model.arena is not None]
+        kept = [one.model.arena for one in self.drafters if one.model.arena is not None]
         return SleepingMemory(self.device, self.model.arena, kept, kv_cache)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
@@ -642,7 +646,7 @@ class ModelRunner(RunnerSizes):
         page_size, routes = self.config.runtime.page_size, self.expert_routes
         own = KVPool.bytes_per_page(page_size, self._kv_shapes(), self.config.kv_cache_dtype)
         own += 0 if routes is None else routes.bytes_per_slot * page_size
-        return own + sum(one.kv_bytes_per_page for one in self._drafters)
+        return own + (0 if self.drafter is None else self.drafter.kv_bytes_per_page)
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype

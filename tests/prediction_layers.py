@@ -19,31 +19,37 @@ OF_ITS_OWN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 KINDS_OF_LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 
 
-def save_with_prediction_layer(architecture: str, folder: Path, **changes: Any) -> Any:
-    """Writes a random float32 model and its prediction layer, in the format that such checkpoints have; returns its
+def save_with_prediction_layer(architecture: str, folder: Path, num_layers: int = 1, **changes: Any) -> Any:
+    """Writes a random float32 model and its prediction layers, in the format that such checkpoints have; returns its
     config, with these `changes`."""
     from safetensors.torch import load_file, save_file
 
     config = config_of_architecture(architecture, eos_token_id=None, bos_token_id=None, **changes)
     first = config.num_hidden_layers
-    one_more = copy.deepcopy(config)
-    one_more.num_hidden_layers = first + 1
+    more = copy.deepcopy(config)
+    more.num_hidden_layers = first + num_layers
     for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if getattr(config, name, None) is not None:
-            setattr(one_more, name, [*getattr(config, name), kind])
-    save_tiny_model(one_more, folder)
+            setattr(more, name, [*getattr(config, name), *[kind] * num_layers])
+    save_tiny_model(more, folder)
     (path,) = folder.glob("*.safetensors")
-    start, is_of_its_own = f"model.layers.{first}.", architecture in OF_ITS_OWN
-    tensors = {
-        f"mtp.layers.0.{name.removeprefix(start)}" if is_of_its_own and name.startswith(start) else name: tensor
-        for name, tensor in load_file(path).items()
-    }
-    tensors |= _around_the_layer("mtp." if is_of_its_own else start, config.hidden_size, is_of_its_own)
-    if architecture == "deepseek_v3":  # its checkpoint holds these again
-        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-        tensors |= {f"{start}{to}.weight": tensors[f"{of}.weight"].clone() for to, of in copies.items()}
+    tensors, is_of_its_own = load_file(path), architecture in OF_ITS_OWN
+    for number in range(num_layers):
+        start = f"model.layers.{first + number}."
+        if is_of_its_own:
+            tensors = {
+                f"mtp.layers.{number}.{name.removeprefix(start)}" if name.startswith(start) else name: tensor
+                for name, tensor in tensors.items()
+            }
+        around = "mtp." if is_of_its_own else start
+        tensors |= _around_the_layer(around, config.hidden_size, is_of_its_own, 5 + number)
+        if architecture == "deepseek_v3":  # its checkpoint holds these again
+            copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+            tensors |= {f"{start}{to}.weight": tensors[f"{of}.weight"].clone() for to, of in copies.items()}
+    if num_layers > 1:
+        config.num_mtp_layers = num_layers
     save_file(tensors, path, metadata={"format": "pt"})
-    config.architectures = one_more.architectures
+    config.architectures = more.architectures
     config.save_pretrained(folder)
     return config
 
@@ -68,12 +74,12 @@ def save_vision_with_prediction_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _around_the_layer(start: str, size: int, is_of_its_own: bool) -> dict[str, torch.Tensor]:
+def _around_the_layer(start: str, size: int, is_of_its_own: bool, seed: int = 5) -> dict[str, torch.Tensor]:
     """The norms and the projection around a layer, random, whose names begin with `start`."""
     names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
     if is_of_its_own:
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     *norms, projection = (f"{start}{name}.weight" for name in names)
     tensors = {name: (0.0 if is_of_its_own else 1.0) + 0.3 * torch.randn(size) for name in norms}
     return tensors | {projection: torch.randn(size, 2 * size) * (2 * size) ** -0.5}
@@ -82,17 +88,18 @@ def _around_the_layer(start: str, size: int, is_of_its_own: bool) -> dict[str, t
 class TransformersDrafts:
     """Transformers' model and its MtpModel, without a cache: texts are computed whole."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_layers: int = 1) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.modeling_layers import MtpModel
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         config = self.model.config
-        ours = (rf"model\.layers\.{config.num_hidden_layers}\.", r"^mtp\.")
+        numbers = range(config.num_hidden_layers, config.num_hidden_layers + num_layers)
+        ours = (*(rf"model\.layers\.{number}\." for number in numbers), r"^mtp\.")
         self.model._keys_to_ignore_on_load_unexpected = list(ours)  # the first names the layers of the published sizes
-        config.num_mtp_layers = 1
+        config.num_mtp_layers = num_layers
         if getattr(config, "layer_types", None) is not None:
-            config.mtp_layer_types = ["full_attention"]
+            config.mtp_layer_types = ["full_attention"] * num_layers
         self.layer: Any = MtpModel.from_pretrained(self.model).eval()
 
     @torch.no_grad()
@@ -105,9 +112,13 @@ class TransformersDrafts:
 
     @torch.no_grad()
     def draft(self, token_ids: Sequence[int], count: int, known: Sequence[int] | None = None) -> list[int]:
-        """The most probable tokens behind a text, by the first layer again and again; of `known` ones alone."""
+        """The most probable tokens behind a text: of one layer, again and again, or of several in turn; of `known` ones
+        alone."""
         ids = torch.tensor([token_ids])
         hidden = self.model(input_ids=ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
+        if len(self.layer.layers) > 1:
+            positions = torch.arange(1, ids.shape[1])[None]
+            return self.layer(ids[:, 1:], hidden, None, positions, None)[0][0, :count].tolist()
         drafted: list[int] = []
         for _ in range(count):
             shifted = torch.cat([ids[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=1)

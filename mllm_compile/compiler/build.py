@@ -117,8 +117,10 @@ def _with_drafter(
     with a line where it is refused; such a runtime's config names another method, under the same key."""
     if target.drafter is None:
         return target, None
+    timeline.announce(f"compiling its draft model {target.drafter.config.model.source} first")
+    check_tokenizers(target.config, target.model.path, target.drafter.model.path)
     try:
-        return target, _write_drafter(folder, target, options, timeline)
+        return target, _write_drafter(folder, target.config, target.drafter, options, timeline)
     except (UnsupportedModelError, CheckpointError, CompileError) as error:
         other = target.without_drafter
         if other is None:
@@ -129,13 +131,14 @@ def _with_drafter(
         return other, None
 
 
-def _write_drafter(folder: Path, target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
-    """Compiles the draft model, which is the faster of the two, into a new folder of the runtime's, and opens it."""
-    config, drafter = target.config, target.drafter
-    assert drafter is not None, "the caller has looked"
-    check_tokenizers(config, target.model.path, drafter.model.path)
-    timeline.announce(f"compiling its draft model {drafter.config.model.source} first")
+def _write_drafter(
+    folder: Path, config: ResolvedConfig, drafter: Target, options: CompileOptions, timeline: Timeline
+) -> Artifact:
+    """Compiles a draft model, which is faster than the model of `config`, and those that draft on from it, into a new
+    folder of the runtime's; opens it."""
     folder.mkdir(mode=0o700)
+    if drafter.drafter is not None:
+        _write_drafter(folder / DRAFTER, config, drafter.drafter, options, timeline)
     with told_of_draft_model(config):
         _write(folder, drafter, options, timeline)
         artifact = open_artifact(folder)

@@ -6,13 +6,14 @@ It is compiled like any model, into a folder of the model's runtime. Both have t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig, SpeculativeConfig
@@ -26,11 +27,14 @@ from mllm_compile.text.tokenizer import load_tokenizer
 _TOLD = 3  # differing tokens in a message
 
 
-def as_part(config: ResolvedConfig, drafter: ResolvedConfig) -> ResolvedConfig:
-    """The drafter's config, where it is a part of the model of `config`, or its head is to be cut."""
-    part = "prediction" if config.speculative.method == "mtp" else "whole"
-    changes = {"part": part, "token_map": config.speculative.token_map}
-    return drafter.model_copy(update={"model": drafter.model.model_copy(update=changes)})
+def as_parts(config: ResolvedConfig, drafter: ResolvedConfig, model: ModelFolder) -> list[ResolvedConfig]:
+    """The drafter's config, and those of what drafts on from it: each of the model's prediction layers, where they
+    draft. Their heads are cut, where that is asked for."""
+    numbers: Sequence[int | None] = [None]
+    if config.speculative.method == "mtp":
+        numbers = range(max(1, num_prediction_layers(model)))
+    changes = [{"prediction_layer": number, "token_map": config.speculative.token_map} for number in numbers]
+    return [drafter.model_copy(update={"model": drafter.model.model_copy(update=one)}) for one in changes]
 
 
 def draft_config(config: ResolvedConfig) -> EngineConfig:
@@ -100,6 +104,8 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
             f"speculative.model {short_repr(config.speculative.model)} is a head of kind {short_repr(kind)}: "
             f"{f'set speculative.method: {fitting[0]}' if fitting else 'use another one'}, or use a draft model."
         )
+    if config.speculative.method == "mtp":
+        _check_layers(config, model)
     limit, length = longest_text(drafter), config.runtime.max_model_len
     if limit is not None and length > limit:
         raise ConfigError(
@@ -126,10 +132,20 @@ def _check_head(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder
         )
 
 
+def _check_layers(config: ResolvedConfig, model: ModelFolder) -> None:
+    """Compares a draft's tokens with prediction layers: several draft one each, and one alone any number."""
+    count, asked = num_prediction_layers(model), config.speculative.most_drafted
+    if count > 1 and asked > count and not config.speculative.by_cost:
+        raise ConfigError(
+            f"speculative.num_speculative_tokens is {asked}, and the checkpoint's {count} layers for multi-token "
+            f"prediction draft a token each. Set it to {count} or less, or to auto."
+        )
+
+
 def places_read(config: ResolvedConfig, num_layers: int) -> tuple[int, ...]:
     """The places of the hidden states that the config's drafter reads, of a model of so many layers; none without one
     that reads some (model/hidden_states.py)."""
-    if config.speculative.method == "mtp" and config.model.part == "whole":
+    if config.speculative.method == "mtp":
         return (LAST_HIDDEN_STATE,)
     if config.speculative.method not in KINDS_OF_METHODS or config.speculative.model is None:
         return ()

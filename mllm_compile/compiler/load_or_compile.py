@@ -87,10 +87,23 @@ def _drafter_of(target: Target, model: Artifact, options: CompileOptions, timeli
         artifact = serving(artifact, target.config, target.weights, place)
     if options.verify_weights:
         artifact = verified(artifact, target.weights, target.model.path, place, timeline)
-    root = artifact.weights_root(target.model.path)
-    return CompiledRuntime(
-        artifact, target.config, root, True, serves(artifact.manifest, target.config, target.weights)
+    compiled = CompiledRuntime(
+        artifact,
+        target.config,
+        artifact.weights_root(target.model.path),
+        True,
+        serves(artifact.manifest, target.config, target.weights),
     )
+    if target.drafter is None:
+        return compiled
+    further = _drafter_of(target.drafter, artifact, options, timeline)
+    return replace(compiled, serves_same=compiled.serves_same and further.serves_same, drafter=further)
+
+
+def _check_drafters(model: Artifact) -> None:
+    """Opens a runtime's draft model, and those that draft on from it."""
+    while DRAFT_MODEL in model.factors:
+        model = _open_drafter(model)
 
 
 def _open_drafter(model: Artifact) -> Artifact:
@@ -135,7 +148,8 @@ def _stored_drafter(model: Artifact) -> CompiledRuntime:
     root = artifact.weights_root(Path(weights.folder))
     with artifact.trusted.naming_itself():
         weights.check_headers(root)
-    return CompiledRuntime(artifact, config, root, True, True)
+    further = _stored_drafter(artifact) if DRAFT_MODEL in artifact.factors else None
+    return CompiledRuntime(artifact, config, root, True, True, drafter=further)
 
 
 def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]) -> Artifact | None:
@@ -150,7 +164,7 @@ def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]
                 with artifact.trusted.naming_itself():
                     artifact.manifest.weights.check_headers(artifact.trusted.pinned_path)
             if target.drafter is not None and _has_drafter(artifact):
-                _open_drafter(artifact)
+                _check_drafters(artifact)
             elif target.drafter is not None and target.without_drafter is None:
                 raise ArtifactError(f"{target.folder} was compiled without a draft model; it is compiled again")
             return artifact

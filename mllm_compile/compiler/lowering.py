@@ -90,7 +90,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.model.cut_head import with_cut_head
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
-        from mllm_compile.model.prediction import build_prediction, line_on_further_layers, read_prediction
+        from mllm_compile.model.prediction import build_prediction, read_prediction
 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
@@ -103,9 +103,8 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
             from mllm_compile.model.heads import build_head_on_meta
 
             whole = build_head_on_meta(model.path, dtype)
-        hf_model = build_prediction(whole) if config.model.part == "prediction" else whole
-    if config.model.part == "prediction" and (line := line_on_further_layers(whole)):
-        reporter.announce(line)
+        number = config.model.prediction_layer
+        hf_model = whole if number is None else build_prediction(whole, number)
     token_ids = () if config.model.token_map is None else read_token_map(config.model.token_map)
     if config.model.load_format == "dummy":
         hf_model = with_cut_head(hf_model, token_ids) if token_ids else hf_model
@@ -115,8 +114,8 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         untie_stored_apart(tensors, whole.model)
         tensors, lent = with_lent(config, model, tensors)
         table = read_checkpoint(tensors, whole.model, lent)
-        if config.model.part == "prediction":
-            table = read_prediction(tensors, whole, hf_model, table)
+        if number is not None:
+            table = read_prediction(tensors, whole, hf_model, table, number)
         if token_ids:
             hf_model = with_cut_head(hf_model, token_ids)
             head = hf_model.embedding_and_head()[1]

@@ -6,13 +6,13 @@ Compiles nothing and opens no runtime.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.checkpoint.files import WeightFiles, data_identity, weight_files
 from mllm_compile.compiler.draft_model import (
-    as_part,
+    as_parts,
     check_folders,
     draft_config,
     told_of_draft_model,
@@ -39,7 +39,7 @@ class Target:
     """The runtime that a config asks for, and the folder where it is or would be.
 
     Attributes:
-        drafter: its draft model's, in a folder of this one; None: it has none.
+        drafter: its draft model's, in a folder of this one; None: it has none. It may have one itself, which drafts on.
     """
 
     config: ResolvedConfig
@@ -86,13 +86,9 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     output = None if options.output is None else Path(os.path.realpath(options.output))
     folder = output or _cached_folder(resolved, model, packed)
     if options.pack_weights or _is_of(folder, packed):
-        if drafter is not None:
-            drafter = replace(drafter, factors=_packed_factors(drafter), folder=folder / DRAFTER)
-        return Target(resolved, model, weights, packed, folder, drafter)
+        return Target(resolved, model, weights, packed, folder, _placed(drafter, folder, is_packed=True))
     folder = output or _cached_folder(resolved, model, factors)
-    if drafter is not None:
-        drafter = replace(drafter, folder=folder / DRAFTER)
-    return Target(resolved, model, weights, factors, folder, drafter)
+    return Target(resolved, model, weights, factors, folder, _placed(drafter, folder, is_packed=False))
 
 
 def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:
@@ -106,9 +102,27 @@ def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:
         drafter = open_model_folder(asked.model, asked.cache.dir)
         check_folders(config, model, drafter)
         drafter = with_lender(drafter, model)
-        resolved = as_part(config, resolve(asked, drafter, detect_device(config.runtime.device)))
+        parts = as_parts(config, resolve(asked, drafter, detect_device(config.runtime.device)), model)
     weights = weight_files(drafter.path, drafter.files_read)
-    return Target(resolved, drafter, weights, key_factors(resolved, drafter, weights), Path())
+    first, *further = [Target(part, drafter, weights, key_factors(part, drafter, weights), Path()) for part in parts]
+    return _followed_by(first, further)
+
+
+def _followed_by(drafter: Target, further: Sequence[Target]) -> Target:
+    """A drafter with those that draft on from it, one after another."""
+    if not further:
+        return drafter
+    following = _followed_by(further[0], further[1:])
+    return replace(drafter, factors={**drafter.factors, **_draft_factor(following.factors)}, drafter=following)
+
+
+def _placed(drafter: Target | None, folder: Path, is_packed: bool) -> Target | None:
+    """A drafter of the runtime in `folder`, with the folder that it gets there; packed where the runtime is."""
+    if drafter is None:
+        return None
+    own = folder / DRAFTER
+    factors = _packed_factors(drafter) if is_packed else drafter.factors
+    return replace(drafter, factors=factors, folder=own, drafter=_placed(drafter.drafter, own, is_packed))
 
 
 def _naming(config: ResolvedConfig, drafter: Target) -> ResolvedConfig:
@@ -119,7 +133,8 @@ def _naming(config: ResolvedConfig, drafter: Target) -> ResolvedConfig:
 
 
 def _packed_factors(drafter: Target) -> dict[str, str]:
-    return {**drafter.factors, PACKED_WEIGHTS: data_identity(drafter.model.files_read)}
+    further = {} if drafter.drafter is None else _draft_factor(_packed_factors(drafter.drafter))
+    return {**drafter.factors, PACKED_WEIGHTS: data_identity(drafter.model.files_read), **further}
 
 
 def _draft_factor(factors: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.prediction_layer import has_prediction_layer
+from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
@@ -145,7 +145,7 @@ def _speculative(
     asked: SpeculativeConfig, model: ModelFolder, runtime: RuntimeSection, choices: AutoChoices
 ) -> SpeculativeSection:
     def choose() -> tuple[str, str]:
-        if runtime.num_ranks == 1 and not runtime.skip_compiled and has_prediction_layer(model):
+        if runtime.num_ranks == 1 and not runtime.skip_compiled and num_prediction_layers(model):
             return "mtp", "the checkpoint has a layer for multi-token prediction"
         return METHOD_WITHOUT_WEIGHTS, "it needs no weights, and knows past answers too"
 

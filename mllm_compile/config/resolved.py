@@ -37,9 +37,9 @@ Quantization = Literal["none", "dequantize", "keep", "keep_a8", "fp8", "int8", "
 
 
 class ResolvedModel(_Resolved):
-    """`source` is model.path as it was asked for, `folder` the local folder that it was found in. `part` of a drafter
-    that is a part of the model: its layer for multi-token prediction. `token_map` is the file of the tokens that a
-    drafter's head is cut to."""
+    """`source` is model.path as it was asked for, `folder` the local folder that it was found in. `prediction_layer` of
+    a drafter that is a part of the model: the number of its layer for multi-token prediction. `token_map` is the file
+    of the tokens that a drafter's head is cut to."""
 
     source: str
     folder: str
@@ -49,7 +49,7 @@ class ResolvedModel(_Resolved):
     quantization: Quantization
     trust_remote_code: bool
     split_special_tokens: bool
-    part: Literal["whole", "prediction"] = "whole"
+    prediction_layer: int | None = None
     token_map: str | None = None
 
     @property
@@ -103,7 +103,7 @@ class ResolvedConfig(_Resolved):
         """A config that asks for the same of the same checkpoint, wherever resolved; sizes of CUDA graphs are auto."""
         sections = self.model_dump(mode="json")
         model, runtime = sections["model"], sections["runtime"]
-        del model["source"], model["part"], model["token_map"]
+        del model["source"], model["prediction_layer"], model["token_map"]
         model |= {"path": model.pop("folder"), "revision": None}
         if runtime["max_step_ms"] == "tenfold":
             runtime["max_step_ms"] = "auto"

@@ -274,7 +274,8 @@ def _start_runner(
 
 
 def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Timeline) -> ModelRunner | None:
-    """A runner of the draft model, where the runtime has one; its pages are as many as the model's.
+    """A runner of the draft model, where the runtime has one; its pages are as many as the model's. With it come those
+    that draft on from it.
 
     Args:
         source: of the model.
@@ -285,7 +286,8 @@ def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Time
     settings = runner_config(drafter.config)
     if drafter.artifact.program.block is not None:
         settings = replace(settings, most_chained=MOST_VERIFIED)
-    return ModelRunner(settings, model_source(drafter, timeline, source))
+    following = _draft_runner(drafter, source, timeline)
+    return ModelRunner(settings, model_source(drafter, timeline, source), drafter=following)
 
 
 def _initialized(

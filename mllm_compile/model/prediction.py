@@ -2,8 +2,8 @@
 
 It reads the model's hidden states beside tokens, and gives logits and hidden states of its own. It is built as
 Transformers' MtpModel builds it: norms of both, a projection of the two beside each other, one of the model's decoder
-layers and a norm. Embedding and head are the model's. Of several such layers the first is taken, and run again on its
-own hidden states, as others do (vLLM, SGLang).
+layers and a norm. Embedding and head are the model's. Of several such layers each is a model: the next one reads the
+hidden states of the one before.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ _COPIES = r"(^|\.)(embed_tokens\.weight|shared_head\.head\.weight)$"  # of the m
 
 
 class PredictionModel(MtpModel):
-    """The first prediction layer as a causal LM: token ids and hidden states → logits."""
+    """A prediction layer as a causal LM: token ids and hidden states → logits."""
 
     _keys_to_ignore_on_load_unexpected = [_COPIES]  # noqa: RUF012  # Transformers' attribute
 
-    def __init__(self, main_model: PreTrainedModel) -> None:
-        super().__init__(main_model, 1)
+    def __init__(self, main_model: PreTrainedModel, number: int, count: int) -> None:
+        """Args: number: of the layer, among `count`."""
+        super().__init__(main_model, count)
+        self._number = number
+        for other in {*range(count)} - {number}:
+            self.layers[other] = torch.nn.Identity()
         # Transformers' rules go by the name of its own class.
-        self.weight_conversions = MtpModel(main_model, 1).get_weight_conversions(main_model)
+        self.weight_conversions = MtpModel(main_model, count).get_weight_conversions(main_model)
 
     def get_decoder(self) -> torch.nn.Module:
         """The module that gives what the head reads."""
-        decoder: torch.nn.Module = self.shared_post_norm if self.use_shared_post_norm else self.layers[0]
+        decoder: torch.nn.Module = self.shared_post_norm if self.use_shared_post_norm else self.layers[self._number]
         return decoder
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -74,26 +78,30 @@ class PredictionModel(MtpModel):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         if hidden_states is None:
             hidden_states = self.embed_tokens(input_ids)
-        hidden_states = self.forward_layer(0, hidden_states, position_ids, None, input_ids=input_ids)
+        hidden_states = self.forward_layer(self._number, hidden_states, position_ids, None, input_ids=input_ids)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=self._project_to_logits(hidden_states[:, kept, :]))
 
 
-def build_prediction(main: HFModel) -> HFModel:
-    """The prediction layer of a model on meta, on meta too.
+def build_prediction(main: HFModel, number: int) -> HFModel:
+    """A prediction layer of a model on meta, on meta too.
+
+    Args:
+        number: of the layer, from 0 on.
 
     Raises:
         UnsupportedModelError: the model has none, or one that is not built.
     """
     model_type = main.model.config.model_type
+    count = max(_num_layers(main), number + 1)
     if not _num_layers(main):
         raise UnsupportedModelError(
             f"speculative.method is mtp, and config.json of this {model_type!r} model names no layer for multi-token "
             "prediction (num_nextn_predict_layers). Use another method."
         )
     building = refusing(f"the prediction layer of {model_type!r} models cannot be built")
-    with building, _with_one_layer(main), torch.device("meta"), _default_dtype(main.model.dtype):
-        model: Any = PredictionModel(main.model)
+    with building, _with_layers(main, count), torch.device("meta"), _default_dtype(main.model.dtype):
+        model: Any = PredictionModel(main.model, number, count)
     model.eval().requires_grad_(False)
     constants, unknown, tables = compute_constants(model)
     rope, of_rope = follow_rope(model)
@@ -102,18 +110,19 @@ def build_prediction(main: HFModel) -> HFModel:
 
 
 def read_prediction(
-    tensors: CheckpointTensors, main: HFModel, built: HFModel, table: Mapping[str, PlannedTensor]
+    tensors: CheckpointTensors, main: HFModel, built: HFModel, table: Mapping[str, PlannedTensor], number: int
 ) -> dict[str, PlannedTensor]:
-    """Says for each key of the prediction layer what of the model's checkpoint fills it.
+    """Says for each key of a prediction layer what of the model's checkpoint fills it.
 
     Args:
         table: the same of the model.
+        number: of the layer.
 
     Raises:
         CheckpointError: the checkpoint lacks the layer, or a part of it.
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
-    names = [name for name in tensors.planned if is_of_prediction(main, name)]
+    names = [name for name in tensors.planned if is_of_prediction(main, name, number)]
     if not names:
         raise CheckpointError(
             "speculative.method is mtp, and the checkpoint has no tensors of a layer for multi-token prediction. Take "
@@ -123,18 +132,12 @@ def read_prediction(
     return read_part(tensors, names, {key: table[name] for key, name in shared.items()}, built.model)
 
 
-def is_of_prediction(main: HFModel, name: str) -> bool:
-    """True if a tensor of the model's checkpoint has this name for a part of the first prediction layer."""
+def is_of_prediction(main: HFModel, name: str, number: int) -> bool:
+    """True if a tensor of the model's checkpoint has this name for a part of such a prediction layer."""
     if _OF_ITS_OWN.search(name):
-        number = re.search(r"\.layers\.(\d+)\.", name)
-        return number is None or number[1] == "0"
-    return re.search(rf"(^|\.)layers\.{main.text_config.num_hidden_layers}\.", name) is not None
-
-
-def line_on_further_layers(main: HFModel) -> str | None:
-    """The line on prediction layers that are not used, or None."""
-    count = _num_layers(main)
-    return f"the first of {count} layers for multi-token prediction makes all of a draft" if count > 1 else None
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        return found is None or int(found[1]) == number
+    return re.search(rf"(^|\.)layers\.{main.text_config.num_hidden_layers + number}\.", name) is not None
 
 
 def _num_layers(main: HFModel) -> int:
@@ -145,15 +148,15 @@ def _num_layers(main: HFModel) -> int:
 
 
 @contextmanager
-def _with_one_layer(main: HFModel) -> Iterator[None]:
+def _with_layers(main: HFModel, count: int) -> Iterator[None]:
     """Within the context the model's config says of prediction layers what Transformers asks it."""
     config: Any = main.text_config
     kinds = getattr(config, "layer_types", None)
-    said: dict[str, Any] = {"num_mtp_layers": 1}
+    said: dict[str, Any] = {"num_mtp_layers": count}
     if kinds is not None and getattr(config, "mtp_layer_types", None) is None:
-        said["mtp_layer_types"] = ["full_attention"]
+        said["mtp_layer_types"] = ["full_attention"] * count
     if getattr(config, "mlp_layer_types", None) is not None and getattr(config, "mtp_mlp_layer_types", None) is None:
-        said["mtp_mlp_layer_types"] = ["sparse"]
+        said["mtp_mlp_layer_types"] = ["sparse"] * count
     before = {name: getattr(config, name) for name in said if hasattr(config, name)}
     try:
         for name, value in said.items():

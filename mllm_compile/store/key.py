@@ -144,7 +144,8 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
 
 def _part(config: ResolvedConfig) -> dict[str, str]:
     """The part of a model that a drafter is; of a whole one no factor."""
-    return {} if config.model.part == "whole" else {"part": config.model.part}
+    number = config.model.prediction_layer
+    return {} if number is None else {"part": f"prediction layer {number}"}
 
 
 def _token_map(config: ResolvedConfig) -> dict[str, str]:

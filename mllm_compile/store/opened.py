@@ -20,7 +20,7 @@ class CompiledRuntime:
         was_cached: nothing had to be compiled.
         serves_same: opening the folder directly gives the same config and checkpoint.
         stages: (name, seconds), in order.
-        drafter: its draft model's, where it has one.
+        drafter: its draft model's, where it has one; which may have one itself, that drafts on.
     """
 
     artifact: Artifact

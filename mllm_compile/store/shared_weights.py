@@ -29,13 +29,14 @@ def shared_weights(model: CompiledRuntime, drafter: CompiledRuntime) -> dict[str
 
 
 def num_weight_bytes(compiled: CompiledRuntime) -> int:
-    """Bytes of the weights of a runtime, its draft model's among them."""
+    """Bytes of the weights of a runtime, of its draft model and of those that draft on from it."""
     num_bytes = sum(spec.num_bytes for spec in compiled.artifact.weights)
     drafter = compiled.drafter
-    if drafter is None:
-        return num_bytes
-    shared = shared_weights(compiled, drafter)
-    return num_bytes + sum(spec.num_bytes for spec in drafter.artifact.weights if spec.name not in shared)
+    while drafter is not None:
+        shared = shared_weights(compiled, drafter)
+        num_bytes += sum(spec.num_bytes for spec in drafter.artifact.weights if spec.name not in shared)
+        drafter = drafter.drafter
+    return num_bytes
 
 
 def _contents(runtime: CompiledRuntime, shapes: set[tuple[int, ...]]) -> dict[str, _Contents]:

@@ -95,6 +95,10 @@ class Drafts:
             self._take_pages(one.request.row, len(draft))
         return Drafted.of(decodes.requests, drafts) if any(drafts) else NOTHING_DRAFTED
 
+    def leave(self, request: Request) -> None:
+        """A running request gives up its pages."""
+        self._speculation.drafter.leave(request)
+
     def end(self, request: Request) -> None:
         """Forgets a request that is over."""
         self._speculation.drafter.end(request)

@@ -32,10 +32,11 @@ class Rows:
         changes: grows when rows, pages or cached prefixes changed hands: what found no room before may find some now.
     """
 
-    def __init__(self, config: SchedulerConfig, first_row: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, first_row: int = 1, keys_reach: int = 0) -> None:
+        """Args: keys_reach: of a drafter's keys (speculation/drafter.py)."""
         num_rows = first_row + config.max_running_requests
         max_pages = -(-config.max_tokens_per_request // config.page_size)
-        self._config, self.most = config, config.max_running_requests
+        self._config, self.most, self._keys_reach = config, config.max_running_requests, keys_reach
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
         self.computed = np.zeros(num_rows, dtype=np.int32)
         self.last_computed = np.zeros(num_rows, dtype=np.int32)
@@ -98,7 +99,7 @@ class Rows:
     def _attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
         if self._config.num_snapshots:
             return self.pages.attach_state_prefix(row, token_ids, salt)
-        num_pages = self.pages.attach_prefix(row, token_ids, salt)
+        num_pages = self.pages.attach_prefix(row, token_ids, salt, self._keys_reach)
         return StatePrefix(num_pages, num_pages, None)
 
     # --- others may use its pages -------------------------------------------------------------------------------------

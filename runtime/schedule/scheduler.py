@@ -71,7 +71,7 @@ class Scheduler:
             speculation: how decodes get drafts; None: they get none.
         """
         self.config = config
-        self.rows = Rows(config, first_row)
+        self.rows = Rows(config, first_row, 0 if speculation is None else speculation.drafter.keys_reach)
         self.pages = self.rows.pages
         self.pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
         self.decodes = Decodes(self.rows)
@@ -321,6 +321,8 @@ class Scheduler:
         num_computed = int(self.rows.computed[row])
         request.num_preemptions += 1
         self._leave_running(request)
+        if self._drafts is not None:
+            self._drafts.leave(request)
         if is_clean:
             self.rows.give_up_pages(request)
         else:
@@ -565,6 +567,8 @@ class Scheduler:
             self.prompts.remove_waiting(request)
         else:
             self._leave_running(request)
+            if self._drafts is not None:
+                self._drafts.leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason

@@ -50,12 +50,18 @@ class Drafter(Protocol):
 
     Attributes:
         keeps_keys: it writes keys of drafted tokens to pages of its own, with the ids of the request's.
+        keys_reach: its keys at a position depend on so many tokens behind it. So a page of a prefix is of use where
+            the text goes on alike.
     """
 
     keeps_keys: bool
+    keys_reach: int
 
     def propose(self, asked: Sequence[Asked]) -> Sequence[Draft]:
         """The tokens that may follow each, at most Asked.most; none where there is no guess."""
+
+    def leave(self, request: DraftedRequest) -> None:
+        """The request gives up its pages now, which others may share: it is over, or preempted."""
 
     def end(self, request: DraftedRequest) -> None:
         """Forgets a request that is over."""

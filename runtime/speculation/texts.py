@@ -48,7 +48,7 @@ class _Followed:
 class TextDrafter:
     """A Drafter that tells a guesser what requests get, and asks it request by request."""
 
-    keeps_keys = False
+    keeps_keys, keys_reach = False, 0
 
     def __init__(self, guesser: TextGuesser) -> None:
         self._guesser = guesser
@@ -64,6 +64,9 @@ class TextDrafter:
             followed = self._followed[request] = _Followed(text)
         followed.take(request)
         return followed.text.propose(most)
+
+    def leave(self, request: DraftedRequest) -> None:
+        """Texts are in no pages."""
 
     def end(self, request: DraftedRequest) -> None:
         followed = self._followed.pop(request, None)

@@ -54,6 +54,7 @@ class ModelDrafter:
     """See the module's header. Used by one thread."""
 
     keeps_keys = True
+    keys_reach = 0
     _ahead = 0  # positions between a pass's last token and its own, for the drafter's keys
 
     def __init__(self, model: ModelRunner, pages: HostPageTable) -> None:
@@ -63,6 +64,7 @@ class ModelDrafter:
             pages: of all rows, for both models.
         """
         self._model, self._pages = model, pages
+        self._models = (model, *model.drafters)  # each drafts on from the one before
         self._sampler = Sampler(model.model.sampling)
         self._state: SamplingState = model.row_state.sampling
         self._uploads = StagingRing(model.device)
@@ -135,10 +137,17 @@ class ModelDrafter:
             found = {row.asked.request: self._taken(row, ids) for row, ids in zip(rows, token_ids, strict=True)}
         return [found.get(one.request, ()) for one in asked]
 
-    def end(self, request: DraftedRequest) -> None:
-        computed = self._computed.pop(request, None)
-        if computed is not None and request.row >= 0 and request not in self._broken:
+    def leave(self, request: DraftedRequest) -> None:
+        computed = self._computed.get(request)
+        if computed is not None and request not in self._broken:
             self._written.end(request.row, min(computed, num_tokens_of(request) - 1))
+
+    def settle(self) -> None:
+        """Called ahead of a step, while pages that requests gave up hold what they held: writes the keys that they
+        lack."""
+
+    def end(self, request: DraftedRequest) -> None:
+        self._computed.pop(request, None)
         self._broken.discard(request)
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
@@ -198,10 +207,11 @@ class ModelDrafter:
         """Runs a pass of some of the rows; returns the logits of each one's last token."""
         return self._model.forward(batch).next_token_logits
 
-    def _choose(self, logits: torch.Tensor, batch: ForwardBatch, before: torch.Tensor) -> torch.Tensor:
-        """[R] int64: the tokens that the model would choose of these logits, behind what is drafted."""
+    def _choose(self, logits: torch.Tensor, batch: ForwardBatch, before: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """[R] int64: the tokens that the model would choose of these logits, behind what is drafted; `depth` tokens
+        behind those that follow the batch's."""
         flags = replace(self._state.flags, max_logprobs=None, needs_all_logprobs=False)
-        positions = batch.seq_lens + self._ahead
+        positions = batch.seq_lens + self._ahead + depth
         sampled = self._sampler(
             logits, self._state, batch.req_pool_indices, flags, positions, mask=None, drafted=before
         )
@@ -223,7 +233,8 @@ class ModelDrafter:
         num_pages = (asked.num_computed + asked.most) // self._pages.page_size + 1
         self._written.clear(asked.pages[:num_pages])
         pages = upload(asked.pages[:num_pages].astype(np.int64), self._model.device)
-        self._model.token_to_kv_pool.clear_pages(pages)
+        for model in self._models:
+            model.token_to_kv_pool.clear_pages(pages)
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -261,12 +272,14 @@ class ModelDrafter:
         num_new: np.ndarray,
         starts: np.ndarray,
         positions: np.ndarray | None = None,
+        model: ModelRunner | None = None,
     ) -> ForwardBatch:
         """A batch of several tokens a request, request after request.
 
         Args:
             token_ids: [T]; rows, num_new: [R]; starts: [R] the tokens of each request before them.
             positions: [T]; None: those behind `starts`.
+            model: that the batch is for; None: the first.
         """
         if positions is None:
             ends = np.cumsum(num_new, dtype=np.int64)
@@ -282,7 +295,7 @@ class ModelDrafter:
         }
         given = StepFields(**upload_fields(fields, self._uploads, self._model.device))
         assert given.num_new is not None and given.prefix_lens is not None, "they are among the fields"
-        return self._model.prepare_forward_batch_extend(
+        return (model or self._model).prepare_forward_batch_extend(
             given.input_ids,
             given.req_pool_indices,
             given.seq_lens,
@@ -301,7 +314,7 @@ def num_tokens_of(request: DraftedRequest) -> int:
 
 
 def tokens_of(request: DraftedRequest, start: int, end: int) -> list[int]:
-    """Those of a request from `start` on."""
+    """A request's tokens from `start` on."""
     count = len(request.prompt_token_ids)
     output = request.output_token_ids[max(0, start - count) : max(0, end - count)]
     return [*request.prompt_token_ids[start:end], *output]

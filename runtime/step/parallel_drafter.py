@@ -32,6 +32,8 @@ class ParallelDrafter(HiddenDrafter):
         super().__init__(model, pages)
         self._block = block
         self._is_whole: set[DraftedRequest] = set()  # keys of all its hidden states are there
+        if block.sees_ahead:
+            self.keys_reach = 0
 
     # Behind a step of the model ---------------------------------------------------------------------------------------
 
@@ -47,17 +49,19 @@ class ParallelDrafter(HiddenDrafter):
 
     def catch_up(self, batch: ScheduledBatch) -> None:
         lengths = batch.prefix_lens if batch.device_lens is None else batch.device_lens
-        parts, firsts = [], []
+        parts: list[Part] = []
         for request, length in zip(batch.requests, lengths.tolist(), strict=True):
             if length < 0 or request in self._is_whole:
                 continue
             part = self._lacking(request, length, self._computed.get(request, 0))
-            if part is not None and part.token_ids:
+            if part is not None and part.num_read:
                 parts.append(part)
-                firsts.append(self._kept_from[request])
                 self._computed[request] = length
-        if parts:
-            self._read(parts, self._kept_of(parts, firsts))
+        self._read_kept(parts)
+
+    def leave(self, request: DraftedRequest) -> None:
+        if request not in self._is_whole:
+            super().leave(request)
 
     def end(self, request: DraftedRequest) -> None:
         super().end(request)
@@ -127,8 +131,7 @@ class ParallelDrafter(HiddenDrafter):
 
     def _hidden_of(self, rows: Sequence[DraftRow], is_read: np.ndarray) -> torch.Tensor:
         """[T, hidden] of all rows: those that are kept of `is_read` ones; of the others what masks have."""
-        parts = [Part(row.asked.request.row, row.start, row.token_ids[: _num_read(row)]) for row in rows]
-        kept = self._kept_of(parts, [self._kept_from.get(row.asked.request, row.start) for row in rows])
+        kept = self._kept_of([Part(row.asked.request.row, row.start, _num_read(row), ()) for row in rows])
         project = self._model.model.projection
         mask = None if project is None else project.mask
         read = self._projected(kept if mask is None else torch.cat([kept, mask[None].to(kept.dtype)]))

@@ -50,8 +50,8 @@ class StepPools:
         if cleared.size:
             pages = upload(cleared.astype(np.int64), self._runner.device)
             pool.clear_pages(pages)
-            if self._runner.drafter is not None:
-                self._runner.drafter.token_to_kv_pool.clear_pages(pages)
+            for drafter in self._runner.drafters:
+                drafter.token_to_kv_pool.clear_pages(pages)
 
     def add_new_pages(self, fields: StepFields[np.ndarray], batch: ScheduledBatch) -> None:
         """Adds new pages to a step's inputs for the device."""

@@ -106,6 +106,8 @@ class StepRunner:
         return routes.read(self._pages.slots(np.full(num_tokens, row), np.arange(num_tokens)))
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
+        if self.drafter is not None:
+            self.drafter.settle()
         if self._runner.draft_chain is not None:
             self._pools.forget_rows(batch)
         self._pools.enter_pages(batch)

@@ -17,12 +17,31 @@ from tests.e2e.test_quantised import Lines
 from tests.e2e.test_speculation import config_of, parts_of, prompts_of
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
-from tests.prediction_layers import TransformersDrafts, save_with_prediction_layer
+from tests.prediction_layers import OF_ITS_OWN, TransformersDrafts, save_with_prediction_layer
 from tests.sample import slow_but_a_sample
+from tests.tiny_model import engine_of_pages
 
 ARCHITECTURES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text")
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def note_drafts(monkeypatch, has_states: bool = False) -> dict[tuple[int, ...], list[int]]:
+    """The drafts that are made from now on, by the texts before them. Behind a state's prefix the last keys are of
+    another text."""
+    drafted: dict[tuple[int, ...], list[int]] = {}
+    propose = ModelDrafter.propose
+
+    def noted(self, asked):
+        drafts = propose(self, asked)
+        for one, draft in zip(asked, drafts, strict=True):
+            if draft and not (one.request.num_cached_tokens and has_states):
+                text = (*one.request.prompt_token_ids, *one.request.output_token_ids)
+                drafted.setdefault(text, list(draft))
+        return drafts
+
+    monkeypatch.setattr(ModelDrafter, "propose", noted)
+    return drafted
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -35,18 +54,7 @@ def test_the_layer_drafts_what_transformers_does_and_changes_no_answer(architect
         known = list(range(3, 90, 2))
         (tmp_path / "tokens.json").write_text(json.dumps(known[::-1]))
         method = MTP | {"token_map": str(tmp_path / "tokens.json")}
-    drafted: dict[tuple[int, ...], list[int]] = {}
-    propose = ModelDrafter.propose
-
-    def noted(self, asked):
-        drafts = propose(self, asked)
-        for one, draft in zip(asked, drafts, strict=True):
-            if one.request.num_cached_tokens == 0 and draft:
-                text = (*one.request.prompt_token_ids, *one.request.output_token_ids)
-                drafted.setdefault(text, list(draft))
-        return drafts
-
-    monkeypatch.setattr(ModelDrafter, "propose", noted)
+    drafted = note_drafts(monkeypatch, architecture in OF_ITS_OWN)
     with Engine(config_of(tmp_path, speculative=method)) as engine:
         rounds = [engine.generate(prompts_of(5), GREEDY) for _ in range(2)]  # the second with prefix hits
         assert engine.stats().drafts > 0
@@ -97,24 +105,31 @@ def keep_tensors(folder, is_kept):
     save_file(kept, path, metadata={"format": "pt"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm4_moe"])
-def test_of_several_layers_the_first_drafts_and_a_line_says_so(architecture, tmp_path):
-    config = save_with_prediction_layer(architecture, tmp_path / "model")
-    (path,) = (tmp_path / "model").glob("*.safetensors")
-    first, tensors = config.num_hidden_layers, load_file(path)
-    further = {name.replace(f"layers.{first}.", f"layers.{first + 1}."): tensor * 2 for name, tensor in tensors.items()}
-    save_file(further | tensors, path, metadata={"format": "pt"})
-    config.num_mtp_layers = 2
-    config.save_pretrained(tmp_path / "model")
-    told = Lines()
-    with Engine(config_of(tmp_path, speculative=MTP), reporter=told) as engine:
-        outputs = engine.generate(prompts_of(3), GREEDY)
-        assert engine.stats().drafts > 0
-    assert "the first of 2 layers for multi-token prediction makes all of a draft" in told.told
-    reference = TransformersDrafts(tmp_path / "model")
-    for prompt, output in zip(prompts_of(3), outputs, strict=True):
-        assert output.token_ids == reference.greedy(prompt, 12)
+@pytest.mark.parametrize(
+    "architecture, num_layers", [pytest.param("deepseek_v3", 3, marks=pytest.mark.slow), ("glm4_moe", 2)]
+)
+def test_several_layers_draft_a_token_each_as_transformers_does(architecture, num_layers, tmp_path, monkeypatch):
+    """In chunks, behind cached prefixes, and in requests that are preempted."""
+    save_with_prediction_layer(architecture, tmp_path / "model", num_layers)
+    method = MTP | {"num_speculative_tokens": num_layers}
+    config = config_of(tmp_path, speculative=method, runtime={"max_num_batched_tokens": 16})
+    drafted = note_drafts(monkeypatch)
+    prompts = [*prompts_of(5), [*prompts_of(5)[4][:30], 5, 6]]
+    with engine_of_pages(config, 30) as engine:
+        rounds = [engine.generate(prompts, GREEDY) for _ in range(2)]
+        stats = engine.stats()
+        assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    reference = TransformersDrafts(tmp_path / "model", num_layers)
+    assert len(drafted) > 20
+    assert num_layers in {len(draft) for draft in drafted.values()}
+    for text, draft in list(drafted.items())[::4]:
+        assert draft == reference.draft(text, len(draft)), f"behind {len(text)} tokens"
+    answers = [reference.greedy(prompt, 12) for prompt in prompts]
+    assert [[output.token_ids for output in outputs] for outputs in rounds] == [answers] * 2
+    with pytest.raises(
+        ConfigError, match=rf"is 4, and the checkpoint's {num_layers} layers for multi-token prediction"
+    ):
+        find_target(config_of(tmp_path, speculative=MTP | {"num_speculative_tokens": 4}))
 
 
 def test_a_model_without_the_layer_is_refused(tmp_path):

@@ -139,16 +139,20 @@ def make_runner(
     model: TinyModel | None = None,
     num_pages: int | None = 100,
     forward_times_interval_s: float = 0.0,
-    draft_model: TinyModel | None = None,
+    draft_model: TinyModel | Sequence[TinyModel] | None = None,
     **runtime,
 ) -> ModelRunner:
+    """Args: draft_model: or several; each one drafts on from the one before."""
     config = RunnerConfig(
         dtype=torch.float32,
         runtime=replace(DEFAULTS, **runtime),
         num_pages=num_pages,
         forward_times_interval_s=forward_times_interval_s,
     )
-    drafter = None if draft_model is None else ModelRunner(replace(config, most_chained=MOST_VERIFIED), draft_model)
+    drafter = None
+    for one in reversed(draft_model if isinstance(draft_model, Sequence) else [draft_model]):
+        if one is not None:
+            drafter = ModelRunner(replace(config, most_chained=MOST_VERIFIED), one, drafter=drafter)
     runner = ModelRunner(config, model or TinyModel(), drafter=drafter)
     runner.initialize()
     return runner

@@ -77,12 +77,19 @@ class PageTables:
         """Pages that can be had again for certain once the row is released."""
         return int(self.num_pages[row]) - self._path_pages[row]
 
-    def attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> int:
+    def attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt, num_behind: int = 0) -> int:
         """Start an empty row with the longest cached prefix of `token_ids`, locked. Returns its pages.
 
         Undo it with release. The device's page table hears of it with write_prefix.
+
+        Args:
+            num_behind: tokens behind the prefix that are cached, too.
         """
-        return self._attach(row, *self.cache.match_prefix(token_ids, salt))
+        run, pages = self.cache.match_prefix(token_ids, salt)
+        if num_behind and pages.size:
+            count = max(0, pages.size - self.pages_for(num_behind))
+            run, pages = self.cache.match_prefix(token_ids[: count * self.page_size], salt)
+        return self._attach(row, run, pages)
 
     def attach_state_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
         """Like attach_prefix, with the longest cached prefix whose state is kept."""

@@ -279,7 +279,7 @@ class CountingDrafter:
     """Answers count from their prompts' lengths on; it drafts that, and is wrong at every third number. A request whose
     prompt has 3 tokens gets no draft."""
 
-    keeps_keys = False
+    keeps_keys, keys_reach = False, 0
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:
         return [self.draft(one) for one in asked]
@@ -289,6 +289,9 @@ class CountingDrafter:
             return ()
         first = one.request.output_token_ids[-1] + 1
         return [number if number % 3 else 99 for number in range(first, first + one.most)]
+
+    def leave(self, request: DraftedRequest) -> None:
+        """Keeps nothing."""
 
     def end(self, request: DraftedRequest) -> None:
         """Keeps nothing."""

@@ -33,7 +33,7 @@ class OneDistribution(TinyModel):
 class Drafting:
     """Drafts of one kind."""
 
-    keeps_keys = False
+    keeps_keys, keys_reach = False, 0
 
     def __init__(self, kind: str, shares: np.ndarray) -> None:
         self.kind, self.shares, self.generator = kind, shares, np.random.default_rng(1)
@@ -46,6 +46,9 @@ class Drafting:
         if self.kind == "the last token again":
             return [[one.request.output_token_ids[-1]] * one.most for one in asked]
         return [self.generator.choice(NUM_TOKENS, one.most, p=self.shares).tolist() for one in asked]
+
+    def leave(self, request: object) -> None:
+        """Keeps nothing."""
 
     def end(self, request: object) -> None:
         pass

@@ -49,10 +49,14 @@ class Head(PlayedModel):
     whether its hidden state was of its position, and the tokens that hidden states tell must be those read before.
     """
 
-    def __init__(self, shift: int = 0) -> None:
-        """Args: shift: 1 makes all it guesses wrong."""
+    def __init__(self, shift: int = 0, depth: int = 0) -> None:
+        """
+        Args:
+            shift: 1 makes all it guesses wrong.
+            depth: layers before this one; each reads a token further on.
+        """
         super().__init__()
-        self.layers, self.shift = (make_layer(HEADS, KV_HEADS, HEAD_DIM),), shift
+        self.layers, self.shift, self.depth = (make_layer(HEADS, KV_HEADS, HEAD_DIM),), shift, depth
 
     def load(self, device: torch.device) -> LoadedModel:
         return replace(super().load(device), layers=self.layers, hidden_size=2, reads_hidden_states=True)
@@ -61,7 +65,7 @@ class Head(PlayedModel):
         ids, positions, hidden = inputs["input_ids"], inputs["positions"], inputs["hidden_states"]
         before, place = hidden.unbind(-1)
         values = torch.zeros(len(ids), KV_HEADS, HEAD_DIM)
-        said = [place == positions, before, ids, before * (positions == 0)]
+        said = [place == positions + self.depth, before, ids, before * (positions == 0)]
         values[:, :, : len(said)] = torch.stack([one.float() for one in said], -1)[:, None]
         q, k, out = (
             torch.zeros(len(ids), HEADS, HEAD_DIM),
@@ -73,8 +77,8 @@ class Head(PlayedModel):
         are_of_place, sum_before, sum_ids, first = (out[:, 0, : len(said)] * count[:, None]).unbind(-1)
         is_chain = (sum_before - (first + sum_ids - ids)).abs() < 0.1
         is_right = ((are_of_place - count).abs() < 0.1) & is_chain
-        tokens = (next_token(ids, positions + 1) + torch.where(is_right, self.shift, 1)) % VOCAB
-        return logits_of(tokens), torch.stack([ids, positions + 1], -1).float()
+        tokens = (next_token(ids, positions + 1 + self.depth) + torch.where(is_right, self.shift, 1)) % VOCAB
+        return logits_of(tokens), torch.stack([ids, positions + 1 + self.depth], -1).float()
 
     def head(self, body, logits_indices):
         return body[0][logits_indices]
@@ -83,9 +87,16 @@ class Head(PlayedModel):
         return body[1][:num_tokens]
 
 
-def run(requests: Sequence[dict], shift: int | None, most: int = 3, prefix_cache: bool = False, **runtime) -> Loop:
+def run(
+    requests: Sequence[dict],
+    shift: int | None,
+    most: int = 3,
+    prefix_cache: bool = False,
+    num_layers: int = 1,
+    **runtime,
+) -> Loop:
     """The loop after these requests; None: nothing drafts."""
-    head = None if shift is None else Head(shift)
+    head = None if shift is None else [Head(shift, depth) for depth in range(num_layers)]
     loop = Loop(make_runner(Model(), draft_model=head, **runtime), prefix_cache, num_drafted=most)
     loop.requests = [loop.add(**{"max_tokens": 12} | request) for request in requests]
     loop.run()
@@ -108,7 +119,7 @@ def test_right_hidden_states_give_right_drafts(most, chunk):
     assert drafted == accepted > 0
     section = SpeculativeSection(method="eagle3", num_speculative_tokens=most)
     most_kept = replace(loop.runner.config, speculative=section).num_kept_hidden_states
-    kept = loop.steps.drafter._kept
+    kept = loop.steps.drafter._kept.states
     assert kept.shape[:2].numel() <= most_kept
     assert run_largest_batch(loop.runner) == kept[0, 0].nbytes
     if chunk == 64:
@@ -139,22 +150,84 @@ def test_preempted_requests_in_chunks_get_the_same_tokens(shift, prefix_cache, p
     assert any(request.num_preemptions for request in loop.requests)
     assert any(request.num_cached_tokens for request in loop.requests) is prefix_cache
     drafted, accepted = counts(loop)
-    if not params and not prefix_cache:
+    if not params:
         assert accepted == (0 if shift else drafted)
 
 
+@pytest.mark.parametrize("num_layers, most", [(2, 2), (3, 3), (3, 1), (3, 7), (6, 6)])
+@pytest.mark.parametrize("chunk", [64, 9])
+def test_layers_that_draft_a_token_each_are_right(num_layers, most, chunk):
+    loop = compare(
+        [{"prompt": prompt} for prompt in PROMPTS], 0, most, num_layers=num_layers, max_num_batched_tokens=chunk
+    )
+    drafted, accepted = counts(loop)
+    assert drafted == accepted > 0
+    if chunk == 64:
+        assert len(loop.batches) == 1 + -(-11 // (min(most, num_layers) + 1))
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_layers_are_right_behind_rejected_drafts_and_in_preempted_requests(prefix_cache):
+    """Draws go another way than greedy guesses at times: then every layer reads other tokens at the same positions."""
+    requests = [
+        {"prompt": [*range(9), *prompt], "temperature": 1.5 * (place % 2), "seed": place, "max_tokens": 30}
+        for place, prompt in enumerate(PROMPTS * 2)
+    ]
+    limits = {"num_pages": 30, "max_num_batched_tokens": 14, "num_layers": 3}
+    loop = compare(requests, 0, prefix_cache=prefix_cache, **limits)
+    assert any(request.num_preemptions for request in loop.requests)
+    assert any(request.num_cached_tokens for request in loop.requests) is prefix_cache
+    greedy = [request for request in loop.requests if request.params.temperature == 0]
+    for request in greedy:
+        assert request.num_drafted_tokens == request.num_accepted_tokens > 0
+    guessed = counts(compare(requests, 1, prefix_cache=prefix_cache, **limits))[1]
+    assert counts(loop)[1] > 2 * guessed + sum(request.num_accepted_tokens for request in greedy) / 2
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("kept", [5, 13, 16, 27])
+def test_a_prefix_hit_brings_right_keys_wherever_the_answer_goes_on_otherwise(kept, num_layers):
+    """The last keys of a page are made of tokens behind it. Drafts and what ends with a request leave no gaps."""
+    heads = [Head(0, depth) for depth in range(num_layers)]
+    loop = Loop(make_runner(Model(), draft_model=heads), True, num_drafted=3)
+    first = loop.add(PROMPTS[0], max_tokens=28)
+    loop.run()
+    text = [*PROMPTS[0], *first.output_token_ids][:kept]
+    for token in (7, 8):
+        request = loop.add([*text, token, 3], max_tokens=12)
+        loop.run()
+        assert (request.num_cached_tokens > 0) is (kept >= 13)
+        assert request.num_drafted_tokens == request.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_keys_of_an_answer_that_had_no_drafts_are_there_when_it_is_a_prefix(num_layers, monkeypatch):
+    heads = [Head(0, depth) for depth in range(num_layers)]
+    loop = Loop(make_runner(Model(), draft_model=heads), True, num_drafted=3)
+    with monkeypatch.context() as without_drafts:
+        without_drafts.setattr(loop.scheduler._drafts, "may_draft", lambda request: False)
+        firsts = [loop.add(prompt, max_tokens=30) for prompt in PROMPTS]
+        loop.run()
+    for first in firsts:
+        request = loop.add([*first.prompt_token_ids, *first.output_token_ids, 7], max_tokens=12)
+        loop.run()
+        assert request.num_cached_tokens >= 24
+        assert request.num_drafted_tokens == request.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("num_alone", [4, 10, 20])
-def test_requests_that_had_no_room_for_drafts_catch_up(num_alone):
+def test_requests_that_had_no_room_for_drafts_catch_up(num_alone, num_layers):
     """Four decodes fill a step; when two have ended, the head reads what is kept of the others."""
     requests = [{"prompt": prompt, "max_tokens": num_alone + 14 * (i % 2)} for i, prompt in enumerate(PROMPTS)]
-    loop = compare(requests, 0, max_num_batched_tokens=4, max_running_requests=4)
+    loop = compare(requests, 0, num_layers=num_layers, max_num_batched_tokens=4, max_running_requests=4)
     drafted, accepted = counts(loop)
     assert drafted == accepted > 0
 
 
 def test_an_ended_request_leaves_nothing():
     drafter = run([{"prompt": prompt} for prompt in PROMPTS], 0).steps.drafter
-    assert not drafter._computed and not drafter._kept_from
+    assert not drafter._computed and not drafter._kept._held
 
 
 @pytest.mark.parametrize("most", [1, 3])
