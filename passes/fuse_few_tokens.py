@@ -14,6 +14,7 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.linear import (
     Linear,
+    match_adapted_linear,
     match_linear,
     match_quantised_as_linear,
     match_residual,
@@ -79,6 +80,7 @@ class LinearOps:
         squares_relu: they take relu(x) ** 2 of a linear's outputs along.
         is_quantised_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a
             gated linear, the half of its rows.
+        is_adapted_taken: tells if they take a linear with its adapters, by ops `mllm.<prefix>_linear_lora…`.
     """
 
     prefix: str
@@ -88,11 +90,19 @@ class LinearOps:
     takes_bias: bool = False
     squares_relu: bool = False
     is_quantised_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
+    is_adapted_taken: Callable[[Linear], bool] = lambda linear: False
 
     def match(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it."""
+        adapted = match_adapted_linear(node)
+        if adapted is not None:
+            return adapted if self.is_adapted_taken(adapted) else None
         linear = match_linear(node, self.takes_bias) or match_quantised_as_linear(node, self.takes_bias)
-        return linear if linear is not None and self.takes(linear) else None
+        return linear if linear is not None and self.takes(linear) and not self.is_within(linear.node) else None
+
+    def is_within(self, node: fx.Node) -> bool:
+        """True for the product of a linear that these ops take with its adapters."""
+        return any(adapted.args[0] is node and self.match(adapted) is not None for adapted in node.users)
 
     def match_without_bias(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it, and it has no bias."""
@@ -245,14 +255,18 @@ class _Fusion:
 
     def _call(self, node: fx.Node, linear: Linear, suffix: str, source: fx.Node, *operands: Any) -> fx.Node:
         """Puts a call of the linear's op in the place of `node`; its weight follows on `source`."""
-        name = f"{self._ops.prefix}_{'linear' if linear.quantised is None else 'quantised_linear'}{suffix}"
+        form = "linear_lora" if linear.adapters else "linear" if linear.quantised is None else "quantised_linear"
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(op(name), (source, *linear.tensors, *operands))
+            made = self._graph.call_function(
+                op(f"{self._ops.prefix}_{form}{suffix}"), (source, *linear.operands, *operands)
+            )
         made.meta.update(node.meta)
         return made
 
     def _replace(self, node: fx.Node, linear: Linear, by: fx.Node) -> None:
         self.fused.add(linear.node)
+        if linear.adapters:
+            self.fused.update(linear.node.all_input_nodes[:1])
         node.replace_all_uses_with(by)
         self._graph.erase_node(node)
 
@@ -262,5 +276,8 @@ class _Fusion:
 
     def _have_scaled_input(self, norm_node: fx.Node, norm: RMSNorm) -> bool:
         """True if all that reads a norm can take its input times its weight, with sums of squares."""
-        are_ours = all(self._ops.match(user) is not None or is_op(user, "stream_expert_up") for user in norm_node.users)
+        are_ours = all(
+            self._ops.match(user) is not None or self._ops.is_within(user) or is_op(user, "stream_expert_up")
+            for user in norm_node.users
+        )
         return norm.x.meta["val"].dtype == torch.bfloat16 and are_ours

@@ -6,14 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
-from mllm_compile.passes.match.linear import is_of_step, match_linear, match_quantised_as_linear
+from mllm_compile.passes.match.linear import Linear, is_of_step, match_linear, match_quantised_as_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.variants import add_variants
+from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS as ADAPTED_TOKENS
+from mllm_compile.runtime.ops.stream_linear.adapted import parts_of
+from mllm_compile.runtime.ops.stream_linear.adapted import takes as takes_adapters
 from mllm_compile.runtime.ops.stream_linear.shapes import (
     VARIANT_TOKENS,
     is_held,
@@ -45,6 +49,9 @@ class StreamLinears(GraphPass):
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
+    A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 8 tokens
+    of pieces where rows.cu takes all that adapters add to.
+
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py). Variants
         are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head
         or an fp8 weight with a scale a row (quantise_activations may make it 32). The pass is left out where the
@@ -58,6 +65,9 @@ class StreamLinears(GraphPass):
         "stream_linear",
         "stream_linear_residual",
         "stream_linear_residual_norm",
+        "stream_linear_lora",
+        "stream_linear_lora_residual",
+        "stream_linear_lora_residual_norm",
         "stream_quantised_linear",
         "stream_quantised_linear_residual",
         "stream_quantised_linear_residual_norm",
@@ -69,7 +79,7 @@ class StreamLinears(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = 0
+        matches = add_variants(gm, ADAPTED_TOKENS, "_streamed_adapters", _adapted_variant)
         for size in VARIANT_TOKENS:
             matches += add_variants(gm, size, "_streamed", partial(_variant, tokens=size))
         _drop_slower_variants(gm)
@@ -78,9 +88,28 @@ class StreamLinears(GraphPass):
 
 def _variant(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
     """The piece's variant; None also where a linear would be left to the library, which is slow with few tokens."""
-    ops = streamed(tokens)
+    return _variant_by(piece, streamed(tokens))
+
+
+def _variant_by(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
-    return few_token_variant(piece, ops) if all(ops.match(node) for node in linears if is_of_step(node)) else None
+    are_taken = all(ops.match(node) or ops.is_within(node) for node in linears if is_of_step(node))
+    return few_token_variant(piece, ops) if are_taken else None
+
+
+def _adapted_variant(piece: fx.GraphModule) -> fx.GraphModule | None:
+    """The piece's variant whose linears take their adapters with them; None where one does not."""
+    ops = replace(streamed(ADAPTED_TOKENS), is_adapted_taken=_is_adapted_taken)
+    adapted = [node for node in piece.graph.nodes if is_op(node, "add_lora", "scale_of_adapters")]
+    if not adapted or not all(ops.match(node) for node in adapted):
+        return None
+    return _variant_by(piece, ops)
+
+
+def _is_adapted_taken(linear: Linear) -> bool:
+    a, b, _, *parts = linear.adapters
+    is_bfloat16 = all(one.meta["val"].dtype == torch.bfloat16 for one in (linear.source, a, b))
+    return is_bfloat16 and takes_adapters(*linear.shape, int(b.meta["val"].shape[2]), parts_of(*parts))
 
 
 def _drop_slower_variants(gm: fx.GraphModule) -> None:

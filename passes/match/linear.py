@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.match.nodes import LINEAR, is_call, is_symbolic, linear_operands, takes_kernels
+from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op, is_symbolic, linear_operands, takes_kernels
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
 
@@ -23,6 +23,7 @@ class Linear:
     Attributes:
         weight: [N, K], or the values of a quantised one.
         quantised: what the call of a quantised weight says; None: it is a plain one.
+        adapters: what mllm.add_lora adds to it by, behind its two inputs; then `node` is that.
     """
 
     node: fx.Node
@@ -30,11 +31,12 @@ class Linear:
     weight: fx.Node
     bias: fx.Node | None = None
     quantised: QuantisedLinear | None = None
+    adapters: tuple[Any, ...] = ()
 
     @property
-    def tensors(self) -> tuple[fx.Node | None, ...]:
-        """The tensors that the weight is."""
-        return (self.weight,) if self.quantised is None else self.quantised.tensors
+    def operands(self) -> tuple[Any, ...]:
+        """The tensors that the weight is, and adapters of it."""
+        return (self.weight, *self.adapters) if self.quantised is None else self.quantised.tensors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,6 +61,17 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     if bias is not None and not (takes_bias and bias.op == "placeholder"):
         return None
     return Linear(node, source, weight, bias)
+
+
+def match_adapted_linear(node: object) -> Linear | None:
+    """A plain linear with what adapters add to it, where nothing else reads it."""
+    if not isinstance(node, fx.Node) or not is_op(node, "add_lora"):
+        return None
+    product, source, *adapters = node.args
+    linear = match_linear(product)
+    if linear is None or linear.source is not source or len(linear.node.users) != 1:
+        return None
+    return Linear(node, linear.source, linear.weight, adapters=tuple(adapters))
 
 
 def match_quantised_as_linear(node: object, takes_bias: bool = False) -> Linear | None:

@@ -93,6 +93,9 @@ OPS = {
     "stream_expert_down_norm": "stream_experts.ops",
     "stream_expert_up": "stream_experts.ops",
     "stream_linear": "stream_linear.ops",
+    "stream_linear_lora": "stream_linear.adapted_ops",
+    "stream_linear_lora_residual": "stream_linear.adapted_ops",
+    "stream_linear_lora_residual_norm": "stream_linear.adapted_ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
     "stream_quantised_linear": "stream_quantised.ops",
@@ -110,6 +113,7 @@ FAMILIES = {
     "segments": "segments.family",
     "stream_experts": "stream_experts.family",
     "stream_linear": "stream_linear.family",
+    "stream_linear_lora": "stream_linear.adapted_family",
     "stream_quantised": "stream_quantised.family",
 }
 

@@ -103,13 +103,18 @@ PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], 
 SLOT_OF = (1, -1, 0, 1, 0)
 
 
-class Served:
-    """A small model with adapters in two slots, in graphs, and the same by Transformers."""
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+# Of weights so large that linears of up to 8 tokens take their adapters with them.
+LARGE = {"hidden_size": 3072, "intermediate_size": 3072, "head_dim": 128}
+LARGE |= {"num_attention_heads": 24, "num_key_value_heads": 8}
 
-    def __init__(self, folder: Path, cache: Path, dtype: str, backend: str, mode: str) -> None:
-        changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+class Served:
+    """A model with adapters in two slots, in graphs, and the same by Transformers."""
+
+    def __init__(self, folder: Path, cache: Path, dtype: str, backend: str, mode: str, sizes: dict[str, int]) -> None:
         config = config_of("qwen3")
-        for name, value in changes.items():
+        for name, value in sizes.items():
             setattr(config, name, value)
         self.model = save_tiny_model(config, folder)
         sections = {
@@ -139,7 +144,13 @@ class Served:
 
 
 @pytest.fixture(
-    params=[("eager", "full_and_piecewise"), ("inductor", "full_and_piecewise"), ("inductor", "none")], ids=str
+    params=[
+        ("eager", "full_and_piecewise", SMALL),
+        ("inductor", "full_and_piecewise", SMALL),
+        ("inductor", "none", SMALL),
+        ("inductor", "full_and_piecewise", LARGE),
+    ],
+    ids=str,
 )
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path / "model", tmp_path / "cache", "bfloat16", *request.param)

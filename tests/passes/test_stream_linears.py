@@ -16,6 +16,7 @@ from torch import fx
 from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.model.trace import trace_model
+from mllm_compile.passes import stream_linears
 from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
@@ -26,7 +27,7 @@ from mllm_compile.passes.match.nodes import LINEAR, is_call
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
-from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
@@ -64,6 +65,44 @@ def test_the_variant_computes_what_the_piece_does(norm):
     assert fused_ops(variant) == ["stream_linear_residual_norm", "stream_linear"] * 2
     for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+
+
+@pytest.fixture
+def takes_all_adapters(monkeypatch):
+    monkeypatch.setattr(stream_linears, "takes_adapters", lambda rows, columns, rank, parts: True)
+
+
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_linears_take_their_adapters_with_them(takes_all_adapters, norm):
+    piece, inputs = decoder_piece(4, norm=norm, rank=16)
+    gm = apply_stream_linears(piece)
+    assert set(gm.meta[VARIANTS]["piece_a"]) == {8, MAX_STREAMED_TOKENS}
+    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][8])
+    assert fused_ops(variant) == ["stream_linear_lora_residual_norm", "stream_linear_lora"] * 2
+    assert not any(is_call(node, LINEAR) for node in variant.graph.nodes)
+    for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+
+
+def test_a_kernel_is_wanted_for_each_linear_with_adapters(takes_all_adapters):
+    gm = apply_stream_linears(decoder_piece(4, rank=16)[0])
+    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][8])
+    kinds = {kernel.kind for kernel in family("stream_linear_lora").wanted([(variant, 8)])}
+    assert {(kind.rows, kind.rank, kind.parts) for kind in kinds} == {
+        (HIDDEN, 16, ((0, HIDDEN),)),
+        (2 * FFN, 16, ((0, FFN), (FFN, FFN))),
+        (2 * HIDDEN, 16, ((0, HIDDEN), (HIDDEN, 128), (HIDDEN + 128, 128))),
+    }
+    assert not family("stream_linear").wanted([(variant, 8)])
+
+
+def test_adapters_that_the_kernels_do_not_take_leave_the_variant_out():
+    gm = apply_stream_linears(decoder_piece(4, rank=16)[0])
+    assert set(gm.meta[VARIANTS]["piece_a"]) == {MAX_STREAMED_TOKENS}
+
+
+def apply_stream_linears(piece: fx.GraphModule) -> fx.GraphModule:
+    return StreamLinears()(graph_of_one_piece(piece)).gm
 
 
 def piece_of_linears(*rows: int, columns: int):

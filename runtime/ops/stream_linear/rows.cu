@@ -10,7 +10,8 @@
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, NORM_BLOCKS (sums of squares
 // a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
-// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
+// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU. RANK of adapters that add to it
+// (adapters.cuh); without them there is none.
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -50,11 +51,48 @@ struct Shared {
   float inbox[MOST_FINISHED][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived[MOST_FINISHED];
+#if RANK
+  alignas(16) float shrunk[TOKENS * A_ROWS];
+  u64 shrunk_there;
+#endif
 };
 
-extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS, RESIDENT)
-    stream_linear(const char* weight, const char* x, const float* squares, const u32* residual, const u32* norm_weight,
-                  u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+#if RANK
+constexpr int ALL_WARPS = WARPS + 1;
+// The warp that adapters have: shrinks, and gets B near for what the block finishes.
+__device__ __forceinline__ void add_adapters(const Adapters& adapters, const char* x, Shared& shared, int num_tokens,
+                                             int first_finished) {
+  wait_for_prerequisites();
+  const int lane = threadIdx.x % 32;
+  const u32 taken = take(adapters);
+  const StepSlots slots(adapters.slots, num_tokens);
+  const int slot = __shfl_sync(~0u, slots.mine, lane / 4);
+  u32 parts = 0;
+  for (int group = first_finished; group < GROUPS; group += SPLIT * CLUSTERS)
+#pragma unroll
+    for (int i = 0; i < OUT_ROWS / 4; i += 2) {
+      const int row = group * OUT_ROWS + lane % 4 * (OUT_ROWS / 4) + i;
+      RowsOfB::fetch(adapters, slot, row);
+      if (GATED) RowsOfB::fetch(adapters, slot, row + OUTPUTS);
+      parts |= part_of(row) < 0 ? 0 : 1 << part_of(row);
+      if (GATED) parts |= part_of(row + OUTPUTS) < 0 ? 0 : 1 << part_of(row + OUTPUTS);
+    }
+  shrink_all(adapters, slots, x, num_tokens, taken, CLUSTERS * SPLIT);
+  add_up_shrunk(adapters, slots, parts, shared.shrunk);
+  __syncwarp();
+  if (lane == 0) arrive(shared_address(&shared.shrunk_there));
+}
+#else
+constexpr int ALL_WARPS = WARPS;
+#endif
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * ALL_WARPS, RESIDENT)
+    stream_linear(const char* weight, const char* x,
+#if RANK
+                  Adapters adapters,
+#endif
+                  const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled,
+                  float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
   const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -64,11 +102,17 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
     for (int i = 0; i < MOST_FINISHED; i++) make_barrier(arrived + 8 * i, 1);
+#if RANK
+    make_barrier(shared_address(&shared.shrunk_there), 1);
+#endif
     publish_barriers();
     for (int i = 0; i < MOST_FINISHED; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
   }
   __syncthreads();
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#if RANK
+  if (warp == WARPS) return add_adapters(adapters, x, shared, num_tokens, first_group + rank * CLUSTERS);
+#endif
 
   // The first warp asks for chunks, a row by a lane.
   const u64 once = read_once();
@@ -151,6 +195,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     send(address_of_peer(to, owner), sum, address_of_peer(arrived + 8 * place, owner));
   }
 
+#if RANK
+  const int adapter = token < num_tokens ? adapters.slots[token] : -1;
+#endif
   // Finishes the cluster's turns `place * SPLIT + rank`: four outputs of a token by a lane, or two.
   for (int place = warp; place * SPLIT + rank < turn; place += WARPS) {
     const int group = first_group + (place * SPLIT + rank) * CLUSTERS;
@@ -160,6 +207,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (RESIDUAL && is_there) residuals = *(const uint2*)(residual + at);
     if (NEXT_BLOCKS || BIAS) weights = *(const uint2*)(norm_weight + row / 2);
     const float factor = NORM_BLOCKS ? shared.factors[token] : 1.f;
+#if RANK
+    const RowsOfB of_first(adapters, adapter, row), of_second(adapters, adapter, GATED ? row + OUTPUTS : row + 2);
+#endif
     wait_for(arrived + 8 * place, 0);
     float2 first = {0.f, 0.f}, second = {0.f, 0.f};  // of a gated one: gates and ups
 #pragma unroll
@@ -168,6 +218,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float2 a = *(const float2*)part, b = *(const float2*)(part + (GATED ? OUT_ROWS : 2));
       first.x += a.x, first.y += a.y, second.x += b.x, second.y += b.y;
     }
+#if RANK
+    wait_for(shared_address(&shared.shrunk_there), 0);
+    of_first.add_to(first, shared.shrunk + token * A_ROWS);
+    of_second.add_to(second, shared.shrunk + token * A_ROWS);
+#endif
     u32 low = rounded(first.x * factor, first.y * factor, weights.x),
         high = rounded(second.x * factor, second.y * factor, weights.y);
     if (GATED) {

@@ -131,8 +131,13 @@ def _tilings(kind: LinearKind, division: Division, num_pieces: int) -> Iterator[
     piece = math.ceil(kind.columns / split / num_pieces / (STEP * warps)) * STEP * warps
     for stages in range(_FEWEST_STAGES, _MOST_STAGES + 1):
         tiling = RowTiling(kind, MAX_TOKENS, split, clusters, warps, resident, piece, stages)
-        if tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES:
+        if fits(tiling):
             yield tiling
+
+
+def fits(tiling: RowTiling) -> bool:
+    """True if a multiprocessor has the shared memory for its blocks."""
+    return tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // tiling.resident - _RESERVED_BYTES
 
 
 def _bytes_a_ns(tiling: RowTiling) -> float:

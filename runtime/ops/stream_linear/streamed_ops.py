@@ -25,7 +25,7 @@ from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, LinearKind, LinearTiling, bucket_of
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
-Weight = tuple[torch.Tensor | None, ...]
+Weight = tuple[Any, ...]  # tensors, None in the place of one, and what else says how they are read
 
 
 class LoadedLinear(LoadedKernel[LinearTiling]):
@@ -43,11 +43,16 @@ class LoadedLinear(LoadedKernel[LinearTiling]):
         assert values is not None, "a weight has values"
         arguments: tuple[Argument, ...] = (
             *self._read(x.view(num_tokens, -1), values),
-            *map(address_of, (*beside, *operands)),
+            *self._tell_beside(x, beside),
+            *map(address_of, operands),
             ctypes.c_float(eps),
             ctypes.c_int(num_tokens),
         )
         self._loaded.launch(self.kernel.num_blocks, self.kernel.num_threads, arguments)
+
+    def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
+        """Tells the kernel what a weight has beside its values."""
+        return map(address_of, beside)
 
     def _read(self, x: torch.Tensor, values: torch.Tensor) -> tuple[Argument, Argument]:
         """Tells where the kernel finds values and x. To TMA an element of any values is two bytes."""
@@ -81,6 +86,8 @@ class StreamedOps:
         kind_of: the kind of a linear by its weight's tensors, with nothing around it.
         num_norm_blocks: B of what a weight [rows, columns] leaves.
         launch_tokens: tokens of a launch, at most; a larger step is several.
+        loaded_as: what launches one kernel.
+        weight_of: the weight of some of the tokens.
     """
 
     def __init__(
@@ -90,11 +97,15 @@ class StreamedOps:
         kind_of: Callable[..., LinearKind],
         num_norm_blocks: Callable[[int, int], int],
         launch_tokens: int = MAX_STREAMED_TOKENS,
+        loaded_as: type[LoadedLinear] = LoadedLinear,
+        weight_of: Callable[[Weight, slice], Weight] = lambda weight, tokens: weight,
     ) -> None:
         self.launch_tokens = launch_tokens
         self._kind_of = kind_of
         self._num_norm_blocks = num_norm_blocks
-        self._num_tensors = weight.count("Tensor")
+        self._loaded_as = loaded_as
+        self._weight_of = weight_of
+        self._num_operands = weight.count(",") + 1
         self._loaded: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
         self._define(
             f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None,"
@@ -134,8 +145,8 @@ class StreamedOps:
 
     def kind_of_call(self, node: Any, name: str) -> LinearKind:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
-        count = 1 + self._num_tensors
-        weight = tuple(None if tensor is None else tensor.meta["val"] for tensor in node.args[1:count])
+        count = 1 + self._num_operands
+        weight = tuple(getattr(one, "meta", {"val": one})["val"] for one in node.args[1:count])
         if name:
             has_norm = name == "_residual_norm"
             return self.residual_kind(weight, has_norm, plus_one=has_norm and node.args[count + 2 :] == (True,))
@@ -159,7 +170,7 @@ class StreamedOps:
         for tiling in tilings:
             with torch.cuda.device(device):
                 key = (torch.cuda.current_device(), tiling.kind, tiling.tokens)
-                LoadedLinear.load_once(self._loaded, key, tiling, binaries)
+                self._loaded_as.load_once(self._loaded, key, tiling, binaries)
 
     def _launch(
         self,
@@ -175,7 +186,8 @@ class StreamedOps:
             for first in range(0, num_tokens, most):
                 rows = slice(first, min(first + most, num_tokens))
                 before, after = _rows_of((squares, residual), rows), _rows_of(outputs, rows)
-                self._launch(x.flatten(0, -2)[rows], weight, kind, (*before, of_outputs, *after), eps)
+                operands = (*before, of_outputs, *after)
+                self._launch(x.flatten(0, -2)[rows], self._weight_of(weight, rows), kind, operands, eps)
             return
         loaded = self._loaded.get((x.get_device(), kind, bucket_of(num_tokens)))
         if loaded is None:
@@ -184,7 +196,7 @@ class StreamedOps:
 
     def _taken(self, operands: tuple[Any, ...]) -> tuple[Weight, tuple[Any, ...]]:
         """The weight's tensors, and what follows them in a call."""
-        return operands[: self._num_tensors], operands[self._num_tensors :]
+        return operands[: self._num_operands], operands[self._num_operands :]
 
     def _plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (squares, eps, gated, *last) = self._taken(operands)

@@ -10,6 +10,7 @@ from torch import fx
 
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.match.spelling import spell
+from mllm_compile.runtime.ops import op
 
 HIDDEN, FFN, EPS = 256, 512, 1e-6
 NormForm = Literal["rounded first", "rounded last", "plus one"]  # as Llama, Nemotron-H and Gemma write an RMS norm
@@ -79,22 +80,33 @@ class Block:
 
 
 def decoder_piece(
-    num_tokens: int = 1, dtype: torch.dtype = torch.bfloat16, norm: NormForm = "rounded first"
+    num_tokens: int = 1, dtype: torch.dtype = torch.bfloat16, norm: NormForm = "rounded first", rank: int = 0
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """o_proj and residual, norm and gated linear, down and residual, norm and the next layer's qkv."""
+    """o_proj and residual, norm and gated linear, down and residual, norm and the next layer's qkv; with adapters of
+    that rank, if any."""
     block = Block()
+    slots = block.holding("adapter_slots", torch.arange(num_tokens).int() % 3 - 1) if rank else None
 
     def weight(name: str, *shape: int) -> fx.Node:
         return block.input(name, *shape, dtype=dtype)
 
+    def linear(x: fx.Node, name: str, outputs: int, inputs: int, *parts: int) -> fx.Node:
+        y = block.call(LINEAR, x, weight(name, outputs, inputs), None)
+        if slots is None:
+            return y
+        parts = parts or (outputs,)
+        a, b = weight(f"{name}_a", 2, rank * len(parts), inputs), weight(f"{name}_b", 2, outputs, rank)
+        starts = [sum(parts[:index]) for index in range(len(parts))]
+        return block.call(op("add_lora"), y, x, a, b, slots, starts, list(parts))
+
     attended = block.input("attended", 1, num_tokens, HIDDEN, dtype=dtype)
     residual = block.input("residual", 1, num_tokens, HIDDEN, dtype=dtype)
-    after = block.call(operator.add, residual, block.call(LINEAR, attended, weight("o", HIDDEN, HIDDEN), None))
+    after = block.call(operator.add, residual, linear(attended, "o", HIDDEN, HIDDEN))
     hidden = block.norm(after, weight("norm", HIDDEN), norm)
-    product = block.silu_mul(block.call(LINEAR, hidden, weight("gate_up", 2 * FFN, HIDDEN), None))
-    out = block.call(operator.add, after, block.call(LINEAR, product, weight("down", HIDDEN, FFN), None))
+    product = block.silu_mul(linear(hidden, "gate_up", 2 * FFN, HIDDEN, FFN, FFN))
+    out = block.call(operator.add, after, linear(product, "down", HIDDEN, FFN))
     next_hidden = block.norm(out, weight("next_norm", HIDDEN), norm)
-    qkv = block.call(LINEAR, next_hidden, weight("qkv", 2 * HIDDEN, HIDDEN), None)
+    qkv = linear(next_hidden, "qkv", 2 * HIDDEN, HIDDEN, HIDDEN, 128, 128)
     return block.module(out, qkv), block.inputs
 
 

@@ -24,12 +24,13 @@ from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # n
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.lora.reference import add_lora_reference as add_lora
 from mllm_compile.runtime.ops.lora.shapes import num_splits
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
-from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.stream_linear import adapted_ops, ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
@@ -96,7 +97,11 @@ def linear_residual(x, weight, residual):
 
 def linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one=False):
     """With the sums of squares of `num_blocks` blocks of columns."""
-    out = linear_residual(x, weight, residual)
+    return outputs_for_norm(linear_residual(x, weight, residual), norm_weight, num_blocks, plus_one)
+
+
+def outputs_for_norm(out, norm_weight, num_blocks, plus_one):
+    """A norm's input, that times its weight, and the input's sums of squares."""
     return (
         out,
         times_norm_weight(out, norm_weight, plus_one),
@@ -106,6 +111,11 @@ def linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one=
 
 def times_norm_weight(x, weight, plus_one):
     return (x.float() * (weight.float() + plus_one)).to(x.dtype)
+
+
+def scaled(x, squares, eps):
+    """A norm's output, of its input times its weight and the input's sums of squares."""
+    return x if squares is None else (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
 
 
 def gated_linear(x, weight):
@@ -139,7 +149,22 @@ def streamed_ops_on_cpu() -> Iterator[None]:
         weight = small_weight(values, scales, zeros).to(x.dtype)
         return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS, plus_one)
 
+    def adapted(x, weight, a, b, slots, starts, rows, squares, eps, gated):
+        product = add_lora(linear(x, weight, squares, eps, False), scaled(x, squares, eps), a, b, slots, starts, rows)
+        gate, up = product.chunk(2, -1)
+        return silu(gate) * up if gated else product
+
+    def adapted_residual(x, weight, a, b, slots, starts, rows, residual):
+        return residual + add_lora(torch_linear(x, weight), x, a, b, slots, starts, rows)
+
+    def adapted_residual_norm(x, weight, a, b, slots, starts, rows, residual, norm_weight, plus_one=False):
+        out = adapted_residual(x, weight, a, b, slots, starts, rows, residual)
+        return outputs_for_norm(out, norm_weight, num_streamed_norm_blocks(*weight.shape), plus_one)
+
     library = torch.library.Library("mllm", "IMPL")
+    library.impl("stream_linear_lora", adapted, "CPU")
+    library.impl("stream_linear_lora_residual", adapted_residual, "CPU")
+    library.impl("stream_linear_lora_residual_norm", adapted_residual_norm, "CPU")
     library.impl("stream_quantised_linear", quantised_linear, "CPU")
     library.impl("stream_quantised_linear_residual", quantised_residual, "CPU")
     library.impl("stream_quantised_linear_residual_norm", quantised_residual_norm, "CPU")

@@ -9,7 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -117,8 +117,13 @@ extern "C" int launch(const char* keys, const char* values, u64 stride, const u3
 """
 
 
-def on_the_host(source: str) -> str:
-    """The source with each function of PTX replaced."""
+def on_the_host(source: str, launch: str = _LAUNCH, others: Mapping[str, str] | None = None) -> str:
+    """The source with each function of PTX replaced, and `launch` behind it.
+
+    Args:
+        others: bodies of further functions, by name.
+    """
+    emulated_bodies = _EMULATED | dict(others or {})
     parts, at = [], 0
     for found in re.finditer(r"__device__ __forceinline__ [^;{]*?(\w+)\([^;{]*\) \{", source):
         if found.start() < at:
@@ -128,7 +133,7 @@ def on_the_host(source: str) -> str:
             depth += {"{": 1, "}": -1}.get(source[end], 0)
             end += 1
         if "asm" in source[found.end() : end]:
-            body = _EMULATED.get(found[1], "abort();")
+            body = emulated_bodies.get(found[1], "abort();")
             parts += [source[at : found.end()], body, "}"]
             at = end
     whole = "".join([*parts, source[at:]])
@@ -136,7 +141,7 @@ def on_the_host(source: str) -> str:
         whole = re.sub(rf'asm volatile\("{re.escape(statement)}[^"]*" ::: "memory"\);', emulated, whole)
     whole = re.sub(r"extern __shared__ .* memory\[\];", "char* const memory = emulated::block().memory;", whole)
     header = Path(__file__).with_name("warps.h").read_text(encoding="utf-8")
-    return header + whole + _LAUNCH
+    return header + whole + launch
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,128 @@
+"""rows.cu with adapters: what they add to a linear of up to 8 tokens, within the linear's own kernel.
+
+Shape legend: as linear.py; P parts of a packed linear, r the adapters' rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from typing import ClassVar
+
+from mllm_compile.runtime.ops.stream_linear import rows as by_rows
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind
+from mllm_compile.runtime.ops.stream_linear.rows import RowTiling
+from mllm_compile.runtime.ops.stream_linear.shapes import is_read_in_rows
+
+MAX_TOKENS = by_rows.MAX_TOKENS
+MOST_RANK = 32  # of B a lane has four rows in registers
+_RANK_UNIT = 8
+_SHRINK_SPLITS = 16  # parts of the inputs: 256 are a warp's, of 8B
+_MOST_INPUTS = 64  # registers of a lane, as the further warp leaves fewer
+_PARTS = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class AdaptedKind(LinearKind):
+    """
+    Attributes:
+        rank: r.
+        parts: the first output and the number of outputs of each part.
+    """
+
+    rank: int = 0
+    parts: _PARTS = ()
+
+    @property
+    def name(self) -> str:
+        parts = "_".join(f"{start}x{count}" for start, count in self.parts)
+        return f"{super().name}_r{self.rank}_of_{parts}"
+
+    @property
+    def a_rows(self) -> int:
+        """Rows of an adapter's A."""
+        return self.rank * len(self.parts)
+
+    @property
+    def plain(self) -> LinearKind:
+        """The linear without adapters."""
+        return LinearKind(*(getattr(self, field.name) for field in fields(LinearKind)))
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.plain.constants(),
+            "RANK": self.rank,
+            "A_ROWS": self.a_rows,
+            "B_ROWS": sum(count for _, count in self.parts),
+            "SHRINK_SPLITS": _SHRINK_SPLITS,
+        }
+
+
+@dataclass(frozen=True)
+class AdaptedTiling(RowTiling):
+    """The division of the linear without adapters; a block has one more warp."""
+
+    headers: ClassVar[tuple[str, ...]] = ("ops/stream_linear/adapters.cuh",)
+
+    kind: AdaptedKind
+
+    @cached_property
+    def num_threads(self) -> int:
+        return 32 * (self.warps + 1)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Bytes of rows.cu's, of A · x and a barrier, and what alignment costs."""
+        plain = RowTiling(self.kind.plain, *_division(self))
+        return plain.shared_bytes + self.tokens * self.kind.a_rows * 4 + 16 + 16
+
+    @property
+    def lane_inputs(self) -> int:
+        """Registers of a lane that have inputs."""
+        pieces = math.ceil(self.kind.columns / self.split / self.piece)
+        return 4 * pieces * math.ceil(self.piece / by_rows.STEP / self.warps)
+
+    @property
+    def num_sums(self) -> tuple[int, int, int]:
+        """The shape of what the kernel has between A and B, float32."""
+        return _SHRINK_SPLITS, self.tokens, self.kind.a_rows
+
+    def preamble(self) -> str:
+        """Functions that find an output's part, and its row of B."""
+        of_part, of_row, first = "", "", 0
+        for part, (start, count) in enumerate(self.kind.parts):
+            of_part += f"output >= {start} && output < {start + count} ? {part} : "
+            of_row += f"part == {part} ? output - {start - first} : "
+            first += count
+        head = "__device__ __forceinline__ int"
+        return (
+            f"{head} part_of(int output) {{ return {of_part}-1; }}\n"
+            f"{head} row_of_b(int output, int part) {{ return {of_row}0; }}\n"
+        )
+
+
+def takes(rows: int, columns: int, rank: int, parts: _PARTS) -> bool:
+    """True if the kernel takes adapters of a linear [rows, columns]."""
+    if not is_read_in_rows(rows, columns) or rank % _RANK_UNIT or not 0 < rank <= MOST_RANK:
+        return False
+    if any(number % NORM_ROWS for part in parts for number in part):
+        return False
+    tiling = choose(AdaptedKind(rows, columns, rank=rank, parts=parts))
+    return tiling.lane_inputs <= _MOST_INPUTS and by_rows.fits(tiling)
+
+
+@cache
+def choose(kind: AdaptedKind) -> AdaptedTiling:
+    """The division of the linear without adapters."""
+    return AdaptedTiling(kind, *_division(by_rows.choose(kind.plain)))
+
+
+def _division(tiling: RowTiling) -> Iterator[int]:
+    """The fields of a tiling but its linear."""
+    return (getattr(tiling, field.name) for field in fields(RowTiling) if field.name != "kind")
+
+
+def parts_of(starts: Sequence[int], counts: Sequence[int]) -> _PARTS:
+    return tuple(zip(map(int, starts), map(int, counts), strict=True))

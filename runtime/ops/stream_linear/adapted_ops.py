@@ -1,0 +1,81 @@
+"""The ops of linears with adapters: `stream_linear_lora`, `stream_linear_lora_residual` and
+`stream_linear_lora_residual_norm`, as streamed_ops.py has them, for up to 8 tokens.
+
+A weight is [N, K] with A [L, P * r, K] and B [L, rows of all parts, r] of L adapters, bfloat16, the slot of each token
+[T] int32 (-1: no adapter), and each part's first output and number of outputs, as `mllm.add_lora` has them. What
+adapters add is float32 until the sum is rounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.cuda.driver import Argument
+from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS, AdaptedKind, AdaptedTiling, parts_of
+from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
+from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
+from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear, StreamedOps, Weight
+
+_MOST_COUNTS = 1 << 14  # of linears at the same time, of a device
+
+
+class _Adapters(ctypes.Structure):
+    """Mirrors Adapters in adapters.cuh."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("a", "b", "slots", "shrunk", "counts")]
+
+
+class AdaptedLinear(LoadedLinear):
+    """One kernel of a linear with adapters."""
+
+    _counts: dict[int, torch.Tensor] = {}  # noqa: RUF012  (by device: Counts in adapters.cuh)
+    _places: dict[tuple[int, int], int] = {}  # noqa: RUF012  (by device and the address of A)
+
+    def __init__(self, kernel: LinearTiling, binaries: Mapping[str, bytes]) -> None:
+        super().__init__(kernel, binaries)
+        device = torch.cuda.current_device()
+        if device not in self._counts:  # not in a capture, whose replays would make them anew
+            self._counts[device] = torch.zeros(_MOST_COUNTS, 4, dtype=torch.int32, device=f"cuda:{device}")
+
+    def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
+        a, b, slots, *_ = beside
+        assert isinstance(self.kernel, AdaptedTiling), "as Family chooses"
+        shrunk = x.new_empty(self.kernel.num_sums, dtype=torch.float32)
+        device = x.get_device()
+        # Two engines may run the same kernel at the same time, but each has its own A.
+        place = self._places.setdefault((device, a.data_ptr()), len(self._places) % _MOST_COUNTS)
+        counts = self._counts[device]
+        its_counts = counts.data_ptr() + place * counts.stride(0) * counts.element_size()
+        return (_Adapters(a.data_ptr(), b.data_ptr(), slots.data_ptr(), shrunk.data_ptr(), its_counts),)
+
+
+def _kind_of(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slots: torch.Tensor,
+    starts: Iterable[int],
+    counts: Iterable[int],
+) -> AdaptedKind:
+    rows, columns = weight.shape
+    return AdaptedKind(int(rows), int(columns), rank=int(b.shape[2]), parts=parts_of(list(starts), list(counts)))
+
+
+def _weight_of(weight: Weight, tokens: slice) -> Weight:
+    values, a, b, slots, *parts = weight
+    return values, a, b, slots[tokens], *parts
+
+
+STREAMED = StreamedOps(
+    "stream_linear_lora",
+    "Tensor weight, Tensor a, Tensor b, Tensor slots, int[] starts, int[] rows",
+    _kind_of,
+    num_streamed_norm_blocks,
+    launch_tokens=MAX_TOKENS,
+    loaded_as=AdaptedLinear,
+    weight_of=_weight_of,
+)
