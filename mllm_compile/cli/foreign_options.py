@@ -51,7 +51,7 @@ _INSTEAD = {
         enable-ssl-refresh ssl-keyfile-password h11-max-header-count""",
     "heads have 256 KiB, and --max-body bounds bodies": "h11-max-incomplete-event-size",
     "/openapi.json is always there, and no page of it": "disable-fastapi-docs enable-offline-docs",
-    "--sleep-after 5m lets the engine sleep": "enable-sleep-mode enable-memory-saver",
+    "it is --enable-sleep-mode here, with --enable-rl": "enable-memory-saver",
     "images are data URLs, or of media.allowed_domains; no file is read for a request": "allowed-local-media-path",
     "images are prepared as the model's processor says, within docs/images.md's bounds": """
         limit-mm-per-prompt mm-processor-kwargs media-io-kwargs disable-mm-preprocessor-cache mm-processor-cache-gb

@@ -111,6 +111,12 @@ def serve_command(
     rl_folder: Annotated[
         list[str] | None, typer.Option(help="A folder below which weights may be read; may be given several times.")
     ] = None,
+    enable_sleep_mode: Annotated[
+        bool,
+        typer.Option(
+            "--enable-sleep-mode", help="The config's runtime.enable_sleep_mode: /sleep gives memory back in place."
+        ),
+    ] = False,
     logprobs_mode: Annotated[
         str | None,
         typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
@@ -124,7 +130,9 @@ def serve_command(
     source = with_speculative(config_or_runtime(model), speculative_config)
     own = 0 if isinstance(source, Path) else source.lora.max_adapters
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
-    runtime = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
+    runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
+    if enable_sleep_mode:
+        runtime["enable_sleep_mode"] = True
     source = with_runtime(with_lora(source, lora), runtime)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

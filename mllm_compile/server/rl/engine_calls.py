@@ -1,4 +1,4 @@
-"""The calls that the engine's process answers for rollouts: pause, weights, versions.
+"""The calls that the engine's process answers for rollouts: pause, sleep, weights, versions.
 
 Each runs in a thread of its own: one may wait for running requests or for a trainer, and another one ends that wait.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ class EngineCalls:
             "resume": self._resume,
             "is_paused": lambda: engine.is_paused,
             "flush": self._flush,
+            "sleep": partial(engine.sleep, refuses=True),
+            "wake_up": engine.wake_up,
+            "is_sleeping": lambda: engine.is_sleeping,
             "start": self._start,
             "finish": self._finish,
             "set_version": self._set_version,

@@ -6,7 +6,7 @@ import msgspec
 
 from mllm_compile.server.endpoints import Endpoint
 from mllm_compile.server.generate import generate_endpoint
-from mllm_compile.server.rl import sglang, vllm
+from mllm_compile.server.rl import sglang, sleep, vllm
 from mllm_compile.server.rl.generate import TokensFields, TokensRequest
 from mllm_compile.server.rl.sglang_generate import SGLangFields, SGLangRequest
 
@@ -15,10 +15,12 @@ PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", SGLangFields.path, lambda front: generate_endpoint(front, SGLangRequest)),
     *vllm.PATHS,
     *sglang.PATHS,
+    *sleep.PATHS,
 )
 BODIES: dict[str, type[msgspec.Struct]] = {
     TokensFields.path: TokensFields,
     SGLangFields.path: SGLangFields,
     **vllm.BODIES,
     **sglang.BODIES,
+    **sleep.BODIES,
 }

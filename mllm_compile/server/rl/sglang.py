@@ -12,13 +12,12 @@ import msgspec
 
 from mllm_compile.server.api.errors import bad_request
 from mllm_compile.server.endpoints import Endpoint
-from mllm_compile.server.rl.endpoint import Asked, endpoint, refused
+from mllm_compile.server.rl.endpoint import Asked, endpoint
 from mllm_compile.server.rl.rendezvous import check_folder, check_host
 from mllm_compile.server.rl.vllm import check_label
 
 _MODES = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 _FLAT = "flattened_bucket"
-_NO_SLEEP = "memory is not given back in place: it is not built. Leave --release-memory out of the trainer's options"
 
 
 class PauseGenerationFields(msgspec.Struct, kw_only=True):
@@ -210,5 +209,4 @@ PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/update_weights_from_tensor", endpoint(from_tensor)),
     ("GET", "/get_weight_version", endpoint(version)),
     ("GET", "/health_generate", endpoint(health)),
-    *(("POST", path, refused(_NO_SLEEP)) for path in ("/release_memory_occupation", "/resume_memory_occupation")),
 )

@@ -19,9 +19,6 @@ from mllm_compile.server.rl.rendezvous import check_folder, check_host
 _MODES = ("abort", "wait", "keep", "retract")
 _BUFFER_BYTES = 1 << 30  # vLLM's
 _MOST_OF_LABEL = 256
-_NO_SLEEP = (
-    "sleep in place is not built: pause the engine, or end it with --sleep-after on a server without --enable-rl"
-)
 _NO_RPC = (
     "methods of workers are not called by name: use /pause, /update_weights and the other paths of docs/rollouts.md"
 )
@@ -218,10 +215,6 @@ async def weight_checker(asked: Asked) -> Any:
     return {"match": not wrong, "mismatches": wrong}
 
 
-async def is_sleeping(asked: Asked) -> Any:
-    return {"is_sleeping": False}
-
-
 async def reset_prefix_cache(asked: Asked) -> Any:
     if asked.flag("reset_running_requests", default=False):
         raise bad_request("reset_running_requests: expected false. Call /pause?mode=retract, then this, then /resume")
@@ -281,10 +274,8 @@ PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/update_weight_version", endpoint(set_version)),
     ("GET", "/weight_info", endpoint(weight_info)),
     ("POST", "/weight_checker", endpoint(weight_checker)),
-    ("GET", "/is_sleeping", endpoint(is_sleeping)),
     ("POST", "/reset_prefix_cache", endpoint(reset_prefix_cache)),
     ("POST", "/abort_requests", endpoint(abort_requests)),
     ("POST", "/init_broadcaster", endpoint(init_broadcaster)),
-    *(("POST", path, refused(_NO_SLEEP)) for path in ("/sleep", "/wake_up", "/release_kv_cache_memory")),
     ("POST", "/collective_rpc", refused(_NO_RPC)),
 )

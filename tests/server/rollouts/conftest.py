@@ -22,7 +22,7 @@ def weights_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def rollout_server(tiny_yaml: Path, weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command = [sys.executable, "-m", "mllm_compile", "serve", str(tiny_yaml), "--port", "0", "--enable-rl"]
-    command += ["--logprobs-mode", "processed_logprobs", "--rl-folder", str(weights_folder)]
+    command += ["--enable-sleep-mode", "--logprobs-mode", "processed_logprobs", "--rl-folder", str(weights_folder)]
     with running(command, tmp_path_factory.mktemp("log") / "log") as server:
         yield server
 

@@ -316,7 +316,11 @@ def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
         ("/init_weight_transfer_engine", {"init_info": {"master_port": 5}}, 400, "master_address"),
         ("/update_weight_version", {"new_version": ""}, 400, "new_version: expected 1 to 256"),
         ("/weight_checker", {"action": "reset"}, 400, "action: expected checksum or compare"),
-        ("/sleep?level=1", None, 400, "sleep in place is not built"),
+        ("/sleep?level=3", None, 400, "level: expected 0, 1, 2, got '3'"),
+        ("/sleep?mode=stop", None, 400, "mode: expected one of abort, wait, keep, retract, got 'stop'"),
+        ("/wake_up?tags=cuda_graph", None, 400, "tags: expected a list of weights, kv_cache, scheduling"),
+        ("/release_memory_occupation", {"tags": ["cuda_graph"]}, 400, "captured graphs stay in memory"),
+        ("/release_memory_occupation", {"tags": []}, 400, "tags: expected a list of"),
         ("/collective_rpc", {"method": "x"}, 400, "methods of workers are not called by name"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, 400, "no pickle of plain data"),
         ("/reset_prefix_cache?reset_running_requests=true", None, 400, "mode=retract"),
@@ -348,5 +352,4 @@ def test_a_label_may_change_without_weights(trainer):
     trainer.post("/update_weight_version", {"new_version": "label"})
     assert trainer.sample()["weight_versions"] == [{"version": "label", "start": 0, "end": 8}]
     assert trainer.server.get("/get_weight_version").json == {"weight_version": "label"}
-    assert trainer.server.get("/is_sleeping").json == {"is_sleeping": False}
     assert trainer.post("/reset_prefix_cache") == {"success": True}

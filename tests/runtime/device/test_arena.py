@@ -1,0 +1,189 @@
+"""Arenas, and the calls of the driver that give their memory back and take it anew."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mllm_compile.errors import DeviceError, DeviceMemoryError
+from mllm_compile.runtime.cuda.virtual_memory import VirtualMemory
+from mllm_compile.runtime.device.arena import arena_on
+from tests.sleeping_arena import Machine
+
+MIB = 1 << 20
+OUT_OF_MEMORY = 2
+
+
+def test_tensors_of_a_stretch_are_apart_and_aligned():
+    arena = Machine().arena()
+    kinds = [((3, 5), torch.bfloat16), ((0, 4), torch.float32), ((), torch.int64), ((7,), torch.uint8)]
+    tensors = arena.zeros(kinds)
+    assert [(tuple(one.shape), one.dtype) for one in tensors] == kinds
+    starts = [one.data_ptr() - tensors[0].data_ptr() for one in tensors if one.numel()]
+    assert starts == [0, 512, 1024] and arena.num_bytes == 1536
+    for number, one in enumerate(tensors):
+        one.fill_(number)
+    assert [set(one.flatten().tolist()) for one in tensors] == [{0.0}, set(), {2}, {3}]
+    assert arena.empty([]) == [] and len(arena.zeros([((0,), torch.float32)])[0]) == 0
+
+
+def test_an_arena_wakes_wholly_or_not():
+    machine = Machine()
+    arena = machine.arena()
+    held = [arena.zeros([((64,), torch.float64)]) for _ in range(3)]
+    arena.sleep()
+    machine.size = 1024
+    with pytest.raises(DeviceMemoryError):
+        arena.wake()
+    assert machine.taken == 0 and not arena.is_awake
+    machine.size = 1536
+    arena.wake()
+    assert machine.taken == 1536 and arena.is_awake and not any(bool(one.any()) for (one,) in held)
+
+
+def test_a_cpu_has_no_arena():
+    assert arena_on(torch.device("cpu")) is None
+
+
+class PlayedDriver:
+    """A driver whose device memory is the host's, and which counts it.
+
+    Attributes:
+        handles, mapped: bytes of each.
+        left: calls of cuMemCreate until memory is full.
+    """
+
+    def __init__(self, left: int = 100, fails: str = "") -> None:
+        self.handles: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.reserved: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.pinned: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.left, self._fails = left, fails
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: 7 if name == self._fails else 0
+
+    def cuMemAddressReserve(self, address, size, *rest) -> int:
+        memory = ctypes.create_string_buffer(size.value)
+        address._obj.value = ctypes.addressof(memory)
+        self.reserved[address._obj.value] = memory
+        return 0
+
+    def cuMemAddressFree(self, address, size) -> int:
+        return 0 if self.reserved.pop(address.value) is not None else 1
+
+    def cuMemCreate(self, handle, size, *rest) -> int:
+        if not self.left:
+            return OUT_OF_MEMORY
+        self.left -= 1
+        handle._obj.value = 1 + max(self.handles, default=0)
+        self.handles[handle._obj.value] = size.value
+        return 0
+
+    def cuMemMap(self, address, size, offset, handle, flags) -> int:
+        assert self.handles[handle.value] == size.value and address.value not in self.mapped
+        self.mapped[address.value] = size.value
+        return 7 if self._fails == "cuMemMap" and self.mapped.pop(address.value) else 0
+
+    def cuMemRelease(self, handle) -> int:
+        del self.handles[handle.value]
+        return 0
+
+    def cuMemUnmap(self, address, size) -> int:
+        assert self.mapped.pop(address.value) == size.value
+        ctypes.memset(address.value, 0xFF, size.value)
+        return 0
+
+    def cuMemsetD8_v2(self, address, value, size) -> int:
+        ctypes.memset(address.value, value.value, size.value)
+        return 0
+
+    def cuMemHostAlloc(self, address, size, flags) -> int:
+        memory = ctypes.create_string_buffer(size.value)
+        address._obj.value = ctypes.addressof(memory)
+        self.pinned[address._obj.value] = memory
+        return 0
+
+    def cuMemFreeHost(self, address) -> int:
+        del self.pinned[address.value]
+        return 0
+
+    def cuMemcpyDtoH_v2(self, to, source, size) -> int:
+        ctypes.memmove(to.value, source.value, size.value)
+        return 0
+
+    def cuMemcpyHtoD_v2(self, to, source, size) -> int:
+        return self.cuMemcpyDtoH_v2(to, source, size)
+
+
+@pytest.fixture
+def play(driver, monkeypatch):
+    def use(played: PlayedDriver) -> PlayedDriver:
+        driver()
+        monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: played)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr("mllm_compile.runtime.cuda.virtual_memory._PART", 4 * MIB)
+        return played
+
+    return use
+
+
+def content(memory: VirtualMemory) -> bytes:
+    address, size = memory.__cuda_array_interface__["data"][0], memory.num_bytes
+    return ctypes.string_at(address, size)
+
+
+def test_memory_goes_and_comes_behind_the_same_addresses(play):
+    played = play(PlayedDriver())
+    memory = VirtualMemory(9 * MIB + 1, torch.device("cuda"))
+    assert memory.num_bytes == 10 * MIB and sorted(played.mapped.values()) == [2 * MIB, 4 * MIB, 4 * MIB]
+    assert not played.handles, "a mapping holds its memory by itself"
+    interface = memory.__cuda_array_interface__
+    memory.fill_zeros()
+    memory.save()
+    for _ in range(2):
+        memory.unmap()
+        assert not played.mapped and content(memory) == b"\xff" * memory.num_bytes
+    for _ in range(2):
+        memory.map()
+    memory.restore()
+    assert len(played.mapped) == 3 and content(memory) == bytes(memory.num_bytes)
+    assert memory.__cuda_array_interface__ == interface and len(played.pinned) == 1
+    memory.drop_copy()
+    assert not played.pinned
+    memory.pin_copy()
+    del memory
+    gc.collect()
+    assert not (played.mapped or played.reserved or played.pinned), "all goes with the last tensor"
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_memory_that_is_full_leaves_nothing_behind(play, left):
+    played = play(PlayedDriver(left))
+    with pytest.raises(DeviceMemoryError, match=r"\(2\) to taking \d+ bytes"):
+        VirtualMemory(10 * MIB, torch.device("cuda"))
+    gc.collect()
+    assert not (played.mapped or played.handles or played.reserved)
+    played.left = 3
+    memory = VirtualMemory(10 * MIB, torch.device("cuda"))
+    memory.unmap()
+    played.left = left
+    with pytest.raises(DeviceMemoryError):
+        memory.map()
+    assert not (played.mapped or played.handles) and len(played.reserved) == 1
+    played.left = 3
+    memory.map()
+    assert len(played.mapped) == 3
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+def test_what_the_driver_refuses_leaves_nothing_behind(play, call):
+    played = play(PlayedDriver(fails=call))
+    with pytest.raises(DeviceError, match=r"\(7\)"):
+        VirtualMemory(10 * MIB, torch.device("cuda"))
+    gc.collect()
+    assert not (played.mapped or played.handles or played.reserved)
