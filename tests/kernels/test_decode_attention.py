@@ -134,10 +134,10 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 @pytest.mark.parametrize(
     ("kv_heads", "group", "drafted", "requests", "found"),
     [
-        (8, 4, 3, 64, [(4, 512, [2])]),
-        (8, 4, 3, 2, []),
-        (8, 4, "auto", 256, [(2, 1024, [2]), (4, 512, [2]), (8, 256, [2, 4]), (16, 128, [2, 4, 8])]),
-        (4, 8, "auto", 64, [(2, 256, [2]), (4, 256, [2]), (8, 128, [2, 4])]),
+        (8, 4, 3, 64, [(4, 512, [2, 4, 8])]),
+        (8, 4, 3, 2, [(4, 16, [8])]),
+        (8, 4, "auto", 256, [(tokens, 2048 // tokens, [2, 4, 8]) for tokens in (2, 4, 8, 16)]),
+        (4, 8, "auto", 64, [(2, 256, [2, 4, 8]), (4, 256, [2, 4, 8]), (8, 128, [2, 4, 8])]),
         (8, 8, 8, 64, []),
     ],
     ids=["fixed", "few requests", "auto", "auto without the longest", "more queries than warps have sums of"],
