@@ -25,6 +25,9 @@ from mllm_compile.runtime.speculation.block import DraftBlock
 
 logger = logging.getLogger(__name__)
 
+# On an H200 (torch 2.11) an engine with this pass ended in an illegal memory access at the start's check. Until the
+# reason is known drafts are made beside verify steps there: docs/lab/serving.md.
+_FAULTS_ON_GPUS = True
 _LEAST_SAME = 0.5  # of drafts: bfloat16's last bits change some, of a head of random weights
 
 
@@ -218,7 +221,9 @@ def chain_of(head: CapturableModel | None) -> DraftChain | None:
         return None
     backend = head.attn_backend
     obstacle = None
-    if head.model.decode_loop is None:
+    if _FAULTS_ON_GPUS and head.device.type == "cuda":
+        obstacle = "its captured pass ends in an illegal memory access on GPUs"
+    elif head.model.decode_loop is None:
         obstacle = "the head has no kernels that choose tokens"
     elif backend.verifies is None or backend.decodes is None:
         obstacle = "the head has no kernels that attend in every layer"

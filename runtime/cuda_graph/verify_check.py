@@ -42,7 +42,9 @@ class _Steps:
         runtime = runner.config.runtime
         self._page_size = runtime.page_size
         self._length = min(_LENGTH, runtime.max_model_len - self._num_tokens)
-        self._pages_each = -(-(self._length + self._num_tokens) // self._page_size)
+        keys_ahead = 0 if verifies.chain is None else verifies.chain.keys_ahead
+        most = min(self._length + self._num_tokens + keys_ahead, runner.req_to_token_pool.req_to_token.shape[1])
+        self._pages_each = -(-most // self._page_size)
         self._most = (runner.token_to_kv_pool.num_pages - 1) // self._pages_each
         self._tokens = torch.zeros(self._num_tokens + 1, dtype=torch.int64, device=runner.device)
         self._tokens[0] = 1

@@ -17,6 +17,7 @@ from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph import verify_check
 from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_of
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.factory import make_speculation
 from tests.runtime.cuda_graph.played_cases import Model as PlayedModel
@@ -25,7 +26,7 @@ from tests.runtime.runner_cases import VOCAB, Loop, make_runner
 from tests.runtime.step import test_hidden_drafter as hidden
 from tests.runtime.step.test_captured_verify import TimedLoop, ahead_steps
 from tests.runtime.step.test_grammar_rows import EVERYTHING, FakeGrammar, FakeMasks, add
-from tests.runtime.step.test_parallel_drafter import BlockHead
+from tests.runtime.step.test_parallel_drafter import MASK, BlockHead
 from tests.runtime.step.test_verify_steps import PROMPTS, seen
 
 MOST = 3
@@ -44,6 +45,40 @@ def chained_runner(head: BlockHead, section: SpeculativeSection, **options):
     runner.draft_chain = chain_of(runner.drafter)
     capture_on_cpu(runner, SIZES)
     return runner
+
+
+def look_up_bounds(runner: ModelRunner, seen: list[int]) -> None:
+    """Has each run of a program compare all that it is given as an index with the memory behind it, as kernels on a GPU
+    do not; notes the tokens of each."""
+    run, page_size = runner.program.run, runner.config.runtime.page_size
+    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
+    least_id = NO_TOKEN if runner.model.reads_hidden_states else 0
+
+    def checked(batch, tokens, logits_indices, *how, **others):
+        num_rows, num_columns = table.shape
+        ids, positions, slots = tokens.input_ids, tokens.positions, tokens.out_cache_loc
+        count = len(ids)
+        assert ((least_id <= ids) & ((ids < VOCAB) | (ids == MASK))).all()
+        assert ((positions >= 0) & (positions < num_columns)).all()
+        assert ((slots >= 0) & (slots < pool.num_pages * page_size)).all()
+        assert ((logits_indices >= 0) & (logits_indices < count)).all()
+        rows, lengths = batch.req_pool_indices, batch.seq_lens
+        assert ((rows >= 0) & (rows < num_rows)).all()
+        assert ((lengths >= 0) & (lengths <= num_columns)).all()
+        assert {len(one) for one in (positions, slots)} == {count}
+        assert tokens.hidden_states is None or len(tokens.hidden_states) == count
+        if batch.forward_mode.is_decode():
+            pages = runner.attn_backend.page_table
+            assert len(pages) >= len(rows) == count
+            for place in torch.nonzero((rows > 0) & (lengths > 0)).flatten().tolist():
+                of_row = table[rows[place], : lengths[place] : page_size] // page_size
+                assert torch.equal(pages[place, : len(of_row)], of_row)
+                assert (of_row > 0).all(), "a page that the request does not have"
+                assert slots[place] == table[rows[place], positions[place]]
+        seen.append(count)
+        return run(batch, tokens, logits_indices, *how, **others)
+
+    runner.program.run = checked
 
 
 def serve(requests: Sequence[dict], head: BlockHead | None = None, joining: int = 0, **options) -> Loop:
@@ -186,6 +221,28 @@ def test_a_head_without_numbers_costs_no_token(played):
 
     loop = compare([{"prompt": prompt} for prompt in PROMPTS], Broken())
     assert counts(loop) == (0, 0)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_no_index_of_a_pass_is_outside_of_memory(played, page_size, monkeypatch):
+    """At the start's check, and in answers up to the last position, whose blocks would go beyond it."""
+    seen, init = [], ModelRunner.init_attention_backend
+
+    def looking(runner):
+        init(runner)
+        look_up_bounds(runner, seen)
+
+    monkeypatch.setattr(ModelRunner, "init_attention_backend", looking)
+    monkeypatch.setattr(verify_check, "_LENGTH", 20)
+    section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
+    runner = chained_runner(BlockHead(), section, page_size=page_size)
+    runner.graph_runner.check_verifies()
+    assert runner.graph_runner.verifies is not None
+    at_start = len(seen)
+    requests = [{"prompt": prompt, "max_tokens": 60} for prompt in PROMPTS]
+    loop = serve(requests, BlockHead(), page_size=page_size, num_pages=100)
+    assert counts(loop)[1] > 50
+    assert len(seen) > at_start + 40
 
 
 def fails(self, batch):
