@@ -1,14 +1,14 @@
 """Milliseconds of a verify step beside a plain decode step, and of a token at a forced acceptance length.
 
     python -m benchmarks.steps.verify_speed CONFIG [--requests 1,8,32,64] [--drafted 1,3,7] [--prompt 512]
-        [--method dflash]
+        [--method dflash|mtp]
 
 Needs an NVIDIA GPU. An engine without speculation comes first and last, and one for each number of drafted tokens
-between them. These draft by n-grams, or by a DFlash head of --layers layers with random weights, 32,000 tokens in its
-vocabulary and five layers that it reads. Their synthetic_acceptance_length is --share of the drafted tokens and one
-(0.5: 2.5 tokens a step where 3 are drafted). Prompts are random tokens. Answers of --new tokens and of half as many
-differ by time and by steps, and so no prompt is in these. Prints medians of rounds, a step's ratio to the plain one,
-and the tokens that a step gave in truth.
+between them. These draft by n-grams, by the model's own layer for multi-token prediction, or by a DFlash head of
+--layers layers with random weights, 32,000 tokens in its vocabulary and five layers that it reads. Their
+synthetic_acceptance_length is --share of the drafted tokens and one (0.5: 2.5 tokens a step where 3 are drafted).
+Prompts are random tokens. Answers of --new tokens and of half as many differ by time and by steps, and so no prompt is
+in these. Prints medians of rounds, a step's ratio to the plain one, and the tokens that a step gave in truth.
 """
 
 from __future__ import annotations
@@ -50,13 +50,19 @@ def save_head(folder: Path, model: Path, num_layers: int) -> Path:
 
 
 def config_of(
-    config: EngineConfig, num_drafted: int, length: float, most: int, most_tokens: int, head: Path | None = None
+    config: EngineConfig,
+    num_drafted: int,
+    length: float,
+    most: int,
+    most_tokens: int,
+    method: str = "ngram",
+    head: Path | None = None,
 ) -> EngineConfig:
     runtime = config.runtime.model_copy(update={"max_running_requests": most, "max_model_len": most_tokens})
     asked = {"method": "none"}
     if num_drafted:
         asked = {
-            "method": "ngram" if head is None else "dflash",
+            "method": method,
             "model": None if head is None else str(head),
             "num_speculative_tokens": num_drafted,
             "synthetic_acceptance_length": length,
@@ -104,7 +110,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=512)
     parser.add_argument("--new", type=positive, default=256)
     parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--method", choices=["ngram", "dflash"], default="ngram")
+    parser.add_argument("--method", choices=["ngram", "dflash", "mtp"], default="ngram")
     parser.add_argument("--layers", type=positive, default=5)
     arguments = parser.parse_args()
     need_gpu()
@@ -122,7 +128,7 @@ def measure(config: EngineConfig, arguments: Namespace, head: Path | None) -> No
     most_tokens = arguments.prompt + arguments.new + 64
     for num_drafted in [0, *arguments.drafted, 0]:
         length = 1 + arguments.share * num_drafted
-        asked = config_of(config, num_drafted, length, max(arguments.requests), most_tokens, head)
+        asked = config_of(config, num_drafted, length, max(arguments.requests), most_tokens, arguments.method, head)
         with Engine(asked) as engine:
             for count in arguments.requests:
                 if count * (1 + num_drafted) * (1 if head is None else 2) > 256:
