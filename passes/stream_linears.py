@@ -49,8 +49,8 @@ class StreamLinears(GraphPass):
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
-    A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 8 tokens
-    of pieces where rows.cu takes all that adapters add to.
+    A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 64
+    tokens of pieces whose weights are all large (adapted.py).
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py). Variants
         are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head

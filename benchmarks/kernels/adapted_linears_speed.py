@@ -1,6 +1,6 @@
-"""Microseconds that adapters add to linears of up to 8 tokens, within the linears' own kernels.
+"""Microseconds that adapters add to linears of up to 64 tokens, within the linears' own kernels.
 
-    python -m benchmarks.kernels.adapted_linears_speed [--tokens 1,8] [--rank 16]
+    python -m benchmarks.kernels.adapted_linears_speed [--tokens 1,8,16,64] [--rank 16]
 
 Needs a Hopper GPU. It takes the linears of Qwen3-8B's layers, with the norms, activations and residuals of a decode.
 Columns are one adapter for all tokens, and for each token its own. A CUDA graph runs a linear with one weight after
@@ -23,8 +23,9 @@ from benchmarks.script import need_hopper, parser_of, positives, told_in_one_lin
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS, AdaptedKind, choose
+from mllm_compile.runtime.ops.stream_linear.adapted import AdaptedKind, choose
 from mllm_compile.runtime.ops.stream_linear.adapted_ops import STREAMED as ADAPTED
+from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 
@@ -115,7 +116,7 @@ class Linear:
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=positives, default="1,8")
+    parser.add_argument("--tokens", type=positives, default="1,8,16,64")
     parser.add_argument("--rank", type=int, default=16)
     options = parser.parse_args(arguments)
     need_hopper()
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
     print(machine_line())
     with KernelCompiler() as compiler:
         kinds = [shape.kind(options.rank) for shape in SHAPES]
-        adapted, plain = [choose(kind) for kind in kinds], [choose_tiling(kind.plain, MAX_TOKENS) for kind in kinds]
+        cases = [(kind, bucket) for kind in kinds for bucket in dict.fromkeys(map(bucket_of, options.tokens))]
+        adapted, plain = [choose(*one) for one in cases], [choose_tiling(kind.plain, bucket) for kind, bucket in cases]
         compiler.start([*adapted, *plain])
         load(compiler, adapted, ADAPTED.load_kernels)
         load(compiler, plain, STREAMED.load_kernels)

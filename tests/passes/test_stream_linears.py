@@ -76,8 +76,8 @@ def takes_all_adapters(monkeypatch):
 def test_linears_take_their_adapters_with_them(takes_all_adapters, norm):
     piece, inputs = decoder_piece(4, norm=norm, rank=16)
     gm = apply_stream_linears(piece)
-    assert set(gm.meta[VARIANTS]["piece_a"]) == {8, MAX_STREAMED_TOKENS}
-    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][8])
+    assert set(gm.meta[VARIANTS]["piece_a"]) == {64, MAX_STREAMED_TOKENS}
+    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][64])
     assert fused_ops(variant) == ["stream_linear_lora_residual_norm", "stream_linear_lora"] * 2
     assert not any(is_call(node, LINEAR) for node in variant.graph.nodes)
     for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
@@ -86,14 +86,14 @@ def test_linears_take_their_adapters_with_them(takes_all_adapters, norm):
 
 def test_a_kernel_is_wanted_for_each_linear_with_adapters(takes_all_adapters):
     gm = apply_stream_linears(decoder_piece(4, rank=16)[0])
-    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][8])
-    kinds = {kernel.kind for kernel in family("stream_linear_lora").wanted([(variant, 8)])}
+    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][64])
+    kinds = {kernel.kind for kernel in family("stream_linear_lora").wanted([(variant, 64)])}
     assert {(kind.rows, kind.rank, kind.parts) for kind in kinds} == {
         (HIDDEN, 16, ((0, HIDDEN),)),
         (2 * FFN, 16, ((0, FFN), (FFN, FFN))),
         (2 * HIDDEN, 16, ((0, HIDDEN), (HIDDEN, 128), (HIDDEN + 128, 128))),
     }
-    assert not family("stream_linear").wanted([(variant, 8)])
+    assert not family("stream_linear").wanted([(variant, 64)])
 
 
 def test_adapters_that_the_kernels_do_not_take_leave_the_variant_out():

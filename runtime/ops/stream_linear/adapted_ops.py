@@ -1,5 +1,5 @@
 """The ops of linears with adapters: `stream_linear_lora`, `stream_linear_lora_residual` and
-`stream_linear_lora_residual_norm`, as streamed_ops.py has them, for up to 8 tokens.
+`stream_linear_lora_residual_norm`, as streamed_ops.py has them, for up to 64 tokens.
 
 A weight is [N, K] with A [L, P * r, K] and B [L, rows of all parts, r] of L adapters, bfloat16, the slot of each token
 [T] int32 (-1: no adapter), and each part's first output and number of outputs, as `mllm.add_lora` has them. What
@@ -14,8 +14,15 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.cuda.driver import Argument
-from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS, AdaptedKind, AdaptedTiling, parts_of
+from mllm_compile.runtime.cuda.driver import Argument, address_of
+from mllm_compile.runtime.ops.stream_linear.adapted import (
+    MAX_TOKENS,
+    AdaptedKind,
+    AdaptedTileTiling,
+    AdaptedTiling,
+    num_sums,
+    parts_of,
+)
 from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear, StreamedOps, Weight
@@ -44,13 +51,15 @@ class AdaptedLinear(LoadedLinear):
     def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
         a, b, slots, *_ = beside
         assert isinstance(self.kernel, AdaptedTiling), "as Family chooses"
-        shrunk = x.new_empty(self.kernel.num_sums, dtype=torch.float32)
+        shrunk = x.new_empty(num_sums(self.kernel), dtype=torch.float32)
         device = x.get_device()
         # Two engines may run the same kernel at the same time, but each has its own A.
         place = self._places.setdefault((device, a.data_ptr()), len(self._places) % _MOST_COUNTS)
         counts = self._counts[device]
         its_counts = counts.data_ptr() + place * counts.stride(0) * counts.element_size()
-        return (_Adapters(a.data_ptr(), b.data_ptr(), slots.data_ptr(), shrunk.data_ptr(), its_counts),)
+        by_tma = isinstance(self.kernel, AdaptedTileTiling)  # which A's products do not read x by
+        rows_of_x = (address_of(x),) if by_tma else ()
+        return (*rows_of_x, _Adapters(a.data_ptr(), b.data_ptr(), slots.data_ptr(), shrunk.data_ptr(), its_counts))
 
 
 def _kind_of(

@@ -1,44 +1,76 @@
-// What adapters add to a linear of up to 8 tokens on Hopper, for rows.cu: B . (A . x), A and B of each token's slot.
+// What adapters add to a linear of few tokens on Hopper, for rows.cu and tiles.cu: B . (A . x), A and B of each token's
+// slot.
 //
-// A block has one more warp for it, so that no warp that reads the weight waits. All blocks' such warps together
-// multiply A of each slot that tokens have: a task is 16 rows of A and a part of the inputs. They leave float32 sums in
-// `shrunk` and count tasks. When all are done, each block adds up what its outputs need into shared memory. Sums have
-// one order, so numbers are the same every time. Warps that run take the tasks, so nobody waits for a block that does
-// not run yet.
+// Some warps of a block are for it, so that no warp that reads the weight waits. All blocks' such warps together
+// multiply A of each slot that tokens have: a task is up to 8 tokens of one slot, 16 rows of A and a part of the
+// inputs. They leave float32 sums in `shrunk` and count tasks. When all are done, each block adds up what its outputs
+// need into shared memory. Sums have one order, so numbers are the same every time. Warps that run take the tasks, so
+// nobody waits for a block that does not run yet.
 //
-// Defined by adapted.py: RANK (a multiple of 8), A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs),
-// SHRINK_SPLITS (parts of the inputs), and of an output `part_of` (-1: no part) and its row of B, `row_of_b`.
+// Defined by adapted.py: RANK, A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs), SHRINK_SPLITS (parts of
+// the inputs), ADAPTED_TOKENS (at most), and of an output `part_of` (-1: no part) and its row of B, `row_of_b`.
 
-constexpr int ADAPTED_TOKENS = 8, A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, A_BATCH = 4;
+constexpr int A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, A_BATCH = 4, TASK_TOKENS = 8;
+constexpr int SLOT_WORDS = (ADAPTED_TOKENS + 31) / 32;
 
 struct Counts {  // 0 between launches
   u32 taken, done, left;  // tasks; and warps that have seen them all done
 };
 struct Adapters {
-  const char *a, *b;    // [slots, A_ROWS, K], [slots, B_ROWS, RANK]
-  const int* slots;     // of each token; -1: none
-  float* shrunk;        // [SHRINK_SPLITS, ADAPTED_TOKENS, A_ROWS]
+  const char *a, *b;  // [slots, A_ROWS, K], [slots, B_ROWS, RANK]
+  const int* slots;   // of each token; -1: none
+  float* shrunk;      // [SHRINK_SPLITS, ADAPTED_TOKENS, A_ROWS]
   Counts* counts;
 };
 
-// Slots of the step's tokens: a lane has that of the token of its number.
+// Tokens of a slot, one bit each.
+struct SlotTokens {
+  int slot;
+  u64 tokens;
+  __device__ __forceinline__ int num_tiles() const { return (__popcll(tokens) + TASK_TOKENS - 1) / TASK_TOKENS; }
+};
+// Slots of the step's tokens: a lane has those of the tokens of its number, and 32 behind.
 struct StepSlots {
-  int mine;
-  u32 first, adapted;  // tokens that are the first one of their slot; that have one
+  int mine[SLOT_WORDS];
+  u64 adapted;  // tokens that have one
+  int num_tiles = 0;
 
   __device__ __forceinline__ StepSlots(const int* slots, int num_tokens) {
-    const int lane = threadIdx.x % 32;
-    mine = lane < num_tokens ? slots[lane] : -1;
-    const u32 same = __match_any_sync(~0u, mine);
-    adapted = __ballot_sync(~0u, mine >= 0);
-    first = adapted & __ballot_sync(~0u, lane == __ffs(same) - 1);
+#pragma unroll
+    for (int i = 0; i < SLOT_WORDS; i++) {
+      const int token = threadIdx.x % 32 + 32 * i;
+      mine[i] = token < num_tokens ? slots[token] : -1;
+    }
+    adapted = tokens_where([](int slot) { return slot >= 0; });
+    for (u64 left = adapted; left;) {
+      const SlotTokens next = first_of_those(left);
+      num_tiles += next.num_tiles(), left &= ~next.tokens;
+    }
   }
-  __device__ __forceinline__ int num_tasks() const { return __popc(first) * A_GROUPS * SHRINK_SPLITS; }
-  // The slot at this place among different ones.
-  __device__ __forceinline__ int slot(int place) const {
-    u32 left = first;
-    for (int i = 0; i < place; i++) left &= left - 1;
-    return __shfl_sync(~0u, mine, __ffs(left) - 1);
+  __device__ __forceinline__ int num_tasks() const { return num_tiles * A_GROUPS * SHRINK_SPLITS; }
+  // The slot of the first one of some tokens, and its tokens.
+  __device__ __forceinline__ SlotTokens first_of_those(u64 tokens) const {
+    const int token = __ffsll(tokens) - 1;
+    const int slot = __shfl_sync(~0u, SLOT_WORDS > 1 && token > 31 ? mine[SLOT_WORDS - 1] : mine[0], token % 32);
+    return {slot, tokens_where([=](int other) { return other == slot; })};
+  }
+  // The slot of a tile, and its tokens from the tile's first one on.
+  __device__ __forceinline__ SlotTokens of_tile(int tile) const {
+    SlotTokens its = first_of_those(adapted);
+    for (u64 left = adapted; tile >= its.num_tiles();) {
+      tile -= its.num_tiles(), left &= ~its.tokens;
+      its = first_of_those(left);
+    }
+    for (int i = 0; i < tile * TASK_TOKENS; i++) its.tokens &= its.tokens - 1;
+    return its;
+  }
+
+ private:
+  template <typename Test>
+  __device__ __forceinline__ u64 tokens_where(Test test) const {
+    u64 tokens = __ballot_sync(~0u, test(mine[0]));
+    if (SLOT_WORDS > 1) tokens |= (u64)__ballot_sync(~0u, test(mine[SLOT_WORDS - 1])) << 32;
+    return tokens;
   }
 };
 
@@ -47,13 +79,15 @@ __device__ __forceinline__ uint4 load_if(bool is_there, const char* from) {
 }
 
 // Inputs are in the order of rows.cu: 16 bytes of a row serve two products.
-__device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots& slots, const char* x, int num_tokens,
-                                       int task) {
+__device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots& slots, const char* x, int task) {
   const int lane = threadIdx.x % 32, quad = lane % 4, part = task % SHRINK_SPLITS;
-  const int group = task / SHRINK_SPLITS % A_GROUPS, slot = slots.slot(task / SHRINK_SPLITS / A_GROUPS);
-  const int row = group * 16 + lane / 4;
-  const char* of_x = x + ((u64)(lane / 4) * K + quad * 8) * 2;
-  const char* of_a = adapters.a + (((u64)slot * A_ROWS + row) * K + quad * 8) * 2;
+  const int group = task / SHRINK_SPLITS % A_GROUPS, row = group * 16 + lane / 4;
+  const SlotTokens its = slots.of_tile(task / SHRINK_SPLITS / A_GROUPS);
+  u64 tokens = its.tokens;
+  for (int i = 0; i < lane / 4; i++) tokens &= tokens - 1;
+  const int token = __ffsll(tokens) - 1;
+  const char* of_x = x + ((u64)max(token, 0) * K + quad * 8) * 2;
+  const char* of_a = adapters.a + (((u64)its.slot * A_ROWS + row) * K + quad * 8) * 2;
   const int end = (part + 1) * A_STEPS / SHRINK_SPLITS;
   float even[4] = {}, odd[4] = {};
   for (int step = part * A_STEPS / SHRINK_SPLITS; step < end; step += A_BATCH) {
@@ -64,7 +98,7 @@ __device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots
       const u64 at = (step + i) * A_STEP * 2;
       upper[i] = load_if(is_step && row < A_ROWS, of_a + at);
       lower[i] = load_if(is_step && row + 8 < A_ROWS, of_a + (u64)8 * K * 2 + at);
-      v[i] = load_if(is_step && lane / 4 < num_tokens, of_x + at);
+      v[i] = load_if(is_step && token >= 0, of_x + at);
     }
 #pragma unroll
     for (int i = 0; i < A_BATCH; i++) {
@@ -74,10 +108,9 @@ __device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // of two tokens, in two rows
-    const int token = quad * 2 + i % 2, out_row = row + i / 2 * 8;
-    const bool is_mine = __shfl_sync(~0u, slots.mine, token) == slot;
-    if (is_mine && out_row < A_ROWS)
-      adapters.shrunk[(part * ADAPTED_TOKENS + token) * A_ROWS + out_row] = even[i] + odd[i];
+    const int out_token = __shfl_sync(~0u, token, (quad * 2 + i % 2) * 4), out_row = row + i / 2 * 8;
+    if (out_token >= 0 && out_row < A_ROWS)
+      adapters.shrunk[(part * ADAPTED_TOKENS + out_token) * A_ROWS + out_row] = even[i] + odd[i];
   }
 }
 
@@ -91,14 +124,14 @@ __device__ __forceinline__ u32 take(const Adapters& adapters) {
   return threadIdx.x % 32 ? 0 : atomicAdd(&adapters.counts->taken, 1);
 }
 // The tasks that the warp takes, `taken` first; then waits for all.
-__device__ __forceinline__ void shrink_all(const Adapters& adapters, const StepSlots& slots, const char* x,
-                                           int num_tokens, u32 taken, int num_warps) {
+__device__ __forceinline__ void shrink_all(const Adapters& adapters, const StepSlots& slots, const char* x, u32 taken,
+                                           int num_warps) {
   const u32 total = slots.num_tasks();
   Counts& counts = *adapters.counts;
   u32 done = 0;
   for (u32 task = __shfl_sync(~0u, taken, 0); task < total; task = __shfl_sync(~0u, taken, 0), done++) {
     taken = take(adapters);
-    shrink(adapters, slots, x, num_tokens, task);
+    shrink(adapters, slots, x, task);
   }
   __threadfence();
   __syncwarp();
@@ -113,9 +146,11 @@ __device__ __forceinline__ void shrink_all(const Adapters& adapters, const StepS
   __syncwarp();
 }
 
-// Adds up A . x of the parts in the mask, into [ADAPTED_TOKENS][A_ROWS].
-__device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const StepSlots& slots, u32 parts, float* to) {
-  for (int i = threadIdx.x % 32 * 4; i < ADAPTED_TOKENS * A_ROWS; i += 128) {
+// Adds up A . x of the parts in the mask, four neighbours of [ADAPTED_TOKENS][A_ROWS] by each of so many threads.
+template <typename Store>
+__device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const StepSlots& slots, u32 parts, int thread,
+                                              int num_threads, Store store) {
+  for (int i = thread * 4; i < ADAPTED_TOKENS * A_ROWS; i += num_threads * 4) {
     if (!(slots.adapted >> i / A_ROWS & 1) || !(parts >> i % A_ROWS / RANK & 1)) continue;
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -123,26 +158,30 @@ __device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const St
       const float4 v = __ldcg((const float4*)(adapters.shrunk + s * ADAPTED_TOKENS * A_ROWS + i));
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
-    *(float4*)(to + i) = sum;
+    store(i, sum);
   }
 }
+
+__device__ __forceinline__ const char* place_of_b(const Adapters& adapters, int slot, int output, int part) {
+  return adapters.b + ((u64)slot * B_ROWS + row_of_b(output, part)) * RANK * 2;
+}
+__device__ __forceinline__ void fetch(const char* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+__device__ __forceinline__ void fetch_b(const Adapters& adapters, int slot, int output) {
+  const int part = part_of(output);
+  if (slot >= 0 && part >= 0) fetch(place_of_b(adapters, slot, output, part));
+}
+__device__ __forceinline__ u32 mask_of(int part) { return part < 0 ? 0 : 1 << part; }
 
 // Two neighbouring rows of B, of a slot: those of outputs `output` and the next one.
 struct RowsOfB {
   int part;
   uint4 values[2][RANK / 8];
 
-  __device__ __forceinline__ static const char* place(const Adapters& adapters, int slot, int output, int part) {
-    return adapters.b + ((u64)slot * B_ROWS + row_of_b(output, part)) * RANK * 2;
-  }
-  __device__ __forceinline__ static void fetch(const Adapters& adapters, int slot, int output) {
-    const int part = part_of(output);
-    if (slot >= 0 && part >= 0)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(place(adapters, slot, output, part)) : "memory");
-  }
   __device__ __forceinline__ RowsOfB(const Adapters& adapters, int slot, int output) : part(part_of(output)) {
     if (slot < 0) part = -1;
-    const char* from = place(adapters, slot, output, part);
+    const char* from = place_of_b(adapters, slot, output, part);
 #pragma unroll
     for (int i = 0; i < 2 * RANK / 8; i++) values[i / (RANK / 8)][i % (RANK / 8)] = load_if(part >= 0, from + 16 * i);
   }
@@ -152,7 +191,7 @@ struct RowsOfB {
     float2 added = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < RANK / 8; i++) {
-      const float *u = shrunk + part * RANK + 8 * i;
+      const float* u = shrunk + part * RANK + 8 * i;
       const float4 low = *(const float4*)u, high = *(const float4*)(u + 4);
       added.x += product(values[0][i], low, high), added.y += product(values[1][i], low, high);
     }
@@ -163,3 +202,30 @@ struct RowsOfB {
            first_of(b.z) * high.x + second_of(b.z) * high.y + first_of(b.w) * high.z + second_of(b.w) * high.w;
   }
 };
+
+// Adds to the sums of 8 outputs and 16 tokens, as m16n8k16 has them, what B of `slot` makes of A . x, [..][A_ROWS]
+// bfloat16. A lane's tokens are `token` and 8 behind; slots: of both. Ranks are ordered so that 8 bytes of a row of B
+// are a lane's operands.
+__device__ __forceinline__ void add_products(float* sums, const Adapters& adapters, const u32* shrunk, int token,
+                                             const int (&slots)[2], int slot, int first_output) {
+  const int part = part_of(first_output), lane = threadIdx.x % 32;
+  if (part < 0) return;
+  const char* b = place_of_b(adapters, slot, first_output + lane / 4, part);
+#pragma unroll
+  for (int r = 0; r < RANK / 16; r++) {
+    const uint2 factors = *(const uint2*)(b + r * 32 + lane % 4 * 8);
+    uint2 u[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const u32* from = shrunk + ((token + 8 * h) * A_ROWS + part * RANK + r * 16 + lane % 4 * 4) / 2;
+      u[h] = slots[h] == slot ? *(const uint2*)from : uint2{0, 0};
+    }
+    multiply_add(sums, u[0].x, u[1].x, u[0].y, u[1].y, factors.x, factors.y);
+  }
+}
+// The least slot above one that a warp's lanes have two of each; MOST_SLOTS: none.
+constexpr int MOST_SLOTS = 1 << 30;
+__device__ __forceinline__ int next_slot(const int (&slots)[2], int before) {
+  const int first = slots[0] > before ? slots[0] : MOST_SLOTS, second = slots[1] > before ? slots[1] : MOST_SLOTS;
+  return __reduce_min_sync(~0u, min(first, second));
+}

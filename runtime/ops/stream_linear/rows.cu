@@ -66,19 +66,17 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
   const int lane = threadIdx.x % 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
-  const int slot = __shfl_sync(~0u, slots.mine, lane / 4);
+  const int slot = __shfl_sync(~0u, slots.mine[0], lane / 4);
   u32 parts = 0;
   for (int group = first_finished; group < GROUPS; group += SPLIT * CLUSTERS)
 #pragma unroll
     for (int i = 0; i < OUT_ROWS / 4; i += 2) {
       const int row = group * OUT_ROWS + lane % 4 * (OUT_ROWS / 4) + i;
-      RowsOfB::fetch(adapters, slot, row);
-      if (GATED) RowsOfB::fetch(adapters, slot, row + OUTPUTS);
-      parts |= part_of(row) < 0 ? 0 : 1 << part_of(row);
-      if (GATED) parts |= part_of(row + OUTPUTS) < 0 ? 0 : 1 << part_of(row + OUTPUTS);
+      fetch_b(adapters, slot, row), parts |= mask_of(part_of(row));
+      if (GATED) fetch_b(adapters, slot, row + OUTPUTS), parts |= mask_of(part_of(row + OUTPUTS));
     }
-  shrink_all(adapters, slots, x, num_tokens, taken, CLUSTERS * SPLIT);
-  add_up_shrunk(adapters, slots, parts, shared.shrunk);
+  shrink_all(adapters, slots, x, taken, CLUSTERS * SPLIT);
+  add_up_shrunk(adapters, slots, parts, lane, 32, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));
 }

@@ -13,7 +13,8 @@
 // NUM_THREADS and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
-// `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// `multiply_add_all`, which adds products to ROWS / 2 sums of a thread. RANK of adapters that add to it (adapters.cuh);
+// without them there is none.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -39,6 +40,10 @@ struct Shared {
 #endif
   float factors[ALL_TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
+#if RANK
+  alignas(16) u32 shrunk[ALL_TOKENS * A_ROWS / 2];
+  u64 shrunk_there;
+#endif
 };
 
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
@@ -165,6 +170,52 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 #endif
 }
 
+#if RANK
+constexpr int HELPERS = 3;  // warps of a block
+// What a helper does for adapters: shrinks, and gets B near for what the block finishes.
+__device__ __forceinline__ void help(const Adapters& adapters, const char* x, Shared& shared, int num_tokens, int rank,
+                                     int first_tile) {
+  const int thread = threadIdx.x - 32;
+  const u32 taken = take(adapters);
+  const StepSlots slots(adapters.slots, num_tokens);
+  for (u64 left = slots.adapted; left;) {
+    const SlotTokens its = slots.first_of_those(left);
+    left &= ~its.tokens;
+    for (int tile = first_tile; tile < TILES; tile += CLUSTERS)
+      for (int row = thread; row < OUT_ROWS; row += 32 * HELPERS) {
+        const int output = tile * OUT_ROWS + row;
+        if (row / OUT_GROUP % SPLIT != rank || output >= OUTPUTS) continue;
+        fetch_b(adapters, its.slot, output);
+        if (GATED) fetch_b(adapters, its.slot, output + OUTPUTS);
+      }
+  }
+  u32 parts = 0;
+  for (int tile = first_tile; tile < TILES; tile += CLUSTERS)
+    for (int place = 0; place < PLACES; place++) {
+      const int output = tile * OUT_ROWS + (place * SPLIT + rank) * OUT_GROUP;
+      parts |= mask_of(part_of(output)) | (GATED ? mask_of(part_of(output + OUTPUTS)) : 0);
+    }
+  shrink_all(adapters, slots, x, taken, BLOCKS * HELPERS);
+  add_up_shrunk(adapters, slots, parts, thread, 32 * HELPERS,
+                [&](int i, float4 v) { *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)}; });
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
+}
+// Adds to the sums that a thread finishes what adapters do; slots: of its two tokens.
+__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters& adapters, const Shared& shared,
+                                       const Outputs& outputs, const int (&slots)[2]) {
+  for (int slot = next_slot(slots, -1); slot < MOST_SLOTS; slot = next_slot(slots, slot))
+#pragma unroll
+    for (int place = 0; place < PLACES; place++) {
+      if (!outputs.is_row(place)) continue;
+      const int first = outputs.row(place) - threadIdx.x % 4 * 2;
+      add_products(mine[place], adapters, shared.shrunk, outputs.token, slots, slot, first);
+      add_products(mine[place] + 4, adapters, shared.shrunk, outputs.token, slots, slot,
+                   GATED ? first + OUTPUTS : first + 8);
+    }
+}
+#endif
+
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
   const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
   return SQUARED_RELU ? squared_relu(both) : both;
@@ -204,7 +255,11 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) stream_linear(
-    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares,
+    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
+#if RANK
+    const char* rows_of_x, Adapters adapters,
+#endif
+    const float* squares,
     const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
@@ -217,6 +272,9 @@ __launch_bounds__(THREADS, 1) stream_linear(
     fetch_map(&weight), fetch_map(&x);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS);
     make_barrier(arrived, 1), make_barrier(factors_there, 3);
+#if RANK
+    make_barrier(shared_address(&shared.shrunk_there), HELPERS);
+#endif
     publish_barriers();
 #if SPLIT > 1
     expect_bytes(arrived,
@@ -237,11 +295,22 @@ __launch_bounds__(THREADS, 1) stream_linear(
       __syncwarp();
       if (lane == 0) arrive(factors_there);
     }
+#if RANK
+    if (warp) {
+      wait_for_prerequisites();
+      start_dependents();
+      help(adapters, rows_of_x, shared, num_tokens, rank, first_tile);
+    }
+#endif
     return;
   }
   const int group = warp / 4 - 1, token = group * M_TOKENS + warp % 4 * 16 + lane / 4;
   wait_for_prerequisites();
   start_dependents();
+#if RANK
+  const int slots[2] = {token < num_tokens ? adapters.slots[token] : -1,
+                        token + 8 < num_tokens ? adapters.slots[token + 8] : -1};
+#endif
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
     const Outputs outputs = {token, tile * OUT_ROWS + lane % 4 * 2, rank, num_tokens};
@@ -252,6 +321,10 @@ __launch_bounds__(THREADS, 1) stream_linear(
     for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
     multiply(sums, ring, full, empty, slot, phase, group, lane);
     exchange(mine, sums, shared, rank, group);
+#if RANK
+    wait_for(shared_address(&shared.shrunk_there), 0);
+    expand(mine, adapters, shared, outputs, slots);
+#endif
     if (NORM_BLOCKS) wait_for(factors_there, 0);
     const float* factor = shared.factors + token;
     const float factors[2] = {NORM_BLOCKS ? factor[0] : 1.f, NORM_BLOCKS ? factor[8] : 1.f};

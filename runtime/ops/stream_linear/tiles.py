@@ -23,7 +23,7 @@ _MOST_ROWS = (256, 128)
 _MOST_STAGES = 32
 # Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
 # ends; or all. The first where it holds this much of what the block reads of a tile.
-_BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
+_BESIDE_BYTES, BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.6
 # 64 tokens of a short read are faster in stages of four panels, if a block holds all of them (the linears of 0.6B in a
 # chain 17.6 and 16.3 µs). A long one is in stages of two, 256 bytes of a row together, as long as a ring has so many.
@@ -110,7 +110,7 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     panels = kind.columns // split // _PANEL
     if tokens == _M_TOKENS and panels % _MANY_PANELS == 0:
         stages = panels // _MANY_PANELS
-        if stages * _stage_bytes(rows, _MANY_PANELS, tokens) + _other_bytes(rows, split, tokens) <= _BLOCK_BYTES:
+        if stages * _stage_bytes(rows, _MANY_PANELS, tokens) + _other_bytes(rows, split, tokens) <= BLOCK_BYTES:
             return TileTiling(kind, tokens, rows, split, _MANY_PANELS, stages)
     pairs = _num_stages(rows, split, 2, tokens, panels // 2)
     if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _M_TOKENS and pairs >= _LEAST_PAIRS:
@@ -134,7 +134,7 @@ def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
 
 def _num_stages(rows: int, split: int, panels: int, tokens: int, steps: int) -> int:
     """Stages of the ring: as many as fit, beside the next kernel's if that are most of a tile's `steps`."""
-    for room in (_BESIDE_BYTES, _BLOCK_BYTES):
+    for room in (_BESIDE_BYTES, BLOCK_BYTES):
         most = (room - _other_bytes(rows, split, tokens)) // _stage_bytes(rows, panels, tokens)
         if most >= _SHARE_BESIDE * steps:
             break
