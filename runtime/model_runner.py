@@ -605,6 +605,13 @@ class ModelRunner(RunnerSizes):
             raise RuntimeError("one rank has all logits: sample from them")
         return self.communicator.choose(output.next_token_logits)
 
+    def least_of_ranks(self, value: int) -> int:
+        """The least of a number that each rank gives; waits for them. On one rank it is the number."""
+        if self.communicator is None:
+            return value
+        with self.on_device():
+            return self.communicator.least(value)
+
     def broadcast_tokens(self) -> None:
         """Broadcasts rank 0's last sampled tokens to all ranks. Does nothing on one rank."""
         self.broadcast(self.row_state.last_tokens)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mllm_compile.checkpoint.quantised import CheckpointTensors
+    from mllm_compile.runtime.weights.formats.base import StoredTensor
 
 
 def parameter_table(model: PreTrainedModel, names: Iterable[Sequence[str]]) -> dict[str, PlannedTensor]:
@@ -24,21 +25,26 @@ def parameter_table(model: PreTrainedModel, names: Iterable[Sequence[str]]) -> d
     return {name: PlannedTensor.of_file(of_one[0], "", tuple(state[name].shape)) for of_one in names for name in of_one}
 
 
-def unread_names(
+def unread_shapes(
+    model: PreTrainedModel,
     names: Iterable[Sequence[str]],
     tensors: CheckpointTensors | None,
     parameters: Iterable[Sequence[WeightSpec]],
     checkpoint: Iterable[Sequence[WeightSpec]],
-) -> tuple[str, ...]:
-    """The parameters and the checkpoint's tensors that fill no weight.
+) -> dict[str, list[tuple[int, ...]]]:
+    """The parameters and the checkpoint's tensors that fill no weight, with their shapes.
 
     Args:
         names: of each parameter.
         parameters, checkpoint: the plans of all ranks by either names.
     """
-    stored: Mapping[str, object] = {} if tensors is None else tensors.stored
-    unread = {of_one[0] for of_one in names} - _sources(parameters)
-    return tuple(sorted(unread | (set(stored) - _sources(checkpoint))))
+    state, found = model.state_dict(), dict[str, list[tuple[int, ...]]]()
+    for name in sorted({of_one[0] for of_one in names} - _sources(parameters)):
+        found.setdefault(name, []).append(tuple(state[name].shape))
+    stored: Mapping[str, StoredTensor] = {} if tensors is None else tensors.stored
+    for name in sorted(stored.keys() - _sources(checkpoint)):
+        found.setdefault(name, []).append(tuple(stored[name].shape))
+    return found
 
 
 def _sources(ranks: Iterable[Sequence[WeightSpec]]) -> set[str]:

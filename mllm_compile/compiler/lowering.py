@@ -397,7 +397,7 @@ def plan_lowered_weights(
 ) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...], TensorNames]:
     """The program's constants by name, of each rank where each of its weights comes from, and the names that updates
     may use."""
-    from mllm_compile.checkpoint.tensor_names import parameter_table, unread_names
+    from mllm_compile.checkpoint.tensor_names import parameter_table, unread_shapes
     from mllm_compile.compiler.program_builder import weight_shapes
     from mllm_compile.runtime.updates.names import TensorNames
 
@@ -408,7 +408,7 @@ def plan_lowered_weights(
     built = lowered.built
     weights = _plan(lowered, shapes, built.table)
     parameters = _plan(lowered, shapes, parameter_table(lowered.hf_model.model, built.names))
-    unread = unread_names(built.names, built.tensors, parameters, weights)
+    unread = unread_shapes(lowered.hf_model.model, built.names, built.tensors, parameters, weights)
     ties = tuple(tuple(names) for names in built.names if len(names) > 1)
     return constants, weights, TensorNames(parameters, None, ties, unread)
 

@@ -166,6 +166,7 @@ def _load(
                 live=_live_weights(runner),
                 memory=_sleeping_memory(runner, group),
                 tell_ranks=None if group is None else group.tell,
+                ask_ranks=None if group is None else runner.least_of_ranks,
             )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
 from mllm_compile.engine.engine import Engine, unknown_of_a_call, unknown_of_an_engine
+from mllm_compile.engine.gate import EngineState
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end
+from mllm_compile.engine.weight_updates import Options, UpdateReport
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
+    import torch
+
     from mllm_compile.config.sources import EngineSource
 
 
@@ -83,6 +88,36 @@ class AsyncEngine:
             ),
             stream,
         )
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str | None = None, **options: Unpack[Options]
+    ) -> UpdateReport:
+        """Like Engine.update_weights; a task that is cancelled leaves the update to go on."""
+        return await asyncio.to_thread(self.engine.update_weights, weights, version=version, **options)
+
+    async def update_weights_from_folder(
+        self, path: str | os.PathLike[str], *, version: str | None = None, **options: Unpack[Options]
+    ) -> UpdateReport:
+        """Like Engine.update_weights_from_folder."""
+        return await asyncio.to_thread(self.engine.update_weights_from_folder, path, version=version, **options)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Like Engine.pause."""
+        await asyncio.to_thread(self.engine.pause, mode)
+
+    async def resume(self) -> None:
+        """Like Engine.resume."""
+        await asyncio.to_thread(self.engine.resume)
+
+    @property
+    def state(self) -> EngineState:
+        """The state: running, pausing, paused, updating or torn (docs/rollouts.md)."""
+        return self.engine.state
+
+    @property
+    def is_paused(self) -> bool:
+        """True unless it is running."""
+        return self.engine.is_paused
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Like Engine.abort."""

@@ -519,7 +519,7 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
 def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
     from mllm_compile.engine.weight_updates import WeightUpdates  # torch
 
-    return WeightUpdates(core, parts.live, parts.tell_ranks)
+    return WeightUpdates(core, parts.live, parts.tell_ranks, parts.ask_ranks)
 
 
 def _sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:

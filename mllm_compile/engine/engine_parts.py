@@ -51,6 +51,7 @@ class EngineParts:
         live: the weights, for updates; a text: why there are none.
         memory: what is given back while it sleeps; a text: why nothing is.
         tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
+        ask_ranks: the least of a number of each rank, which all give at the same message; likewise.
     """
 
     scheduler: Scheduler | DataParallelScheduler
@@ -76,3 +77,4 @@ class EngineParts:
     live: LiveWeights | str = "there are no weights to update"
     memory: SleepingMemory | RankedMemory | str = "there is no memory to give back"
     tell_ranks: Callable[[Iterable[memoryview]], None] | None = None
+    ask_ranks: Callable[[int], int] | None = None

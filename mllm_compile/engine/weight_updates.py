@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
@@ -53,6 +53,7 @@ class UpdateReport:
         num_tensors: tensors that came.
         num_unread: those of them that the model has and its program does not read.
         pause_s: seconds during which no step could run.
+        is_whole: it was not partial.
     """
 
     version: str
@@ -60,6 +61,7 @@ class UpdateReport:
     num_tensors: int
     num_unread: int
     pause_s: float
+    is_whole: bool
 
 
 class WeightUpdates:
@@ -68,15 +70,21 @@ class WeightUpdates:
     Args:
         core: whose steps read them.
         live: the weights, or why they cannot be updated.
-        tell_ranks: as EngineParts.tell_ranks.
+        tell_ranks, ask_ranks: as EngineParts has them.
 
     Attributes:
         version: their label.
         epoch: how many updates there were.
     """
 
-    def __init__(self, core: EngineCore, live: LiveWeights | str, tell_ranks: Send | None) -> None:
-        self._core, self._live, self._tell_ranks = core, live, tell_ranks
+    def __init__(
+        self,
+        core: EngineCore,
+        live: LiveWeights | str,
+        tell_ranks: Send | None,
+        ask_ranks: Callable[[int], int] | None = None,
+    ) -> None:
+        self._core, self._live, self._tell_ranks, self._ask_ranks = core, live, tell_ranks, ask_ranks
         self._lock = threading.RLock()
         self._swapping = threading.Lock()  # an update is swapped in whole, or abandoned before
         self._open: WeightUpdate | None = None
@@ -178,15 +186,24 @@ class WeightUpdates:
 
     def _begun(self, live: LiveWeights, **options: Any) -> WeightUpdate:
         """A session of all ranks."""
-        tell = self._tell_ranks
-        if tell is None:
+        tell, ask = self._tell_ranks, self._ask_ranks
+        if tell is None or ask is None:
             return WeightUpdate(live, **options)
 
         def send(message: Iterable[memoryview]) -> None:
             parts = list(message)
             self._core.between_steps(lambda: tell(parts))
 
-        return RankedUpdate(live, send, tell, **options)
+        def agree(message: Iterable[memoryview]) -> bool:
+            parts = list(message)
+
+            def told() -> int:
+                tell(parts)
+                return ask(1)
+
+            return bool(self._core.between_steps(told))
+
+        return RankedUpdate(live, send, tell, agree, **options)
 
     def check_announced(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
@@ -268,7 +285,9 @@ class WeightUpdates:
                 self.abandon(_reason(error))
                 raise
             self._close(None)
-            return UpdateReport(self.version, self.epoch, update.num_tensors, update.num_unread, pause_s)
+            return UpdateReport(
+                self.version, self.epoch, update.num_tensors, update.num_unread, pause_s, not update.is_partial
+            )
 
     def missing(self) -> list[str]:
         """Names of tensors that the open update lacks.

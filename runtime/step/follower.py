@@ -42,7 +42,7 @@ class FollowingStepRunner(StepRunner):
             if self._update is None:
                 live = self._runner.model.live
                 assert live is not None, "rank 0 has looked"
-                self._update = FollowedUpdate(live)
+                self._update = FollowedUpdate(live, self._runner.least_of_ranks)
             self._update.take(message)
 
     def _take_adapter(self, message: bytearray) -> None:

@@ -7,7 +7,7 @@ stacked, its kernels the way round that the model has them. `places.py` turns bo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,13 @@ class TensorNames:
         parameters: of each rank, its weights' parts by parameters' names.
         checkpoint: likewise by the checkpoint's names; None: as the runtime reads its weights.
         ties: the names of each parameter that has several, the one in `parameters` first.
-        unread: names of tensors that the model has and its program does not read.
+        unread: tensors that the model has and its program does not read, with the shapes that they may have.
     """
 
     parameters: tuple[Specs, ...]
     checkpoint: tuple[Specs, ...] | None
     ties: tuple[tuple[str, ...], ...]
-    unread: tuple[str, ...]
+    unread: Mapping[str, Sequence[Sequence[int]]]
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -55,7 +55,7 @@ class TensorNames:
             parameters=_specs(content["parameters"]),
             checkpoint=None if stored is None else _specs(stored),
             ties=from_json(tuple[tuple[str, ...], ...], content["ties"]),
-            unread=from_json(tuple[str, ...], content["unread"]),
+            unread=from_json(dict[str, tuple[tuple[int, ...], ...]], content["unread"]),
         )
 
 

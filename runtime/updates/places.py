@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import PurePath
 from typing import Literal, NamedTuple
 
@@ -58,12 +59,16 @@ class Use(NamedTuple):
             return None
         return next(one for one in self.part.quantised.tensors.values() if one.name == name)
 
+    def expected(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of this name."""
+        source = self.source(name)
+        return self.part.shape if source is None else source.shape
+
     def fault(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
         """The words for what is wrong with a tensor of this name, or None."""
-        source, expected = self.source(name), self.part.shape
+        source, expected = self.source(name), self.expected(name)
         if source is not None:
             dtypes: tuple[torch.dtype, ...] = (source.dtype,)
-            expected = source.shape
         elif self.part.kept is not None or (self.spec.dtype.is_floating_point and self.spec.dtype.itemsize > 1):
             dtypes = FLOATS
         else:
@@ -109,8 +114,10 @@ class Places:
             for part in spec.parts
             if part.factor is not None
         }
-        others = [specs for ranks in (names.parameters, of_checkpoint or ()) for specs in ranks if len(ranks) > 1]
-        self._unread = set(names.unread).union(*(_by_name(specs) for specs in others))
+        self._unread = {name: [tuple(shape) for shape in shapes] for name, shapes in names.unread.items()}
+        for ranks in (names.parameters, of_checkpoint or ()):
+            for name, uses in _by_name(chain(*ranks) if len(ranks) > 1 else ()).items():
+                self._unread.setdefault(name, []).extend(use.expected(name) for use in uses)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, only: Vocabulary | None = None) -> Found:
         """The places of a tensor.
@@ -139,8 +146,11 @@ class Places:
             return Found(name, found[0])
         if faults:
             raise WeightUpdateError(f"tensor {name!r}: {' or '.join(dict.fromkeys(faults))}. Send it as it was loaded.")
-        if name in self._unread or name in self.factors:
+        if name in self.factors or shape in self._unread.get(name, ()):
             return Found(name, ())
+        if name in self._unread:
+            known = " or ".join(dict.fromkeys(str(list(one)) for one in self._unread[name]))
+            raise WeightUpdateError(f"tensor {name!r}: expected shape {known}, got {list(shape)}. Send it as it is.")
         raise WeightUpdateError(f"this model has no tensor {short_repr(name)}{self._suggestion(name)}")
 
     def uses(self, name: str, only: Vocabulary | None = None) -> list[Use]:
@@ -191,7 +201,7 @@ class Places:
     @cached_property
     def all_names(self) -> list[str]:
         """Every name that may be sent."""
-        return sorted({name for _, table in self._tables for name in table} | self._unread)
+        return sorted({name for _, table in self._tables for name in table} | self._unread.keys())
 
     def _suggestion(self, name: str) -> str:
         close = difflib.get_close_matches(name[:200], self.all_names[:20_000], 1)

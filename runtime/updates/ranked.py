@@ -14,7 +14,7 @@ import torch
 from mllm_compile.runtime.errors import MllmError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Found, Vocabulary
-from mllm_compile.runtime.updates.session import WeightUpdate
+from mllm_compile.runtime.updates.session import WeightUpdate, no_room
 from mllm_compile.runtime.updates.sparse import check_values
 from mllm_compile.runtime.updates.wire import pack
 
@@ -27,6 +27,7 @@ class RankedUpdate(WeightUpdate):
     Args:
         send: has the followers take a message; from the thread that takes tensors.
         send_still: likewise, from the thread of `swap`.
+        agree: sends a message, and tells whether all followers could do what was sent before it.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class RankedUpdate(WeightUpdate):
         live: LiveWeights,
         send: Send,
         send_still: Send,
+        agree: Callable[[Iterable[memoryview]], bool],
         *,
         is_direct: bool = False,
         is_partial: bool = False,
         names: Vocabulary | None = None,
     ) -> None:
         super().__init__(live, is_direct=is_direct, is_partial=is_partial, names=names)
-        self._send, self._send_still = send, send_still
+        self._send, self._send_still, self._agree = send, send_still, agree
         self._of_others = live.places_of_others
         send(pack("begin", is_direct=is_direct, is_partial=is_partial, names=names))
 
@@ -69,15 +71,16 @@ class RankedUpdate(WeightUpdate):
     def missing(self) -> list[str]:
         """Names of tensors that are still to come, to any rank."""
         names = super().missing()
-        if not self._is_partial:
+        if not self.is_partial:
             for places in self._of_others:
                 names += places.missing(places.filled_by(self._taken))
         return list(dict.fromkeys(names))
 
     def prepare(self) -> None:
-        """Checks what was taken, on all ranks."""
+        """Checks what was taken, on all ranks; see WeightUpdate.prepare."""
         super().prepare()
-        self._send(pack("prepare"))
+        if not self._agree(pack("prepare")):
+            raise no_room("a rank that follows")
 
     def swap(self) -> None:
         """Swaps on all ranks behind the steps that were announced."""

@@ -34,6 +34,7 @@ class WeightUpdate:
         num_tensors: those taken.
         num_unread: those of them that the program does not read.
         is_whole: it was swapped in.
+        is_partial: weights that it does not bring stay.
 
     Args:
         live: the weights.
@@ -51,12 +52,12 @@ class WeightUpdate:
         names: Vocabulary | None = None,
     ) -> None:
         self._live, self._places = live, live.places
-        self._is_direct, self._is_partial, self._names = is_direct, is_partial, names
+        self._is_direct, self.is_partial, self._names = is_direct, is_partial, names
         self.num_tensors = self.num_unread = 0
         self._has_written = self.is_whole = False
         self._device = next(iter(live.tensors.values())).device
         self._taken: set[str] = set()
-        self._sums_of_ties: dict[str, int] = {}
+        self._sums_of_ties: dict[str, list[int]] = {}  # of what came by each name
         self._filled: dict[Box, str] = {}  # by which tensor
         self._specs: dict[str, WeightSpec] = {}  # weights that were filled, in the vocabulary of their tensors
         self._held: dict[str, torch.Tensor] = {}  # of weights that are made of several
@@ -112,7 +113,7 @@ class WeightUpdate:
             WeightUpdateError: there is no such tensor, it is quantised in memory, an index is beyond it or there twice,
                 a value is NaN or inf, or the update is to be whole.
         """
-        if not self._is_partial or self._is_direct:
+        if not self.is_partial or self._is_direct:
             raise WeightUpdateError(
                 f"some values of {name!r} came, in an update that is whole or direct. Begin a staged "
                 "one with partial=True."
@@ -121,7 +122,11 @@ class WeightUpdate:
             raise WeightUpdateError(f"tensor {name!r} came twice in this update. Send each tensor once.")
         with torch.inference_mode(), _room():
             uses = self._places.uses(name, self._names)
-            self._scatters += scatters_of(name, uses, indices, values, self._live)
+            if not self._is_told_by_a_tie(name, indices, values):
+                scatters = list(scatters_of(name, uses, indices, values, self._live))
+                for use in uses:
+                    self._claim(use.box, name)
+                self._scatters += scatters
         self._taken.add(name)
         self.num_tensors += 1
         self.num_unread += not uses
@@ -129,7 +134,7 @@ class WeightUpdate:
     def missing(self) -> list[str]:
         """Names of tensors that are still to come."""
         names = [name for needed in self._needed.values() for name in needed if name not in self._held]
-        if not self._is_partial:
+        if not self.is_partial:
             names += self._places.missing(set(self._filled))
         return [name for name in dict.fromkeys(names) if name not in self._held]
 
@@ -151,8 +156,9 @@ class WeightUpdate:
 
         Raises:
             WeightUpdateError: a weight holds NaN or inf.
+            DeviceMemoryError: there is no room for it.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), _room():
             of_live = {name: self._live.tensors[name] for name in self._specs if name not in self._staged}
             for part, what, _ in faults_of(list(self._specs.values()), of_live | self._staged):
                 raise WeightUpdateError(f"tensor {part.tensor!r} {what}. The update is refused.")
@@ -195,12 +201,12 @@ class WeightUpdate:
                 "was loaded. Leave it out, or start the engine anew."
             )
 
-    def _is_told_by_a_tie(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if the tensor came by another name, and is the same."""
+    def _is_told_by_a_tie(self, name: str, *tensors: torch.Tensor) -> bool:
+        """True if the tensor, or the places and values of some of it, came by another name, and are the same."""
         tie = self._places.same(name)
         if not tie:
             return False
-        own = _sum_of(tensor)
+        own = [_sum_of(tensor) for tensor in tensors]
         for other in tie:
             if self._sums_of_ties.get(other, own) != own:
                 raise WeightUpdateError(
@@ -265,11 +271,19 @@ class WeightUpdate:
 
     def _place(self, use: Use, name: str) -> torch.Tensor:
         """The place of a part, which `name` fills now."""
-        other = self._filled.setdefault(use.box, name)
-        if other != name:
-            raise WeightUpdateError(f"tensors {other!r} and {name!r} fill one place of the model. Send one of them.")
+        self._claim(use.box, name)
         self._specs[use.spec.name] = use.spec
         return place_of(self._weight(use.spec.name), use.part)
+
+    def _claim(self, box: Box, name: str) -> None:
+        """Notes that `name` fills a box.
+
+        Raises:
+            WeightUpdateError: another tensor does.
+        """
+        other = self._filled.setdefault(box, name)
+        if other != name:
+            raise WeightUpdateError(f"tensors {other!r} and {name!r} fill one place of the model. Send one of them.")
 
     def _weight(self, name: str) -> torch.Tensor:
         """The weight to write: a copy beside the one that serves, unless the update is direct."""
@@ -279,7 +293,7 @@ class WeightUpdate:
             self._has_written = True
             return self._live.tensors[name]
         if name not in self._staged:
-            is_kept = self._is_partial
+            is_kept = self.is_partial
             self._staged[name] = self._live.in_rows(name) if is_kept else torch.empty_like(self._live.tensors[name])
         return self._staged[name]
 
@@ -300,10 +314,15 @@ def _room() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError(
-            "there is no room for a copy of the weights beside those that serve. Begin the update with direct=True, "
-            "which needs none, or leave more memory free by a smaller runtime.mem_fraction_static."
-        ) from error
+        raise no_room("the device") from error
+
+
+def no_room(where: str) -> DeviceMemoryError:
+    """The error of an update that finds no memory."""
+    return DeviceMemoryError(
+        f"{where} has no room for a copy of the weights beside those that serve. Begin the update with direct=True, "
+        "which needs none, or leave more memory free by a smaller runtime.mem_fraction_static."
+    )
 
 
 def _sum_of(tensor: torch.Tensor) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.files.json_data import parse_json
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.session import WeightUpdate
@@ -39,11 +40,17 @@ def is_update(message: bytearray) -> bool:
 
 
 class FollowedUpdate:
-    """Does on a rank that follows as rank 0, which has checked all, says. An error here ends the rank."""
+    """Does on a rank that follows as rank 0, which has checked all, says. An error here ends the rank, but for a lack
+    of memory, which rank 0 hears of before it swaps.
 
-    def __init__(self, live: LiveWeights) -> None:
-        self._live = live
+    Args:
+        vote: gives this rank's number to all ranks, which give theirs.
+    """
+
+    def __init__(self, live: LiveWeights, vote: Callable[[int], object]) -> None:
+        self._live, self._vote = live, vote
         self._update: WeightUpdate | None = None
+        self._has_room = True
 
     def take(self, message: bytearray) -> None:
         """Does what a message says; it stays in use by the tensors."""
@@ -65,20 +72,34 @@ class FollowedUpdate:
     def _do(self, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         what = head["update"]
         if what == "begin":
+            self._has_room = True
             self._update = WeightUpdate(
                 self._live, is_direct=head["is_direct"], is_partial=head["is_partial"], names=head["names"]
             )
             return
         update = self._update
         assert update is not None, "rank 0 begins ahead of all else"
-        if what == "take":
-            update.take(head["name"], tensors[0])
-        elif what == "delta":
-            update.take_delta(head["name"], *tensors)
-        elif what == "prepare":
-            update.check_complete()
-            update.prepare()
-        elif what == "swap":
+        if what == "swap":
             update.swap()
-        else:
+        elif what == "drop":
             update.drop()
+        else:
+            self._fill(update, what, head, tensors)
+
+    def _fill(self, update: WeightUpdate, what: str, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Takes tensors, or checks them; without room it waits for the end."""
+        try:
+            if not self._has_room:
+                pass
+            elif what == "take":
+                update.take(head["name"], tensors[0])
+            elif what == "delta":
+                update.take_delta(head["name"], *tensors)
+            else:
+                update.check_complete()
+                update.prepare()
+        except DeviceMemoryError:
+            self._has_room = False
+            update.drop()
+        if what == "prepare":
+            self._vote(int(self._has_room))

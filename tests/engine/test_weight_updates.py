@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import AsyncEngine, Engine, SamplingParams
 from mllm_compile.engine.outputs import WeightVersion
 from mllm_compile.errors import (
+    CheckpointError,
     UpdateConflictError,
     WeightsTornError,
     WeightUpdateError,
@@ -41,7 +43,7 @@ def live_weights() -> LiveWeights:
         ),
     )
     tensors = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
-    names = TensorNames((specs,), None, (), ("tower.weight",))
+    names = TensorNames((specs,), None, (), {"tower.weight": [[3]]})
     return LiveWeights(specs, tensors, {}, {}, lambda rank: Places(names, (specs,), rank))
 
 
@@ -174,7 +176,7 @@ def test_a_tensor_may_come_once(engine):
 def test_a_scale_of_the_kv_cache_is_the_loaded_one():
     factor = Factor(StoredTensor("scale", "w.safetensors", (1,), torch.float32), is_divided=False)
     specs = (WeightSpec("key", (2,), torch.float32, (WeightPart("key", "w.safetensors", 0, (2,), factor=factor),)),)
-    names = TensorNames((specs,), None, (), ())
+    names = TensorNames((specs,), None, (), {})
     live = LiveWeights(specs, {"key": torch.ones(2)}, {}, {factor: 4.0}, lambda rank: Places(names, (specs,), rank))
     with fake_engine(live=live) as engine:
         for scale, message in (([4.0, 4.0], r"'scale': expected one number, got shape \[2\]"), ([8.0], "is a scale")):
@@ -385,3 +387,48 @@ def test_values_come_in_partial_updates_alone(engine):
 def test_an_engine_without_weights_says_so():
     with fake_engine() as engine, pytest.raises(WeightUpdateError, match="there are no weights to update"):
         engine.update_weights([])
+
+
+def test_single_values_under_both_names_of_a_tie_are_equal():
+    specs = (WeightSpec("head", (2, 3), torch.float32, (WeightPart("head", "w.safetensors", 0, (2, 3)),)),)
+    names = TensorNames((specs,), None, (("head", "embedding"),), {})
+    live = LiveWeights(specs, {"head": torch.zeros(2, 3)}, {}, {}, lambda rank: Places(names, (specs,), rank))
+    places = torch.tensor([1, 4])
+    with fake_engine(live=live) as engine:
+        for other in (lambda: engine.weights.receive_delta("embedding", places, torch.tensor([1.0, 3.0])),
+                      lambda: engine.weights.receive([("embedding", torch.ones(2, 3))])):  # fmt: skip
+            engine.weights.start(partial=True)
+            engine.weights.receive_delta("head", places, torch.tensor([1.0, 2.0]))
+            with pytest.raises(WeightUpdateError, match="'head' and 'embedding' are one weight"):
+                other()
+            assert not live.tensors["head"].any()
+        engine.weights.start(partial=True)
+        for name in ("head", "embedding"):
+            engine.weights.receive_delta(name, places, torch.tensor([1.0, 2.0]))
+        report = engine.weights.finish()
+    assert not report.is_whole
+    assert live.tensors["head"].tolist() == [[0, 1, 0], [0, 2, 0]]
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (3, 1), ()])
+def test_what_is_not_read_has_its_shape_all_the_same(engine, shape):
+    engine.weights.start()
+    with pytest.raises(WeightUpdateError, match=r"'tower.weight': expected shape \[3\]"):
+        engine.weights.check_announced(["tower.weight"], [shape], [torch.float32])
+    engine.weights.check_announced(["tower.weight"], [(3,)], [torch.bfloat16])
+
+
+def test_updates_and_pauses_are_awaited(live):
+    async def run() -> None:
+        async with AsyncEngine(fake_engine(FakeStepRunner(following(live)), live=live)) as engine:
+            await engine.pause("keep")
+            assert engine.is_paused and engine.state == "paused"
+            report = await engine.update_weights(tensors_of(7).items(), version="seven")
+            assert report.is_whole
+            with pytest.raises(CheckpointError, match="expected a folder"):
+                await engine.update_weights_from_folder("/nowhere")
+            await engine.resume()
+            (answer,) = [one async for one in engine.generate(PROMPT, SHORT, stream=False)]
+            assert answer.outputs[0].token_ids == expected_tokens(PROMPT, 8, with_key(7))
+
+    asyncio.run(run())

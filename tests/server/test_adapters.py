@@ -20,17 +20,17 @@ from mllm_compile.cli.serve import check_adapters, lora_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import with_lora
 from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.errors import ConfigError, MllmError
+from mllm_compile.errors import ConfigError, EngineDeadError, MllmError
 from mllm_compile.server.adapter_changes import AdapterChanges
 from mllm_compile.server.api.errors import ApiError, of_kind
 from mllm_compile.server.api.interfaces import CompletionRequest
-from mllm_compile.server.backend.process import AdapterReplacedError, EngineServer, _submission
+from mllm_compile.server.backend.process import EXIT_DEAD, AdapterReplacedError, EngineServer, _submission
 from mllm_compile.server.flow.writer import Outlet
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.supervisor import READY
 from mllm_compile.server.wire import messages
-from mllm_compile.server.wire.messages import AdapterCard, AdaptersChanged, LoadAdapter
+from mllm_compile.server.wire.messages import AdapterCard, AdaptersChanged, Begin, LoadAdapter
 from tests.adapters.fake_device import BASE, FakeDevice, adapter_folder
 from tests.fakes import fake_engine
 from tests.hang_guard import HANG_S
@@ -310,3 +310,25 @@ def test_an_adapter_that_could_not_be_served_is_refused_before_a_model_is_compil
 def test_a_wrong_option_is_named(given, said):
     with pytest.raises(ConfigError, match=said):
         lora_keys(*given)
+
+
+def test_an_engine_that_dies_while_it_loads_adapters_again_tells_of_none(monkeypatch):
+    """The front would take its list for all that there are."""
+    told: list[Any] = []
+    channel = SimpleNamespace(
+        is_over=False,
+        wait=lambda seconds: [messages.encode_commands([Begin([AdapterCard("one", 3, "/one")])])],
+        send=lambda frame: told.append(messages.decode_event(frame)),
+        close=lambda linger_s: None,
+    )
+    engine = fake_engine()
+    engine.adapters = SimpleNamespace(resume=lambda *card: engine.close())  # type: ignore[assignment]
+
+    def load_adapter(name: str, path: str) -> None:
+        raise EngineDeadError("the device is lost")
+
+    monkeypatch.setattr(engine, "load_adapter", load_adapter)
+    reporter: Any = SimpleNamespace(stage=lambda name: None, announce=lambda text: None)
+    code = EngineServer(channel).run(lambda timeline, loads: engine, reporter)  # type: ignore[arg-type]
+    assert code == EXIT_DEAD
+    assert [type(event).__name__ for event in told] == ["Failed"]

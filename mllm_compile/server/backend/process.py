@@ -119,7 +119,8 @@ class EngineServer:
             events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
             _load_again(engine, begin.adapters or ())
-            self._tell(_hello(engine, timeline))
+            if engine.is_alive:  # else the front would forget the adapters that it could not load
+                self._tell(_hello(engine, timeline))
             gc.collect()
             gc.freeze()
             pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)

@@ -39,7 +39,9 @@ class RolloutCalls:
     def over(self, event: Controlled) -> None:
         """Tells the client that waits, if it has not gone; the weights that it has published count either way."""
         if isinstance(event.answer, dict) and "published" in event.answer:
-            self._version, self._lost = event.answer["published"], None
+            self._version = event.answer["published"]
+            if event.answer.get("is_whole", True):  # a partial update of a lost engine's first weights gives no others
+                self._lost = None
         self._replies.over(event.key, event.answer if event.error is None else of_kind(event.error_kind, event.error))
 
     def engine_lost(self, error: ApiError) -> None:

@@ -117,6 +117,7 @@ class EngineCalls:
         )
         return {
             "published": report.version,
+            "is_whole": report.is_whole,
             "epoch": report.epoch,
             "num_tensors": report.num_tensors,
             "pause_s": report.pause_s,

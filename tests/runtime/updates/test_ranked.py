@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mllm_compile.runtime.errors import WeightUpdateError
+from mllm_compile.runtime.errors import DeviceMemoryError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.names import TensorNames
 from mllm_compile.runtime.updates.places import Places
@@ -34,7 +34,7 @@ def ranks() -> list[LiveWeights]:
         )
         for rank in range(2)
     )
-    names = TensorNames(specs, None, (), ())
+    names = TensorNames(specs, None, (), {})
     return [
         LiveWeights(
             specs[rank],
@@ -50,14 +50,19 @@ def ranks() -> list[LiveWeights]:
 
 
 def update_of(lives: list[LiveWeights], **options: bool) -> RankedUpdate:
-    followed = FollowedUpdate(lives[1])
+    votes: list[int] = []
+    followed = FollowedUpdate(lives[1], votes.append)
 
     def send(parts: Iterable[memoryview]) -> None:
         message = bytearray(b"".join(parts))
         assert is_update(message)
         followed.take(message)
 
-    return RankedUpdate(lives[0], send, send, **options)
+    def agree(parts: Iterable[memoryview]) -> bool:
+        send(parts)
+        return bool(votes.pop())
+
+    return RankedUpdate(lives[0], send, send, agree, **options)
 
 
 def holds(lives: list[LiveWeights], tensors: dict[str, torch.Tensor]) -> bool:
@@ -118,6 +123,39 @@ def test_single_values_of_what_one_rank_has_alone_are_checked_by_rank_0():
     update.prepare()
     update.swap()
     assert [live.tensors["experts"].flatten().tolist() for live in lives] == [[0] * 5 + [4], [0] * 5 + [5]]
+
+
+class Full(dict[str, torch.Tensor]):
+    """Weights of a device that has no room for another copy of one."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == "up" and self.is_full:
+            raise torch.OutOfMemoryError
+        return super().__getitem__(name)
+
+    is_full = True
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_follower_without_room_ends_the_update_alone(is_direct):
+    lives = ranks()
+    full = Full(lives[1].tensors)
+    lives[1] = replace(lives[1], tensors=full)
+    for _ in range(2):
+        update = update_of(lives, is_direct=is_direct)
+        for name, tensor in TENSORS.items():
+            update.take(name, tensor)
+        with pytest.raises(DeviceMemoryError, match="a rank that follows has no room"):
+            update.prepare()
+        update.drop()
+        assert update.is_torn == is_direct
+    full.is_full = False
+    update = update_of(lives, is_direct=is_direct)
+    for name, tensor in TENSORS.items():
+        update.take(name, tensor)
+    update.prepare()
+    update.swap()
+    assert holds(lives, TENSORS)
 
 
 def test_places_are_found_once():

@@ -35,7 +35,10 @@ def test_an_engine_that_is_lost_with_its_weights_answers_nothing_until_it_has_ot
         with pytest.raises(ApiError, match="first weights, not version '12'") as raised:
             calls.check_weights()
         assert (raised.value.status, raised.value.code) == (503, "weights_lost")
-    ask(calls, sent, {"published": "13"})
+    ask(calls, sent, {"published": "13", "is_whole": False})
+    with pytest.raises(ApiError, match="first weights, not version '12'"):
+        calls.check_weights()
+    ask(calls, sent, {"published": "13", "is_whole": True})
     calls.check_weights()
 
 
