@@ -11,12 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
-from benchmarks.steps.update_speed import tensors_of
+from benchmarks.steps.update_speed import Given
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime
@@ -85,7 +86,7 @@ def main() -> None:
     live = parts.live
     if isinstance(live, str):
         raise WeightUpdateError(live)
-    tensors = tensors_of(live, on_host=True)  # KV has what is free
+    tensors = Given(live, ExitStack()).on_host  # KV has what is free
     with Engine.from_parts(parts) as engine:
         cycles = Cycles(engine, tensors)
         for _ in range(arguments.rounds + 1):

@@ -1,59 +1,130 @@
 """Milliseconds of an update of a served model's weights: until all is taken, and of the pause of its steps.
 
-    python -m benchmarks.steps.update_speed CONFIG [--rounds 5] [--requests 8]
+    python -m benchmarks.steps.update_speed CONFIG [--rounds 5] [--requests 8] [--ways staged,direct]
 
-Tensors are on the engine's device, as a trainer beside it has them, under the parameters' names. Staged, direct, and
-single values (1 % of each matrix) take turns in each round, with requests that decode meanwhile. Prints medians.
+Tensors are on the engine's device, as a trainer beside it has them, under the parameters' names: of this process, or of
+another one that shares them (handles), or in a folder. Ways take turns in each round, with requests that decode
+meanwhile. Single values are 1 % of each matrix. Prints medians.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.script import greedy, names_of, parser_of, positive, told_in_one_line
+from benchmarks.steps.update_sender import random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.errors import WeightUpdateError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.updates.live import LiveWeights
+from mllm_compile.transfer.transfers import Transfers
+
+_FILE_BYTES = 4 << 30
 
 
-def tensors_of(live: LiveWeights, *, on_host: bool = False) -> dict[str, torch.Tensor]:
-    """Random tensors of every parameter, in the model's type; on the engine's device unless `on_host`."""
-    device = next(iter(live.tensors.values())).device
-    dtype = next(spec.dtype for spec in live.specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1)
-    shapes = {part.tensor: part.shape for spec in live.places.parameters for part in spec.parts}
-    place = torch.device("cpu") if on_host else device
-    return {name: (torch.randn(shape, dtype=dtype, device=device) * 0.02).to(place) for name, shape in shapes.items()}
+class Given:
+    """The weights that updates bring, made when a way first asks for them: of every parameter, in the model's type.
+
+    Args:
+        stack: ends what makes them.
+    """
+
+    def __init__(self, live: LiveWeights, stack: ExitStack) -> None:
+        self._stack = stack
+        self.device = next(iter(live.tensors.values())).device
+        self.dtype = next(spec.dtype for spec in live.specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1)
+        self.shapes = {part.tensor: part.shape for spec in live.places.parameters for part in spec.parts}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return random_tensors(self.shapes, self.dtype, self.device)
+
+    @property
+    def on_host(self) -> dict[str, torch.Tensor]:
+        return random_tensors(self.shapes, self.dtype, self.device, on_host=True)
+
+    @cached_property
+    def handles(self) -> dict[str, Any]:
+        """The object for /update_weights, of another process."""
+        asked = json.dumps([self.shapes, str(self.dtype).removeprefix("torch."), str(self.device)])
+        command = [sys.executable, "-m", "benchmarks.steps.update_sender"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._stack.callback(process.communicate)  # it ends with its input
+        assert process.stdin is not None and process.stdout is not None, "they are pipes"
+        print(asked, file=process.stdin, flush=True)
+        info: dict[str, Any] = json.loads(process.stdout.readline())
+        return info
+
+    @cached_property
+    def folder(self) -> Path:
+        """A folder of files of some GB, in the page cache."""
+        folder = Path(self._stack.enter_context(TemporaryDirectory()))
+        part: dict[str, torch.Tensor] = {}
+        for name, tensor in self.on_host.items():
+            part[name] = tensor
+            if sum(one.nbytes for one in part.values()) > _FILE_BYTES:
+                save_file(part, folder / f"{name}.safetensors")
+                part = {}
+        if part:
+            save_file(part, folder / "last.safetensors")
+        return folder
 
 
-def staged(engine: Engine, tensors: dict[str, torch.Tensor]) -> float:
-    return engine.update_weights(tensors.items()).pause_s
+def staged(engine: Engine, given: Given) -> float:
+    return engine.update_weights(given.tensors.items()).pause_s
 
 
-def direct(engine: Engine, tensors: dict[str, torch.Tensor]) -> float:
-    return engine.update_weights(tensors.items(), direct=True).pause_s
+def direct(engine: Engine, given: Given) -> float:
+    return engine.update_weights(given.tensors.items(), direct=True).pause_s
 
 
-def single_values(engine: Engine, tensors: dict[str, torch.Tensor]) -> float:
+def single_values(engine: Engine, given: Given) -> float:
     engine.weights.start(partial=True)
-    for name, tensor in tensors.items():
+    for name, tensor in given.tensors.items():
         if tensor.dim() == 2:
             places = torch.arange(0, tensor.numel(), 100, device=tensor.device, dtype=torch.int64)
             engine.weights.receive_delta(name, places, tensor.view(-1)[places])
     return engine.weights.finish().pause_s
 
 
-WAYS: dict[str, Callable[[Engine, dict[str, torch.Tensor]], float]] = {
+def by_handles(engine: Engine, given: Given, *, is_direct: bool) -> float:
+    transfers, info = Transfers(engine.weights), given.handles
+    engine.weights.start(direct=is_direct)
+    transfers.receive_vllm(info["names"], info["dtype_names"], info["shapes"], handles=info["ipc_handles"])
+    return engine.weights.finish().pause_s
+
+
+def from_folder(engine: Engine, given: Given) -> float:
+    return engine.update_weights_from_folder(given.folder).pause_s
+
+
+WAYS: dict[str, Callable[[Engine, Given], float]] = {
     "staged": staged,
     "direct": direct,
-    "1 % of values": single_values,
+    "values": single_values,
+    "handles": partial(by_handles, is_direct=False),
+    "handles direct": partial(by_handles, is_direct=True),
+    "folder": from_folder,
 }
 
 
@@ -63,30 +134,30 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--requests", type=positive, default=8)
+    parser.add_argument("--ways", type=names_of(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
     parts = assemble(EngineConfig.from_yaml(arguments.config), Timeline())
     live = parts.live
     if isinstance(live, str):
         raise WeightUpdateError(live)
     is_quantised = any(part.kept is not None for spec in live.specs for part in spec.parts)
-    ways = {name: way for name, way in WAYS.items() if way is not single_values or not is_quantised}
-    tensors = tensors_of(live)
+    ways = {name: WAYS[name] for name in arguments.ways if WAYS[name] is not single_values or not is_quantised}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    with Engine.from_parts(parts) as engine:
+    with Engine.from_parts(parts) as engine, ExitStack() as stack:
+        given = Given(live, stack)
         for number in range(arguments.rounds + 1):
             for name, way in ways.items():
                 running = [engine.stream([7, index + 1], greedy(4096)) for index in range(arguments.requests)]
                 for stream in running:
                     next(stream)
                 began = time.perf_counter()
-                pause_s = way(engine, tensors)
+                pause_s = way(engine, given)
                 if number:  # the first round warms up
                     found[name].append((time.perf_counter() - began, pause_s))
                 engine.pause("abort")
                 engine.resume()
-    total = sum(tensor.nbytes for tensor in tensors.values())
     machine = machine_line() if torch.cuda.is_available() else "a CPU"
-    print(f"{machine}; {total / 1e9:.2f} GB in {len(tensors)} tensors, {arguments.requests} requests")
+    print(f"{machine}; {given.num_bytes / 1e9:.2f} GB in {len(given.shapes)} tensors, {arguments.requests} requests")
     for name, times in found.items():
         whole, pause = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
         print(f"{name:14} {whole:9.1f} ms in all, {pause:9.1f} ms of pause")

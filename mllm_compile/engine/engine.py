@@ -385,7 +385,8 @@ class Engine:
         """
         from mllm_compile.engine.folder_weights import tensors_of_folder
 
-        return self.weights.update(tensors_of_folder(user_path(os.fspath(path)).absolute()), version, **options)
+        folder = user_path(os.fspath(path)).absolute()
+        return self.weights.update(tensors_of_folder(folder, self.weights.device), version, **options)
 
     def pause(self, mode: str = "abort") -> None:
         """Returns when no step runs; `resume` lets them run again.

@@ -1,24 +1,25 @@
-"""The tensors of a folder's safetensors files, for an update: read one by one, headers checked before any."""
+"""The tensors of a folder's safetensors files, for an update: read in parts, headers checked before any."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from mllm_compile.errors import CheckpointError
+from mllm_compile.errors import CheckpointError, DeviceMemoryError
 from mllm_compile.files.json_file import read_json_object
-from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
+from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
 _SUFFIX, _INDEX = ".safetensors", "model.safetensors.index.json"
 _MOST_FILES = 4096
+_PART_BYTES = 512 << 20  # beside the weights at once, unless a tensor alone has more
 
 
-def tensors_of_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor by its name in the files; what an index names, where there is one.
+def tensors_of_folder(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor by its name in the files, on a device; an index says which, where there is one.
 
     Raises:
         CheckpointError: there are no such files, one is damaged, or two hold a tensor and no index says which counts.
@@ -35,7 +36,7 @@ def tensors_of_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if name in found:
                 raise CheckpointError(f"{path}: tensor {name!r} is in {found[name][0].name} too. Keep one of them.")
             found[name] = path, entry
-    return _read(found)
+    return _read(found, device)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -48,19 +49,31 @@ def _index(folder: Path) -> dict[str, str]:
     return names
 
 
-def _read(found: dict[str, tuple[Path, TensorEntry]]) -> Iterator[tuple[str, torch.Tensor]]:
-    of_files: dict[Path, list[tuple[str, TensorEntry]]] = {}
-    for name, (path, entry) in found.items():
-        of_files.setdefault(path, []).append((name, entry))
-    for path, tensors in of_files.items():
-        try:
-            with open(open_regular(path), "rb") as file:
-                for name, entry in sorted(tensors, key=lambda one: one[1].begin):
-                    data = bytearray(entry.end - entry.begin)
-                    file.seek(entry.begin)
-                    if file.readinto(data) != len(data):
-                        raise CheckpointError(f"{path} ends amid tensor {name!r}. Write it again.")
-                    flat = torch.frombuffer(data, dtype=entry.dtype) if data else torch.empty(0, dtype=entry.dtype)
-                    yield name, flat.view(entry.shape)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+def _read(found: Mapping[str, tuple[Path, TensorEntry]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, as many at once as fit in a part, in the order of the files' bytes."""
+    part: list[tuple[str, TensorRead]] = []
+    size = 0
+    for name, (path, entry) in sorted(found.items(), key=lambda one: (one[1][0], one[1][1].begin)):
+        num_bytes = entry.end - entry.begin
+        if part and size + num_bytes > _PART_BYTES:
+            yield from _brought(part, device)
+            part, size = [], 0
+        part.append((name, TensorRead(path, entry, _place(entry, device))))
+        size += num_bytes
+    yield from _brought(part, device)
+
+
+def _place(entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"there is no room for {entry.end - entry.begin:,} bytes of a folder beside the weights that serve. Leave "
+            "more memory free by a smaller runtime.mem_fraction_static."
+        ) from error
+
+
+def _brought(part: Sequence[tuple[str, TensorRead]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    stream_tensors([read for _, read in part if read.place.numel()], device)
+    for name, read in part:
+        yield name, read.place
