@@ -110,7 +110,8 @@ class DraftChain:
         given = self._ids[:total], self._positions[:total], self._slots[:total]
         tokens = TokenInputs(*given, rope_lens=self._rope_lens[:total], hidden_states=self._hidden[:total])
         all_rows = torch.arange(total, device=head.device)
-        drafted = all_rows.view(num_requests, -1)[:, -count:].flatten()
+        # Of its own also with one request: a package copies an input that does not begin at a multiple of 16 bytes.
+        drafted = all_rows.view(num_requests, -1)[:, -count:].flatten().clone()
         descriptor = BatchDescriptor(total, total, GraphKind.VERIFY)
         output = head.program.run(self._batch(total), tokens, drafted, CUDAGraphMode.FULL, descriptor, all_rows)
         positions = (lengths[:, None] + torch.arange(1, 1 + count, device=head.device)).flatten().int()
@@ -211,7 +212,8 @@ class DraftChain:
     def _keep(self, rows: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keeps drafts [R, K], up to the first that is none, for requests of these lengths."""
         self._drafts[rows, : tokens.shape[1]] = tokens.int()
-        self._counts[rows] = (tokens >= 0).int().cumprod(1).sum(1, dtype=torch.int32)
+        places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        self._counts[rows] = torch.where(tokens < 0, places, tokens.shape[1]).amin(1)
         self._made_at[rows] = lengths.int()
 
 
