@@ -45,6 +45,8 @@ class LostMemory:
         self._bytes.zero_()
 
     def pin_copy(self) -> None:
+        if self._machine.is_host_full:
+            raise DeviceMemoryError("the host of a test is full")
         if self._copy is None:
             self._copy = torch.empty_like(self._bytes)
 
@@ -73,6 +75,7 @@ class Machine:
 
     size: int = 1 << 40
     taken: int = 0
+    is_host_full: bool = False
     num_maps: int = 0
     num_saves: int = 0
     stretches: list[LostMemory] = field(default_factory=list)

@@ -30,7 +30,6 @@ from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
-from mllm_compile.runtime.device.ranked_sleep import RankedMemory
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -164,9 +163,10 @@ def _load(
                 tower=tower,
                 adapters=adapters,
                 live=_live_weights(runner),
-                memory=_sleeping_memory(runner, group),
+                memory=_sleeping_memory(runner),
                 tell_ranks=None if group is None else group.tell,
                 ask_ranks=None if group is None else runner.least_of_ranks,
+                wait_ranks=_nothing if group is None else group.wait_taken,
             )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
@@ -182,12 +182,11 @@ def _live_weights(runner: ModelRunner) -> LiveWeights | str:
     return runner.model.live
 
 
-def _sleeping_memory(runner: ModelRunner, group: RankGroup | None) -> SleepingMemory | RankedMemory | str:
+def _sleeping_memory(runner: ModelRunner) -> SleepingMemory | str:
     """The memory that is given back while the engine sleeps; a text: why none is."""
     if not runner.config.runtime.enable_sleep_mode:
         return "runtime.enable_sleep_mode is not set, without which memory stays. Set it, or use level 0."
-    memory = runner.sleeping_memory()
-    return memory if group is None else RankedMemory(memory, group.tell, group.wait_taken)
+    return runner.sleeping_memory()
 
 
 def _speculation(

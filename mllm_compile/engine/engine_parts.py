@@ -12,7 +12,6 @@ from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
 from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.engine.steps import StepSubmitter
-from mllm_compile.runtime.device.ranked_sleep import RankedMemory
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -52,6 +51,7 @@ class EngineParts:
         memory: what is given back while it sleeps; a text: why nothing is.
         tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
         ask_ranks: the least of a number of each rank, which all give at the same message; likewise.
+        wait_ranks: returns when they have done what was sent.
     """
 
     scheduler: Scheduler | DataParallelScheduler
@@ -75,6 +75,7 @@ class EngineParts:
     tower: Tower | str = "the model takes text alone"
     adapters: AdapterParts | None = None
     live: LiveWeights | str = "there are no weights to update"
-    memory: SleepingMemory | RankedMemory | str = "there is no memory to give back"
+    memory: SleepingMemory | str = "there is no memory to give back"
     tell_ranks: Callable[[Iterable[memoryview]], None] | None = None
     ask_ranks: Callable[[int], int] | None = None
+    wait_ranks: Callable[[], None] = lambda: None

@@ -139,6 +139,12 @@ class Gate:
         self._refuses_asleep = self._refuses_asleep or refuses
         self._settle()
 
+    def stay_as(self, sleeping: frozenset[str]) -> None:
+        """Notes that nothing fell asleep beside these."""
+        self.sleeping = sleeping
+        self._refuses_asleep = self._refuses_asleep and bool(sleeping)
+        self._settle()
+
     def wake(self, tags: Collection[str]) -> None:
         """Notes that these are awake; "scheduling" is when all others are."""
         others = self.sleeping - {"scheduling"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Literal, get_args
 
 from mllm_compile.engine.gate import PauseMode
@@ -19,7 +20,7 @@ from mllm_compile.engine.pauses import pause, resume
 from mllm_compile.engine.weight_updates import WeightUpdates
 from mllm_compile.errors import RequestError
 from mllm_compile.files.byte_sizes import format_bytes
-from mllm_compile.runtime.device.ranked_sleep import RankedMemory
+from mllm_compile.runtime.device.ranked_sleep import RankedMemory, Send
 from mllm_compile.runtime.device.sleep import MEMORY_TAGS, MemoryTag, SleepingMemory
 
 logger = logging.getLogger("mllm_compile.engine")
@@ -35,10 +36,22 @@ class EngineSleep:
 
     Args:
         memory: what is given back, or why nothing is.
+        tell_ranks, wait_ranks: as EngineParts has them.
     """
 
-    def __init__(self, core: EngineCore, weights: WeightUpdates, memory: Memory | str) -> None:
-        self._core, self._weights, self._memory = core, weights, memory
+    def __init__(
+        self,
+        core: EngineCore,
+        weights: WeightUpdates,
+        memory: SleepingMemory | str,
+        tell_ranks: Send | None,
+        wait_ranks: Callable[[], None],
+    ) -> None:
+        self._core, self._weights = core, weights
+        self._memory: Memory | str = memory
+        if tell_ranks is not None and not isinstance(memory, str):
+            send = partial(_sent, core, tell_ranks)
+            self._memory = RankedMemory(memory, send, tell_ranks, wait_ranks)
         self._lock = threading.Lock()  # of calls that move memory
 
     def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
@@ -56,9 +69,14 @@ class EngineSleep:
             if drops:
                 self._weights.check_comes_anew()
             version = None if drops or self._weights.is_torn else self._weights.epoch
-            if memory is not None:
-                memory.prepare(chosen, saves=version is not None)
+            before = self._core.gate.sleeping
             self._core.move_gate(lambda gate: gate.fall_asleep(chosen or ("scheduling",), refuses=refuses))
+            try:
+                if memory is not None:
+                    memory.prepare(chosen, saves=version is not None)
+            except BaseException:
+                self._core.move_gate(lambda gate: gate.stay_as(before))
+                raise
             if drops:
                 self._weights.dropped()
 
@@ -109,6 +127,11 @@ class EngineSleep:
         self._core.while_still(lambda requests: memory.wake((tag,)))
         self._core.move_gate(lambda gate: gate.wake((tag,)))
         logger.info("%s awake in %.3f s", tag, time.monotonic() - began)
+
+
+def _sent(core: EngineCore, tell_ranks: Send, message: Iterable[memoryview]) -> None:
+    """Sends the other ranks a message from another thread than the engine's."""
+    core.between_steps(lambda: tell_ranks(message))
 
 
 def _chosen(level: int, tags: Collection[str] | None) -> tuple[MemoryTag, ...]:

@@ -329,9 +329,12 @@ class WeightUpdates:
         live = self._live
         if isinstance(live, str):
             raise WeightUpdateError(live)
-        with self._lock:
+
+        def of_live(requests: LiveRequests) -> dict[str, int]:
             self._check_awake()
-            return self._core.while_still(lambda requests: live.sums())
+            return live.sums()
+
+        return self._core.while_still(of_live)
 
     # ------------------------------------------------------------------------------------------------------------------
 

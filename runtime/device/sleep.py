@@ -40,7 +40,7 @@ class SleepingMemory:
         return {tag: sum(arena.num_bytes for arena in arenas[tag]) for tag in MEMORY_TAGS}
 
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
-        """Does what is slow ahead of the first `sleep`, beside steps: takes the host's memory for copies.
+        """Does what is slow ahead of `sleep`, once: takes the host's memory for copies. From any thread.
 
         Raises:
             DeviceMemoryError: the host has too little.

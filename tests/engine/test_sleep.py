@@ -264,6 +264,20 @@ def test_what_does_not_fit_sleeps_on(made_engine):
     made_engine.tokens()
 
 
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_host_that_is_full_leaves_all_awake(made_engine, first):
+    engine, machine = made_engine.engine, made_engine.machine
+    if first is not None:
+        engine.sleep(first, "keep")
+    state, taken, machine.is_host_full = engine.state, machine.taken, True
+    with pytest.raises(DeviceMemoryError, match="the host of a test is full"):
+        engine.sleep(1, refuses=first is None)
+    assert (engine.state, machine.taken) == (state, taken)
+    machine.is_host_full = False
+    engine.wake_up()
+    made_engine.tokens()
+
+
 def test_arguments_that_cannot_be_are_refused(made_engine):
     engine = made_engine.engine
     for arguments, message in (

@@ -45,12 +45,13 @@ def test_a_captured_graph_finds_the_memory_again():
     graph.replay()
     expected, address = float(total), x.data_ptr()
     taken = arena.num_bytes
-    assert free - free_bytes() >= taken - MIB >= x.nbytes - MIB
+    assert free - free_bytes() >= taken >= x.nbytes
     for version in (1, 2, 2):
+        arena.prepare_to_save()  # pinning takes the device 64 KiB
         before = free_bytes()
         arena.save(version)
         arena.sleep()
-        assert free_bytes() - before >= taken - MIB  # the driver notes what is pinned
+        assert free_bytes() - before >= taken
         others = torch.ones(64 * MIB, device="cuda")
         arena.wake()
         assert x.data_ptr() == address and torch.equal(x[-4:].cpu(), torch.arange(x.numel() - 4, x.numel()).float())
