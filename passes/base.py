@@ -21,6 +21,7 @@ RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
 LORA = "lora"  # LoraWish: which weights adapters may change; without it none
+ANY_ROWS = "any_rows"  # bool: as PassTarget has it
 HAS_AMX = "has_amx"  # bool: the CPU has AMX, by which libraries multiply bfloat16
 CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
 
@@ -73,6 +74,7 @@ class PassTarget:
         dtype: the model's; kv_cache_dtype: the KV cache's; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
+        any_rows: its steps may have any number of rows, whose numbers do not depend on it: a piece has no variants.
         split_decode: our decode kernels serve.
         has_panels: our C++ for linears is fast on this CPU.
         has_adapters: lora.max_adapters is not 0.
@@ -89,6 +91,7 @@ class PassTarget:
     num_expert_ranks: int = 1
     attention_backend: str = "torch"
     deterministic: bool = False
+    any_rows: bool = False
     split_decode: bool = True
     has_panels: bool = False
     has_adapters: bool = False
@@ -117,6 +120,7 @@ class GraphPass:
         raise NotImplementedError
 
 
+NO_VARIANTS = "with runtime.deterministic a number does not depend on how many tokens a step has"
 NO_CUDA_COMPILER = "CUDA C++ for Hopper cannot be compiled here: it takes such a GPU, and NVRTC"
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import GraphPass, PassResult
+from mllm_compile.passes.base import NO_VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.linear import (
     Linear,
     match_adapted_linear,
@@ -60,6 +60,10 @@ class FuseFewTokens(GraphPass):
 
     name: ClassVar[str] = "fuse_few_tokens"
     needs: ClassVar[tuple[str, ...]] = ("few_linear", "few_linear_residual", "few_linear_residual_norm")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return NO_VARIANTS if target.any_rows else None
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import ANY_ROWS, NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.linear import match_linear, match_silu_mul
-from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
+from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import is_taken
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
@@ -30,7 +30,7 @@ class FuseGatedLinear(GraphPass):
         y = mllm.gated_linear(x, w)
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a variant by stream_linears for up to 208 tokens at
-        least, as the kernel's tiles are of 256.
+        least, as the kernel's tiles are of 256; or with ANY_ROWS, as it computes a token alike in any company.
     Preserves: gates, ups and silu are rounded, as in the model, then the product.
     """
 
@@ -44,7 +44,8 @@ class FuseGatedLinear(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         variants = gm.meta.get(VARIANTS, {})
-        matches = rewrite_pieces(gm, [name for name in variants if max(variants[name]) >= MAX_LARGE_TOKENS], _fuse)
+        names = [name for name in variants if max(variants[name]) >= MAX_LARGE_TOKENS]
+        matches = rewrite_pieces(gm, called_pieces(gm) if gm.meta.get(ANY_ROWS) else names, _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import GraphPass, PassResult
+from mllm_compile.passes.base import NO_VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.linear import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op
 from mllm_compile.passes.match.rms_norm import match_rms_norm
@@ -39,6 +39,10 @@ class FuseSingleToken(GraphPass):
 
     name: ClassVar[str] = "fuse_single_token"
     needs: ClassVar[tuple[str, ...]] = ("norm_linear", "norm_gated_linear", "linear_residual")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return NO_VARIANTS if target.any_rows else None
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

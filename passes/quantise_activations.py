@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, is_symbolic, recompute_value, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.runtime.ops import op
@@ -57,7 +57,7 @@ class QuantiseActivations(GraphPass):
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
         if target.deterministic:
-            return "with runtime.deterministic a number does not depend on how many tokens a step has"
+            return NO_VARIANTS
         return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import few_token_variant
 from mllm_compile.passes.match.experts import match_expert_linear, match_weighted_sum
 from mllm_compile.passes.match.linear import match_silu_mul
@@ -71,6 +71,8 @@ class StreamExperts(GraphPass):
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
+        if target.any_rows:
+            return NO_VARIANTS
         return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:

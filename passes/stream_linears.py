@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
 from mllm_compile.passes.match.linear import Linear, is_of_step, match_linear, match_quantised_as_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
@@ -75,6 +75,8 @@ class StreamLinears(GraphPass):
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
+        if target.any_rows:
+            return NO_VARIANTS
         return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:

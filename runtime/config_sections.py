@@ -25,6 +25,7 @@ Switch = Literal[
     "copy_prefix",
     "divide_prefix",
     "paged_attention",
+    "any_rows",
 ]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 # The scores whose softmax log-probabilities are of: the model's logits, those over the temperature, what the draw has.
@@ -58,7 +59,8 @@ class CudaGraphSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSection:
-    """`runtime`. `device` is `cpu` or `cuda:N`."""
+    """`runtime`. `device` is `cpu` or `cuda:N`. No key sets `any_rows`: with `deterministic`, a row's numbers do not
+    depend on how many rows its step has, so that steps have as many as they need."""
 
     device: str
     tensor_parallel_size: int
@@ -74,6 +76,7 @@ class RuntimeSection:
     max_num_batched_tokens: int
     enable_prefix_cache: bool
     deterministic: bool
+    any_rows: bool
     enable_sleep_mode: bool
     expert_stats: bool
     routed_experts: bool

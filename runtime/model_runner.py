@@ -26,7 +26,7 @@ from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.device.arena import arena_on
 from mllm_compile.runtime.device.memory import check_fits, check_weights_fit
-from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
+from mllm_compile.runtime.device.open import open_device, prefer_cublaslt, sum_in_one_order
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.device.thread_trial import StepThreads
 from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
@@ -118,6 +118,8 @@ class ModelRunner(RunnerSizes):
             self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
+        if self.config.runtime.any_rows:
+            sum_in_one_order()
         try:
             with self.on_device():
                 self.load_model(stage)

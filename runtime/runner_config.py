@@ -38,14 +38,16 @@ class RunnerConfig:
     def max_rows(self) -> int:
         """Most requests of a step."""
         runtime = self.runtime
-        if runtime.deterministic:
+        if runtime.deterministic and not runtime.any_rows:
             return runtime.max_num_batched_tokens
         return min(runtime.max_running_requests, runtime.max_num_batched_tokens)
 
     @property
     def max_attended(self) -> int:
-        """Most requests that attention sees in a step: of a captured verify step each token is one."""
-        return max(self.max_rows, self.max_verified, self.most_chained)
+        """Most requests that attention sees in a step: of a captured verify step each token is one, and so in the
+        deterministic mode."""
+        most_rows = self.runtime.max_num_batched_tokens if self.runtime.deterministic else self.max_rows
+        return max(most_rows, self.max_verified, self.most_chained)
 
     @property
     def max_verified(self) -> int:
@@ -68,7 +70,7 @@ class RunnerConfig:
     def max_sampled(self) -> int:
         """Most rows of logits that a step samples."""
         runtime = self.runtime
-        if runtime.deterministic:
+        if runtime.deterministic and not runtime.any_rows:
             return runtime.max_num_batched_tokens
         num_drafted = self.speculative.most_drafted_of(runtime.max_running_requests)
         return min(runtime.max_running_requests + num_drafted, runtime.max_num_batched_tokens)

@@ -27,6 +27,7 @@ from mllm_compile.runtime.program.spec import AttentionStep, RopeInputNames
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
 _LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
+_ROWS_TOGETHER = 21  # of one request: more than a program takes together
 _MORE_REQUESTS = 22  # than one warp of shares counts
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
@@ -50,6 +51,9 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
             kernels = linked.layer_kernels[layer.name]
             for lengths in check.batches(variants):
                 check.run(lengths, variants, kernels.decode)
+            for variant, decoder in zip(variants, kernels.decode, strict=True):
+                if variant.takes_rows_together:
+                    check.run(_LENGTHS, [variant], [replace(decoder, most_sequences=None)], _ROWS_TOGETHER)
             for variant, decoder in zip(stored.verify, kernels.verify, strict=True):
                 for lengths in check.verify_batches(variant):
                     check.run(lengths, [variant], [decoder], variant.tokens)

@@ -20,7 +20,7 @@ from mllm_compile.compiler.lent_weights import with_lent
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
-from mllm_compile.config.resolve import check_cascade_layers
+from mllm_compile.config.resolve import check_any_rows, check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.speculators import head_type
 from mllm_compile.config.token_map import read_token_map
@@ -246,6 +246,8 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     for add_attention in of_every_kind("mllm_compile.kernels", "add"):
         program, pieces = add_attention(config, program)
         written += pieces
+    own = {name for name, kernels in program.layer_kernels.items() if kernels.decode}
+    check_any_rows(config, program.layers, own, bool(program.state_layers))
     made = layers_with_made_constants(graph, program.state_layers)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph), made)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
@@ -283,12 +285,13 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, HAS_AMX, WEIGHT_SCHEMES
+    from mllm_compile.passes.base import ANY_ROWS, CACHE_DTYPE, CACHE_SCALES, HAS_AMX, WEIGHT_SCHEMES
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     _set_ranks(trace, built.hf_model, config.runtime)
     trace.graph_module.meta[WEIGHT_SCHEMES] = built.weight_schemes
     trace.graph_module.meta[CACHE_SCALES] = dict(built.cache_scales)
+    trace.graph_module.meta[ANY_ROWS] = config.runtime.any_rows
     trace.graph_module.meta[HAS_AMX] = has_amx(config.runtime.device)
     trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:
@@ -386,6 +389,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         num_expert_ranks=config.runtime.expert_parallel_size,
         attention_backend=config.runtime.attention_backend,
         deterministic=config.runtime.deterministic,
+        any_rows=config.runtime.any_rows,
         split_decode=config.compile.split_decode,
         has_panels=has_panels(config.runtime.device),
         has_adapters=config.lora.max_adapters > 0,

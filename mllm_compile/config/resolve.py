@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
@@ -64,7 +64,28 @@ TOKENS_OF_SMALL_EXPERTS = 16384
 # KV heads are more blocks than twice a GPU's processors. From there on FlashInfer's captured attention never splits a
 # request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
 DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
+# Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
+DETERMINISTIC_ANY_TOKENS = 2048
 DETERMINISTIC_ATTENTION_BLOCKS = 512
+# Beginnings of names in config.json of models with images, latents or states.
+_OF_OTHER_LAYERS = (
+    "vision",
+    "image",
+    "audio",
+    "kv_lora",
+    "mamba",
+    "ssm",
+    "linear_",
+    "conv_",
+    "time_step",
+    "state_",
+    "d_state",
+    "rwkv",
+    "attn_layer",
+    "attn_type",
+    "shortconv",
+    "expand",
+)
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
@@ -102,7 +123,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     choices = AutoChoices()
     dtype = choices.resolve("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
-    runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
+    runtime = _runtime(config, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device)
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
     runtime = replace(
@@ -314,8 +335,9 @@ def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
 
 
 def _runtime(
-    asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
+    config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
 ) -> RuntimeSection:
+    asked = config.runtime
     if asked.enable_sleep_mode and asked.skip_compiled:
         raise ConfigError(
             "runtime.enable_sleep_mode and runtime.skip_compiled are set: Transformers' own model keeps its memory. "
@@ -323,7 +345,8 @@ def _runtime(
         )
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
-    requests, tokens = _batch_limits(asked, kind, model, choices)
+    any_rows = _any_rows(config, dtype, backend, model, device)
+    requests, tokens = _batch_limits(asked, any_rows, kind, model, choices)
     resolved_values = {
         "device": device.device,
         "attention_backend": backend,
@@ -334,15 +357,57 @@ def _runtime(
         "max_model_len": _max_model_len(asked, kind, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
-        "max_step_ms": _max_step_ms(asked, choices),
+        "any_rows": any_rows,
+        "max_step_ms": _max_step_ms(asked, any_rows, choices),
         "cascade_attention": False,  # see _cascade_attention
     }
     return RuntimeSection(**asked.model_dump() | resolved_values)  # the other keys have no `auto`
 
 
-def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
+def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo) -> bool:
+    """True if steps of the deterministic mode may have any number of rows (docs/serving.md, its conditions).
+
+    check_any_rows has the layers, which are known after the trace.
+    """
+    runtime, quantization = config.runtime, config.model.quantization
+    kept = model.scheme is not None and not model.scheme.is_plain and quantization != "dequantize"
+    is_plain = not kept and quantization in ("auto", "none", "dequantize") and not config.lora.max_adapters
+    has_kernels = device.is_hopper and dtype == "bfloat16" and backend == "flashinfer"
+    takes_own = config.compile.backend != "eager" and "split_decode" not in runtime.without
+    one_rank = runtime.tensor_parallel_size * runtime.expert_parallel_size == 1
+    of_model = runtime.kv_cache_dtype != "fp8_e4m3" and not runtime.skip_compiled and _attends_plainly(model)
+    wanted = runtime.deterministic and "any_rows" not in runtime.without
+    return wanted and has_kernels and takes_own and is_plain and one_rank and of_model
+
+
+def _attends_plainly(model: ModelFolder) -> bool:
+    """True if config.json tells of no images, latents, states or other layers than those of attention."""
+    kinds = str(model.text_config_value("layer_types", "layers_block_type", "block_types") or "").split(",")
+    is_attention = kinds == [""] or all("attention" in kind and "linear" not in kind for kind in kinds)
+    sections = (model.config, model.config.get("text_config") or {})
+    names = {str(name) for section in sections for name in section}
+    return is_attention and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
+
+
+def check_any_rows(config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str], states: bool) -> None:
+    """Refuses steps of any number of rows for a model with layers that depend on it.
+
+    Args:
+        layers: all that attend; with_own: those that decode by kernels of the program.
+        states: the model has layers with a state.
+    """
+    other = next((layer.name for layer in layers if layer.name not in with_own), None)
+    if config.runtime.any_rows and (other is not None or states):
+        what = "layers with a state" if other is None else f"{other}, whose decodes are not by kernels of the program"
+        raise ConfigError(
+            f"runtime.deterministic would make steps of any number of rows, and the model has {what}. Set "
+            "runtime.without: [any_rows], which makes all steps alike."
+        )
+
+
+def _max_step_ms(asked: RuntimeConfig, any_rows: bool, choices: AutoChoices) -> MaxStepMs:
     chosen: MaxStepMs
-    if not asked.deterministic:
+    if not asked.deterministic or any_rows:
         why = "what running answers take alone, so prompts lose about a tenth"
         chosen = choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
         return chosen
@@ -439,17 +504,21 @@ def _hopper_decode(runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> b
     return is_served and runtime.takes("hopper_decode")
 
 
-def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> tuple[int, int]:
+def _batch_limits(
+    asked: RuntimeConfig, any_rows: bool, kind: str, model: ModelFolder, choices: AutoChoices
+) -> tuple[int, int]:
     """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
     auto_tokens, why = MAX_NUM_BATCHED_TOKENS[kind], f"for {kind}"
     if kind == "cuda" and _rows_of_expert(model, auto_tokens) < _FEW_ROWS_OF_EXPERT:
         auto_tokens, why = TOKENS_OF_SMALL_EXPERTS, f"for {kind}, as each expert gets few of a step's tokens"
-    if asked.deterministic:
+    if any_rows:
+        auto_tokens, why = DETERMINISTIC_ANY_TOKENS, "deterministic: each token of a prompt is a row"
+    elif asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
     step = auto_tokens if budget == "auto" else budget
     most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], step), f"for {kind}"
-    if asked.deterministic and 1 < step < 2 * most_requests:
+    if asked.deterministic and not any_rows and 1 < step < 2 * most_requests:
         most_requests, why_requests = step // 2, "deterministic: half of a step, so that prompts get on"
     requests = choices.resolve(
         "runtime.max_running_requests",

@@ -55,7 +55,7 @@ def resolve_graphs(
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
         return CudaGraphSection(mode=mode, piecewise_tokens=(), decode_requests=())
-    if runtime.deterministic:
+    if runtime.deterministic and not runtime.any_rows:
         return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
     takes_whole = mode in _MIXED_MODES and _mixed_obstacle(runtime, split_decode, device, model) is None
     return CudaGraphSection(
@@ -110,6 +110,8 @@ def _mixed_tokens(
 
 def _mixed_obstacle(runtime: RuntimeSection, split_decode: bool, device: DeviceInfo, model: ModelFolder) -> str | None:
     """Why no whole step with prompts is captured, as far as is known before the trace; None: some may be."""
+    if runtime.deterministic:
+        return "with runtime.deterministic each token of a prompt is a decode"
     if not device.is_hopper:
         return f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
     if not split_decode and _has_attention(model):
@@ -176,7 +178,7 @@ def _graph_mode(asked: CudaGraphConfig, runtime: RuntimeSection, device: DeviceI
             return "none", "runtime.skip_compiled"
         if runtime.attention_backend == "torch":
             return "piecewise", "the torch attention backend cannot be captured"
-        if runtime.deterministic:
+        if runtime.deterministic and not runtime.any_rows:
             return "full_decode_only", "deterministic: every step has a decode's shape"
         return "full_and_piecewise", "full for decode steps, piecewise for the rest"
 

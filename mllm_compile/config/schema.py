@@ -203,7 +203,8 @@ class RuntimeConfig(Section):
 
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
-    preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
+    preemption. Where products depend on the number of rows, every step is then computed with exactly
+    max_num_batched_tokens tokens, padding included."""
 
     enable_sleep_mode: bool = False
     """Take weights and KV cache so that `Engine.sleep` gives their memory back in place (docs/rollouts.md). A CPU's
@@ -219,7 +220,7 @@ class RuntimeConfig(Section):
 
     without: SwitchList = ()
     """Parts of serving to leave out, to find a faulty one: split_decode, hopper_decode, sample_in_graph, whole_prompts,
-    copy_prefix, divide_prefix, paged_attention. docs/debugging.md has the replacements."""
+    copy_prefix, divide_prefix, paged_attention, any_rows. docs/debugging.md has the replacements."""
 
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""

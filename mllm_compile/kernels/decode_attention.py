@@ -20,11 +20,12 @@ from mllm_compile.runtime.attention.hopper.shapes import are_served, has_cluster
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
-from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
+from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, OF_ONE, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.runner_config import MOST_VERIFIED
 
+_MOST_ROWS_ALONE = 256  # that are as a rule of different requests
 MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
 
@@ -65,11 +66,17 @@ def _variants(
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
     """A layer's variants and their pieces.
 
-    In deterministic mode there is one for any batch. A step may hold many tokens of one request, so no key can be
-    fetched before the previous kernel has ended. And a request's numbers must not depend on the number of others.
+    In deterministic mode there is one for any batch, and where steps may have any number of rows another with the same
+    numbers. A step may hold many tokens of one request, so no key can be fetched before the previous kernel has ended.
+    And a request's numbers must not depend on the number of others.
     """
-    many = _piece(config, layer, f"decode_{index}_many", OF_MANY, fetch_first=False)
-    of_many = DecodeVariant(None, many.name, OF_MANY)
+    splits = OF_ONE if config.runtime.any_rows else OF_MANY
+    many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
+    of_many = DecodeVariant(None, many.name, splits)
+    if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk:
+        rows = _rows_piece(config, layer, f"decode_{index}_rows")
+        of_many = replace(of_many, most_sequences=_MOST_ROWS_ALONE * layer.num_kv_heads)
+        return (of_many, DecodeVariant(None, rows.name)), (many, rows)
     if config.runtime.deterministic:
         return (of_many,), (many,)
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
@@ -138,16 +145,37 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
     )
 
 
-def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
+def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:
+    out = PieceInput.contiguous(("T", layer.num_heads, layer.head_dim), config.model.dtype)
+    return WrittenPiece.calling(
+        "rows_decode",
+        {**attention_inputs(config, layer), "out": out, **_of_heads(config, layer)},
+        name=name,
+        legend="T rows, W pages of the page table, P slots",
+        options={
+            **({"sinks": None} if layer.sinks is None else {}),
+            **({} if layer.alibi_slopes else {"slopes": None}),
+            "page_size": config.runtime.page_size,
+            "sm_scale": layer.sm_scale,
+            "soft_cap": layer.logits_soft_cap,
+        },
+        gives_tensor=False,
+    )
+
+
+def _of_heads(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
+    """The inputs that have a number for each query head, in layers that have them."""
     of, heads = PieceInput.contiguous, (layer.num_heads,)
+    return {
+        **({} if layer.sinks is None else {"sinks": of(heads, config.model.dtype)}),
+        **({"slopes": of(heads, "float32")} if layer.alibi_slopes else {}),
+    }
+
+
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
     return WrittenPiece.calling(
         "split_decode",
-        {
-            **attention_inputs(config, layer),
-            **split_outputs(config, layer),
-            **({} if layer.sinks is None else {"sinks": of(heads, config.model.dtype)}),
-            **({"slopes": of(heads, "float32")} if layer.alibi_slopes else {}),
-        },
+        {**attention_inputs(config, layer), **split_outputs(config, layer), **_of_heads(config, layer)},
         name=name,
         legend="T requests, N splits, W pages of the page table, P slots",
         options={

@@ -28,7 +28,8 @@ def add_decode_loop(
     """
     kernels = (program.kernels_of_layer(layer.name) for layer in program.layers)
     decode_all = all(one.decode or one.latent for one in kernels)
-    if program.sampling is None or not decode_all or config.runtime.deterministic:
+    has_one_size = config.runtime.deterministic and not config.runtime.any_rows
+    if program.sampling is None or not decode_all or has_one_size:
         return program, ()
     pieces = decode_loop_pieces(program.sampling.dtype, int(logits.shape[1]), config.runtime.page_size)
     return replace(program, decode_loop=StoredDecodeLoopPieces(*(piece.name for piece in pieces))), pieces

@@ -252,6 +252,7 @@ def _attention(config: ResolvedConfig) -> str:
     """The backend and the versions of its kernels; a runtime holds FlashInfer's kernels."""
     runtime = config.runtime
     mode = ["deterministic"] if runtime.deterministic else []
+    mode += ["any rows"] if runtime.any_rows else []
     if runtime.attention_backend == "torch":
         kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
         is_plain = runtime.device == "cpu" and not has_libraries(runtime.device, config.compile.backend)

@@ -1,6 +1,7 @@
 """The log-probabilities of packed sequences, by the engine's own deterministic steps.
 
-A step is a decode of as many rows as the engine's have, a token each, with padding behind (runtime/step/plan.py).
+A step is a decode of rows, a token each, as the engine's are (runtime/step/plan.py): with padding where all its steps
+are alike.
 It has a rollout's kernels, shapes and log-softmax. So a token's number is bitwise the one that the engine reports,
 however either cuts the sequence.
 
@@ -48,6 +49,7 @@ class Scorer:
         self._runner = runner
         self._prepare_threads = prepare_threads
         self._num_rows = runner.config.runtime.max_num_batched_tokens
+        self._pads = not runner.config.runtime.any_rows
         self._most_sequences = runner.config.runtime.max_running_requests
 
     @torch.inference_mode()
@@ -85,7 +87,7 @@ class Scorer:
 
     def _logits(self, ids: np.ndarray, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """Logits [N, V] of a step; rows of padding are the dummy row's only token."""
-        runner, seq_lens = self._runner, np.ones(self._num_rows, dtype=np.int32)
+        runner, seq_lens = self._runner, np.ones(self._rows_of(positions), dtype=np.int32)
         seq_lens[: len(positions)] = positions + 1
         lens = torch.from_numpy(seq_lens)
         batch = runner.prepare_forward_batch_decode(
@@ -98,9 +100,13 @@ class Scorer:
         )
         return runner.forward(batch).next_token_logits
 
+    def _rows_of(self, values: np.ndarray) -> int:
+        """N of a step of so many tokens."""
+        return self._num_rows if self._pads else len(values)
+
     def _padded(self, values: np.ndarray) -> torch.Tensor:
         """[N] int64 on the device, zeros behind."""
-        padded = np.zeros(self._num_rows, dtype=np.int64)
+        padded = np.zeros(self._rows_of(values), dtype=np.int64)
         padded[: len(values)] = values
         return torch.from_numpy(padded).to(self._runner.device)
 

@@ -31,8 +31,8 @@ class DecodeVariant:
 
     Attributes:
         most_sequences: requests x KV heads that it serves; None: any number.
-        piece: its id (ops/attention/split_decode.py), or None: `kernels` decode.
-        splits: the piece's splits.
+        piece: its id (ops/attention/split_decode.py, rows_decode.py), or None: `kernels` decode.
+        splits: the piece's splits; None: it has none.
         kernels: kernels of runtime/attention/hopper/: clusters', one for each split, or shares' one.
     """
 
@@ -40,6 +40,11 @@ class DecodeVariant:
     piece: str | None = None
     splits: Splits | None = None
     kernels: tuple[DecodeKernel, ...] = ()
+
+    @property
+    def takes_rows_together(self) -> bool:
+        """True if its piece attends neighbouring rows of a request together."""
+        return self.piece is not None and self.splits is None
 
     @property
     def tokens(self) -> int:

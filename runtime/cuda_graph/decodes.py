@@ -96,7 +96,7 @@ class DecodeGraphs(BatchGraphs):
     def _make_loop(self) -> DecodeLoop | None:
         """The decode loop; None if it is disabled or the program's kernels cannot do all that a decode needs."""
         runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._attention.page_table
-        if not runner.config.cudagraph.sample_in_graph or runner.config.runtime.deterministic:
+        if not runner.config.cudagraph.sample_in_graph:
             return None
         if pieces is None or page_table is None:
             what = "choose tokens" if pieces is None else "attend in every layer"
@@ -138,6 +138,9 @@ class DecodeGraphs(BatchGraphs):
     def end_captures(self) -> None:
         if self.loop is not None:
             self.loop.captured()
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        return not (batch.return_logprob and batch.logits_indices is not None)  # its graphs have the logits of all rows
 
     def padded_requests(self, num_requests: int) -> int:
         """Rows of the graph that holds so many requests of a rank.

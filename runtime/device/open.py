@@ -31,6 +31,13 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def sum_in_one_order() -> None:
+    """Keeps the process's products in 16 bits from dividing their inputs among blocks: on Hopper all kernels of the
+    library then add up in the same order, whatever the number of rows (tests/gpu/test_any_rows.py)."""
+    for name in ("bf16", "fp16"):
+        setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", (False, False))
+
+
 def prefer_cublaslt() -> None:
     """Make cuBLASLt the process's choice. Among the same kernels it chooses better for steps of 17 to 256 tokens with
     wide weights (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse.

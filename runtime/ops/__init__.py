@@ -76,6 +76,7 @@ OPS = {
     "rope_and_cache": "attention.rope_cache",
     "rounded_panel_expert_linear": "panels.expert_ops",
     "rounded_panel_linear": "panels.ops",
+    "rows_decode": "attention.rows_decode",
     "scale_of_adapters": "lora.reference",
     "scaled_linear": "scaled_linear.ops",
     "segment_attention": "segments.reference",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+_READ_AT_ONCE = 4  # float32 numbers
 _CHUNK_ELEMENTS = 2**24  # float32 logits worked on at a time: 64 MiB, and as much again for their exponentials
 
 
@@ -65,20 +66,22 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 
 def all_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of all tokens, computed in float32 as token_logprobs does. [S, V] → [S, V] float32. No sync."""
-    logits = logits.float()
-    return logits - logits.logsumexp(dim=-1, keepdim=True)
+    """Log-probabilities of all tokens, computed in float32 as token_logprobs does. [S, V] → [S, V] float32. No sync.
+
+    torch's log-softmax has a block a row, in which sums are in the same order whatever the number of rows; logsumexp
+    divides few rows among more blocks. A row begins where float32 is read in fours, as another sum would begin there.
+    """
+    vocab_size = logits.shape[1]
+    padded = torch.nn.functional.pad(logits.float(), (0, -vocab_size % _READ_AT_ONCE), value=-torch.inf)
+    return padded.log_softmax(dim=-1)[:, :vocab_size]
 
 
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
-    logits = logits.float()
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    normaliser = normaliser + normaliser * 0  # an infinite one makes NaN of all, as one NaN does
-    chosen = logits.gather(1, token_ids[:, None].clamp(min=0))
-    top = logits.topk(num_top, dim=-1)
+    logprobs, token_ids = all_logprobs(logits), token_ids[:, None].clamp(min=0)  # one NaN or inf makes all NaN
+    top_token_ids = logits.topk(num_top, dim=-1).indices
     return TokenLogprobs(
-        logprobs=(chosen - normaliser).squeeze(1),
-        ranks=(logits > chosen).sum(dim=-1) + 1,
-        top_token_ids=top.indices,
-        top_logprobs=top.values - normaliser,
+        logprobs=logprobs.gather(1, token_ids).squeeze(1),
+        ranks=(logits > logits.gather(1, token_ids)).sum(dim=-1) + 1,
+        top_token_ids=top_token_ids,
+        top_logprobs=logprobs.gather(1, top_token_ids),
     )

@@ -1,8 +1,9 @@
 """Turns a ScheduledBatch into a step's host arrays: which tokens go in, which rows of logits come out.
 
-`plan_step` makes batches as they are. `plan_fixed_rows` makes every step alike, for the deterministic mode. There each
-new token is a row of its own, a decode of one token, and padding fills the rest. So every operation has the same shapes
-in every step, and a token's numbers depend on its own request alone, however its prompt was cut.
+`plan_step` makes batches as they are. In the deterministic mode each new token is a row of its own, a decode of one
+token, so that a token's numbers depend on its own request alone, however its prompt was cut. Where products depend on
+the number of rows, `plan_fixed_rows` makes every step alike: padding fills the rest. Else `plan_rows` makes as many as
+there are tokens.
 
 Shape legend: R requests of a step, T tokens, S sampled rows, N prompt positions whose log-probabilities are wanted.
 Free of torch.
@@ -125,6 +126,13 @@ class FixedRowsPlanner(Planner):
         return plan_fixed_rows(batch, self._pages, self._num_rows)
 
 
+class RowsPlanner(Planner):
+    """Plans the steps of the deterministic mode where products do not depend on the number of rows."""
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        return plan_rows(batch, self._pages)
+
+
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     """Plans the batch as it is: a decode, or prompt chunks behind decodes.
 
@@ -147,6 +155,30 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     starts = ends - batch.num_new
     fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
+    return _plan_tokens(batch, fields, starts, ends, is_decode=False)
+
+
+def plan_rows(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
+    """Plans a decode of one row a token; arguments as plan_step."""
+    if batch.num_decodes == batch.num_requests and not batch.has_drafts:
+        return plan_step(batch, pages)
+    ends = np.add.accumulate(batch.num_new, dtype=np.int64)
+    starts = ends - batch.num_new
+    tokens = _tokens(batch, starts, pages)
+    rows = batch.rows.repeat(batch.num_new)
+    fields = StepFields(**tokens, req_pool_indices=rows, seq_lens=tokens["positions"] + 1)
+    return _plan_tokens(batch, fields, starts, ends, is_decode=True)
+
+
+def _plan_tokens(
+    batch: ScheduledBatch, fields: StepFields[np.ndarray], starts: np.ndarray, ends: np.ndarray, is_decode: bool
+) -> StepPlan:
+    """Plans the rows that are sampled and scored, of a step that is no plain decode.
+
+    Args:
+        fields: the token inputs, and what attention sees.
+        starts, ends: [R] each request's tokens.
+    """
     sampled = batch.sample_mask.nonzero()[0]
     runs = None
     if batch.has_drafts:
@@ -155,14 +187,14 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         fields.logits_indices = last_tokens
         fields.run_indices, fields.draft_ids = runs.places.ravel(), runs.draft_ids.ravel()
     else:
-        if len(sampled) < batch.num_requests:
-            fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
+        if is_decode or len(sampled) < batch.num_requests:
+            fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], batch.seq_lens[sampled]
         # The head takes at least one row; with nothing to sample its logits are not looked at.
         fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
     prompt_rows, prompt_indices, targets = prompt_positions(batch, starts)
     if targets.size:
         fields.scored_indices, fields.prompt_targets = prompt_indices, targets
-    return _finish(batch, fields, sampled=sampled, is_decode=False, prompt_rows=prompt_rows, runs=runs)
+    return _finish(batch, fields, sampled=sampled, is_decode=is_decode, prompt_rows=prompt_rows, runs=runs)
 
 
 def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:

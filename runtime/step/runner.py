@@ -27,7 +27,7 @@ from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.model_drafters import model_drafter
 from mllm_compile.runtime.step.paths.base import Step, StepParts
 from mllm_compile.runtime.step.paths.choose import StepPaths
-from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner
+from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner, RowsPlanner
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepHandle
 from mllm_compile.runtime.step.sampling import StepSampling
@@ -138,6 +138,8 @@ class StepRunner:
 def _planner(runner: ModelRunner, pages: HostPageTable, dp_step: DataParallelStep | None) -> Planner:
     """The planner of all steps: the deterministic mode and ranks with requests of their own have one each."""
     runtime = runner.config.runtime
+    if runtime.any_rows:
+        return RowsPlanner(pages)
     if runtime.deterministic:
         return FixedRowsPlanner(pages, runtime.max_num_batched_tokens)
     if dp_step is not None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.quantisation import Scheme
-from mllm_compile.config.resolve import check_cascade_layers, resolve
+from mllm_compile.config.resolve import check_any_rows, check_cascade_layers, resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, RuntimeConfig
@@ -28,6 +28,7 @@ from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, Run
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
 A100 = DeviceInfo("cuda:0", "NVIDIA A100", has_flashinfer=True)
+ONE_SIZE = {"deterministic": True, "without": ["any_rows"]}
 QWEN = {"dtype": "bfloat16", "max_position_embeddings": 40960}
 
 
@@ -182,9 +183,10 @@ def test_a_bound_in_ms_is_a_rule_a_number_or_none():
     assert resolved(H200, runtime={"max_step_ms": "auto"}).runtime.max_step_ms == "tenfold"
     assert resolved(H200, runtime={"max_step_ms": 25}).runtime.max_step_ms == 25
     assert resolved(H200, runtime={"max_step_ms": "none"}).runtime.max_step_ms == "none"
-    assert resolved(H200, runtime={"deterministic": True}).runtime.max_step_ms == "none"
+    assert resolved(H200, runtime=ONE_SIZE | {"max_step_ms": "auto"}).runtime.max_step_ms == "none"
+    assert resolved(H200, runtime={"deterministic": True, "max_step_ms": 25}).runtime.max_step_ms == 25
     with pytest.raises(ConfigError, match=r"max_step_ms is 25, but with runtime\.deterministic .* auto or none"):
-        resolved(H200, runtime={"deterministic": True, "max_step_ms": 25})
+        resolved(H200, runtime=ONE_SIZE | {"max_step_ms": 25})
 
 
 def test_a_resolved_bound_is_asked_for_again_as_it_was():
@@ -244,7 +246,7 @@ def test_no_auto_is_left_and_json_keeps_everything():
 @pytest.mark.parametrize(
     ("asked", "section", "derived"),
     [
-        (RuntimeConfig, RuntimeSection, set()),
+        (RuntimeConfig, RuntimeSection, {"any_rows"}),
         (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked", "sample_in_graph", "whole_prompts"}),
     ],
 )
@@ -451,19 +453,19 @@ def test_small_limits_pull_the_other_automatic_ones_along():
         ),
         (
             H200,
-            {"runtime": {"deterministic": True}, "cudagraph": {"mode": "full_and_piecewise"}},
+            {"runtime": ONE_SIZE, "cudagraph": {"mode": "full_and_piecewise"}},
             ConfigError,
             "the shape of one decode",
         ),
         (
             H200,
-            {"runtime": {"deterministic": True}, "cudagraph": {"decode_requests": [1, 2]}},
+            {"runtime": ONE_SIZE, "cudagraph": {"decode_requests": [1, 2]}},
             CaptureSizeError,
             "every step has 512 tokens",
         ),
         (
             H200,
-            {"runtime": {"deterministic": True}, "cudagraph": {"mixed_tokens": [512]}},
+            {"runtime": ONE_SIZE, "cudagraph": {"mixed_tokens": [512]}},
             ConfigError,
             r"mixed_tokens is \[512\], but with runtime.deterministic no step .* Set it to auto or \[\]",
         ),
@@ -494,13 +496,55 @@ def test_an_fp8_cache_is_taken_on_every_device_and_keeps_the_model_s_dtype():
     ],
 )
 def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked, tokens, requests):
-    config = resolved(device, QWEN | {"num_key_value_heads": kv_heads}, runtime={"deterministic": True} | asked)
+    config = resolved(device, QWEN | {"num_key_value_heads": kv_heads}, runtime=ONE_SIZE | asked)
     assert (config.runtime.max_num_batched_tokens, config.runtime.max_running_requests) == (tokens, requests)
     if device is CPU:
         assert config.cudagraph.mode == "none"
     else:
         graphs = CudaGraphSection(mode="full_decode_only", piecewise_tokens=(), decode_requests=(tokens,))
         assert config.cudagraph == graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "sections", "expected"),
+    [
+        (H200, {}, {}, True),
+        (H200, {"layer_types": ["full_attention", "sliding_attention"], "num_experts": 8}, {}, True),
+        (H200, {}, {"speculative": {"method": "ngram"}}, True),
+        (H200, {}, {"runtime": {"without": ["any_rows"]}}, False),
+        (H200, {}, {"runtime": {"without": ["split_decode"]}}, False),
+        (H200, {}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
+        (H200, {}, {"runtime": {"tensor_parallel_size": 2}}, False),
+        (H200, {}, {"runtime": {"deterministic": False}}, False),
+        (H200, {}, {"compile": {"backend": "eager"}}, False),
+        (H200, {}, {"lora": {"max_adapters": 1}}, False),
+        (H200, {}, {"model": {"path": "m", "quantization": "fp8"}}, False),
+        (H200, {}, {"model": {"path": "m", "dtype": "float16"}}, False),
+        (H200, {"layer_types": ["full_attention", "linear_attention"]}, {}, False),
+        (H200, {"kv_lora_rank": 512}, {}, False),
+        (H200, {"vision_config": {}}, {}, False),
+        (H200, {"text_config": {"mamba_d_state": 16}}, {}, False),
+        (A100, {}, {}, False),
+        (CPU, {}, {}, False),
+    ],
+)
+def test_deterministic_steps_have_any_number_of_rows_where_no_product_depends_on_it(device, model, sections, expected):
+    sections = sections | {"runtime": {"deterministic": True} | sections.get("runtime", {})}
+    config = resolved(device, QWEN | model, **sections)
+    assert config.runtime.any_rows is expected
+    if expected:
+        assert config.runtime.max_num_batched_tokens == 2048
+        assert (config.cudagraph.mode, config.cudagraph.mixed_tokens) == ("full_and_piecewise", ())
+        assert config.cudagraph.sample_in_graph and not config.cudagraph.whole_prompts
+        assert config.cudagraph.decode_requests[-1] == config.runtime.max_running_requests == 256
+        assert config.as_config().runtime.deterministic
+
+
+def test_a_layer_without_a_kernel_of_the_program_is_no_surprise_of_any_rows():
+    config = resolved(H200, runtime={"deterministic": True})
+    check_any_rows(config, [], set(), False)
+    with pytest.raises(ConfigError, match=r"layers with a state.*without: \[any_rows\]"):
+        check_any_rows(config, [], set(), True)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +594,7 @@ def _serves(config: ResolvedConfig, switch: str) -> bool:
 def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():
     why = {}
     for tokens in (64, 2048):
-        config = resolved(H200, runtime={"deterministic": True, "max_num_batched_tokens": tokens})
+        config = resolved(H200, runtime=ONE_SIZE | {"max_num_batched_tokens": tokens})
         why[tokens] = next(c for c in config.choices if c.key == "runtime.max_running_requests")
     assert why[64].value == "32"
     assert "half of a step" in why[64].why
@@ -558,7 +602,7 @@ def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():
 
 
 def test_deterministic_steps_can_be_captured_piece_by_piece():
-    sections = {"runtime": {"deterministic": True, "max_num_batched_tokens": 64}, "cudagraph": {"mode": "piecewise"}}
+    sections = {"runtime": ONE_SIZE | {"max_num_batched_tokens": 64}, "cudagraph": {"mode": "piecewise"}}
     graphs = resolved(H200, **sections).cudagraph
     assert (graphs.piecewise_tokens, graphs.decode_requests) == ((64,), ())
 

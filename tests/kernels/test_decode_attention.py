@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, OF_ONE
 from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import A100, CPU, H200, resolved
 
@@ -234,7 +234,7 @@ def test_inputs_are_contiguous_with_sizes_by_name():
 
 
 def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
-    config = resolved(H200, runtime={"deterministic": True})
+    config = resolved(H200, runtime={"deterministic": True, "without": ["any_rows"]})
     with_variants, (only,) = add_decode_attention(config, program(LAYER))
     assert of_kind(with_variants.layer_kernels, "decode") == {
         LAYER.name: (DecodeVariant(None, "decode_0_many", OF_MANY),)
@@ -242,6 +242,21 @@ def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_writ
     assert "fetch_first=False" in only.source
     _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
     assert "fetch_first=True" in few.source
+
+
+def test_steps_of_any_number_of_rows_have_a_second_piece_for_rows_of_one_request():
+    config = resolved(H200, runtime={"deterministic": True})
+    sunk = replace(LAYER, name="layers.2.attn", sinks="sinks", alibi_slopes=(0.5,) * 32)
+    with_variants, pieces = add_decode_attention(config, program(LAYER, WINDOWED, sunk))
+    assert of_kind(with_variants.layer_kernels, "decode") == {
+        LAYER.name: (DecodeVariant(2048, "decode_0_many", OF_ONE), DecodeVariant(None, "decode_0_rows")),
+        WINDOWED.name: (DecodeVariant(None, "decode_1_many", OF_ONE),),
+        sunk.name: (DecodeVariant(2048, "decode_2_many", OF_ONE), DecodeVariant(None, "decode_2_rows")),
+    }
+    rows = {piece.name: piece for piece in pieces}
+    assert list(rows["decode_0_rows"].signature) == ["q", "keys", "values", "page_table", "seq_lens", "out"]
+    assert list(rows["decode_2_rows"].signature)[5:] == ["out", "sinks", "slopes"]
+    assert "sinks=None" in rows["decode_0_rows"].source and "sinks=sinks" in rows["decode_2_rows"].source
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ DEFAULTS = RuntimeSection(
     cascade_attention=False,
     without=(),
     deterministic=False,
+    any_rows=False,
     enable_sleep_mode=False,
     expert_stats=False,
     routed_experts=False,

@@ -21,8 +21,9 @@ from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits
 
-# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and the layer's
-# sinks, if any. Kernels that rotate may get RopeInputs behind them, and then no scratch; or may be told to start late.
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, the last four where
+# it has splits, and the layer's sinks, if any. Kernels that rotate may get RopeInputs behind them, or may be told to
+# start late.
 DecodePiece = Callable[..., Any]
 
 
@@ -33,7 +34,7 @@ class LinkedDecode:
     Attributes:
         piece: a piece of the program, or kernels in its place.
         most_sequences: requests x KV heads that it serves; None: any number.
-        splits: the splits of a piece that needs scratch for them.
+        splits: the splits of a piece that takes scratch for them; None: it takes none.
         fuses_rope: given queries that are not rotated, it does that, and writes keys and values into the cache.
         tokens: rows that each request has, one behind another; more than one in verify steps.
     """
@@ -132,6 +133,10 @@ class SplitDecodeSpace:
         num_requests = seq_lens.shape[0]
         num_sequences = num_requests * group.num_kv_heads
         chosen = choose_decoder(decoders, num_sequences)
+        fence = self._fence if behind_writes else None
+        pages, slopes = self.page_table[:num_requests], self.slopes_of(group)
+        if chosen.splits is None:
+            return SplitDecode(chosen, pages, seq_lens, [], slopes, fence)
         heads = (num_requests, _num_splits(chosen, num_sequences), group.num_heads)
         scratch = [
             self._partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
@@ -139,8 +144,7 @@ class SplitDecodeSpace:
             self._totals[: math.prod(heads)].view(heads),
             self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        fence = self._fence if behind_writes else None
-        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch, self.slopes_of(group), fence)
+        return SplitDecode(chosen, pages, seq_lens, scratch, slopes, fence)
 
 
 class SplitDecode:

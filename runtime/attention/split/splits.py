@@ -24,6 +24,7 @@ class Splits:
 
 OF_FEW = Splits(blocks=256, most=32)
 OF_MANY = Splits(blocks=512, most=8)
+OF_ONE = Splits(blocks=1, most=1)  # a request's keys are in one order, whatever else is in the step
 MOST_FEW_SEQUENCES = 64  # it was measured to be faster for them (benchmarks/kernels/decode_attention_speed.py)
 # A block over latents fills a multiprocessor; a sequence is a tile of query heads of a request (latent/tiles.py).
 OF_LATENTS = Splits(blocks=132, most=64)

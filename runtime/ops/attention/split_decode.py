@@ -26,20 +26,20 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
-_MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
+MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
 _MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _slots_of(table_ptr: tl.tensor, offsets: tl.tensor, valid: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
+def slots_of(table_ptr: tl.tensor, offsets: tl.tensor, valid: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
     """The places in the cache of a request's keys at `offsets`."""
     pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
     return pages * PAGE + offsets % PAGE
 
 
 @triton.jit
-def _add_keys(
+def add_keys(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -52,14 +52,17 @@ def _add_keys(
     SOFT_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys."""
+    """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys.
+
+    Keys are `valid`, [rows or 1, keys]; a row has seen one before it has none.
+    """
     logits = tl.dot(q, tl.trans(k)) * SCALE  # of base 2
     if SOFT_CAP > 0:
         # tanh(x) = 2 / (1 + exp(-2x)) - 1, and exp(-2x) = exp2(-2.885… x). The cap is of base 2 as the logits are.
         logits = SOFT_CAP * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 / SOFT_CAP * logits)) - 1.0)
     if HAS_SLOPES:
         logits += bias
-    logits = tl.where(valid[None, :], logits, float("-inf"))
+    logits = tl.where(valid, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     weights = tl.exp2(logits - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -69,7 +72,7 @@ def _add_keys(
 
 
 @triton.jit
-def _sink_weights(sinks_ptr: tl.tensor, members: tl.tensor, top: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+def sink_weights(sinks_ptr: tl.tensor, members: tl.tensor, top: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
     """The weights that the sinks of a kv head's query heads add to each one's sum; `top` is its largest logit."""
     sinks = tl.load(sinks_ptr + members, mask=members < GROUP, other=0.0).to(tl.float32)
     return tl.exp2(sinks * 1.4426950408889634 - top)
@@ -115,7 +118,7 @@ def _combine(
             acc = acc * shrink[:, None] + tl.sum(sums * factors[:, :, None], 0)
             top = new_top
     if HAS_SINKS:
-        total += _sink_weights(sinks_ptr, members, top, GROUP)
+        total += sink_weights(sinks_ptr, members, top, GROUP)
     out = acc / tl.where(is_member, total, 1.0)[:, None]
     places = members[:, None] * D + dims[None, :]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
@@ -207,7 +210,7 @@ def _split_decode_kernel(
         if FETCH_FIRST:
             offsets = start + block
             valid = offsets < end
-            places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
+            places = (slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
             is_old = (offsets < tl.minimum(end, num_keys - 1))[:, None]
             k = tl.load(keys_ptr + places, mask=is_old, other=0.0).to(dtype)
             v = tl.load(values_ptr + places, mask=is_old, other=0.0).to(dtype)
@@ -222,27 +225,27 @@ def _split_decode_kernel(
                 current_k, current_v = k, v
                 offsets = offset + BLOCK + block
                 is_next = offsets < end
-                places = (_slots_of(row_table, offsets, is_next, PAGE) * HK + head)[:, None] * D + dims[None, :]
+                places = (slots_of(row_table, offsets, is_next, PAGE) * HK + head)[:, None] * D + dims[None, :]
                 k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 is_key = offset + block < end
                 bias = slopes[:, None] * (offset + block - (num_keys - 1)).to(tl.float32)[None, :]
-                top, total, acc = _add_keys(
-                    q, current_k, current_v, is_key, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES
+                top, total, acc = add_keys(
+                    q, current_k, current_v, is_key[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES
                 )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
             for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
                 offsets = offset + block
                 valid = offsets < end
-                places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
+                places = (slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
                 k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
                 v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
                 bias = slopes[:, None] * (offsets - (num_keys - 1)).to(tl.float32)[None, :]
-                top, total, acc = _add_keys(q, k, v, valid, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
+                top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
         if num_active == 1:
             if HAS_SINKS:
-                total += _sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
+                total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + heads[:, None] * D + dims[None, :], out, mask=is_head)
             if IS_REST:
@@ -273,6 +276,11 @@ def _split_decode_kernel(
                     HAS_SINKS,
                     IS_REST,
                 )
+
+
+def block_of_keys(head_dim: int) -> int:
+    """Keys of a product."""
+    return 32 if head_dim > 128 else 64
 
 
 @triton_op("mllm::split_decode", mutates_args={"out", "partial", "tops", "totals", "done"})
@@ -374,15 +382,15 @@ def launch_split_decode(
         page_table.shape[1],
         num_splits,
         window_left,
-        SCALE=sm_scale * _LOG2_E,
-        SOFT_CAP=soft_cap * _LOG2_E,
+        SCALE=sm_scale * LOG2_E,
+        SOFT_CAP=soft_cap * LOG2_E,
         GROUP=group,
         PADDED_GROUP=padded_group,
-        DOT_ROWS=max(_MIN_DOT_ROWS, padded_group),
+        DOT_ROWS=max(MIN_DOT_ROWS, padded_group),
         HK=num_kv_heads,
         D=head_dim,
         PAGE=page_size,
-        BLOCK=32 if head_dim > 128 else 64,
+        BLOCK=block_of_keys(head_dim),
         MAX_SPLITS=max_splits,
         SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
