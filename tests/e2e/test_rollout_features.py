@@ -24,6 +24,7 @@ from tests.model.tiny_configs import tiny_config as shape_of
 from tests.sample import slow_but_a_sample
 from tests.sleeping_arena import Machine
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
+from tests.tiny_vision import image, media_prompt, save_vision_model, vision_engine_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 PROMPTS = [[41, 30, 77, 102, 5, 90, 12, 5] * 2, [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34))]
@@ -99,6 +100,29 @@ def check_states(cache: Path, scratch: Path) -> None:
     check(scratch / "cache", scratch, scratch / "model", runtime={"max_model_len": 64, "page_size": 4})
 
 
+def check_images_and_determinism(cache: Path, scratch: Path) -> None:
+    check(cache, scratch, runtime={"deterministic": True, "max_num_batched_tokens": 16, "max_running_requests": 8})
+    folder = scratch / "model"
+    save_vision_model("qwen2_vl", folder)
+    changed = write_changed(folder, scratch / "changed")
+    prompts = [media_prompt([5, 6], image(1, (1, 4, 6)), [7, 8]), [9, 10, 11]]
+
+    def say(engine: Engine) -> list[list[int]]:
+        return [output.token_ids for output in engine.generate(prompts, GREEDY)]
+
+    with Engine(vision_engine_config(changed, scratch / "cache")) as fresh:
+        expected = say(fresh)
+    with Engine(vision_engine_config(folder, scratch / "cache", enable_sleep_mode=True)) as engine:
+        before = say(engine)
+        engine.update_weights_from_folder(changed)  # features of the image are of other weights
+        assert say(engine) == expected != before
+        engine.sleep(2)
+        engine.wake_up(["weights"])
+        engine.update_weights_from_folder(folder)
+        engine.wake_up()
+        assert say(engine) == before
+
+
 def check_drafts_and_adapters(cache: Path, scratch: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     check(cache, scratch, speculative=drafts)
@@ -155,6 +179,7 @@ CHECKS: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
         partial(check, num_pages=5, runtime={"page_size": 16, "max_model_len": 48}),
     ),
     "recurrent states": ("works", "works", check_states),
+    "images, deterministic mode": ("works", "works", check_images_and_determinism),
     "drafts, adapters": ("works; they stay as they are", "works; they stay as they are", check_drafts_and_adapters),
     "several ranks": ("works", "works", partial(check, runtime={"tensor_parallel_size": 2})),
     "`skip_compiled`": ("refused", "refused", SKIPPED),
@@ -164,7 +189,8 @@ CHECKS: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
 
 def test_the_page_says_what_is_tested_here():
     says = "((?:works|refused)[^|]*)"
-    rows = re.findall(rf"^\| ([^|]+) \| {says} \| {says} \|$", PAGE.read_text(), re.MULTILINE)
+    table = PAGE.read_text().partition("| feature | with updates | with sleep |")[2].partition("\n\n")[0]
+    rows = re.findall(rf"^\| ([^|]+) \| {says} \| {says} \|$", table, re.MULTILINE)
     assert rows == [(feature, *columns) for feature, (*columns, _) in CHECKS.items()]
 
 
