@@ -27,6 +27,9 @@ Switch = Literal[
     "paged_attention",
     "any_rows",
 ]
+# Of a product in steps of any number of rows: kernels for fewer may add up in another order, as for one row of
+# 1024 x 3072 on an H200.
+LEAST_ROWS = 16
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 # The scores whose softmax log-probabilities are of: the model's logits, those over the temperature, what the draw has.
 LogprobsMode = Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"]

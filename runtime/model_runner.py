@@ -118,8 +118,8 @@ class ModelRunner(RunnerSizes):
             self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
-        if self.config.runtime.any_rows:
-            sum_in_one_order()
+            if self.config.runtime.any_rows:
+                sum_in_one_order()
         try:
             with self.on_device():
                 self.load_model(stage)

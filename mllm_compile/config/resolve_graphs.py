@@ -13,7 +13,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError
-from mllm_compile.runtime.config_sections import CudaGraphSection, GraphMode, RuntimeSection
+from mllm_compile.runtime.config_sections import LEAST_ROWS, CudaGraphSection, GraphMode, RuntimeSection
 
 # A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
 PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
@@ -57,31 +57,45 @@ def resolve_graphs(
         return CudaGraphSection(mode=mode, piecewise_tokens=(), decode_requests=())
     if runtime.deterministic and not runtime.any_rows:
         return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
+    least = LEAST_ROWS if runtime.any_rows else 1
     takes_whole = mode in _MIXED_MODES and _mixed_obstacle(runtime, split_decode, device, model) is None
     return CudaGraphSection(
         mode=mode,
         piecewise_tokens=_graph_sizes(
             "piecewise_tokens",
             asked.piecewise_tokens,
-            _piecewise_tokens(model, runtime),
+            [size for size in _piecewise_tokens(model, runtime) if size >= least],
             ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
             mode if mode in _PIECEWISE_MODES else None,
             choices,
         ),
-        decode_requests=_graph_sizes(
-            "decode_requests",
-            asked.decode_requests,
-            # The largest possible batch has a graph of its own size.
-            (*DECODE_REQUESTS, runtime.max_running_requests),
-            ("runtime.max_running_requests", runtime.max_running_requests),
-            mode if mode in _FULL_MODES else None,
-            choices,
+        decode_requests=_check_least(
+            _graph_sizes(
+                "decode_requests",
+                asked.decode_requests,
+                # The largest possible batch has a graph of its own size.
+                [max(least, size) for size in (*DECODE_REQUESTS, runtime.max_running_requests)],
+                ("runtime.max_running_requests", max(least, runtime.max_running_requests)),
+                mode if mode in _FULL_MODES else None,
+                choices,
+            ),
+            least,
         ),
         mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
         sample_in_graph=split_decode and mode in _FULL_MODES and runtime.takes("sample_in_graph"),
         whole_prompts=takes_whole and runtime.takes("whole_prompts"),
     )
+
+
+def _check_least(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The sizes of decodes, none of which may be smaller."""
+    if sizes and sizes[0] < least:
+        raise CaptureSizeError(
+            f"cudagraph.decode_requests holds {sizes[0]}, but with runtime.deterministic a product has at least "
+            f"{least} rows. Set it to auto."
+        )
+    return sizes
 
 
 def _mixed_tokens(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.cpu_threads import use_threads
 from mllm_compile.runtime.memory_pool import TokenToKVPoolAllocator
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -102,7 +103,7 @@ class Scorer:
 
     def _rows_of(self, values: np.ndarray) -> int:
         """N of a step of so many tokens."""
-        return self._num_rows if self._pads else len(values)
+        return self._num_rows if self._pads else max(LEAST_ROWS, len(values))
 
     def _padded(self, values: np.ndarray) -> torch.Tensor:
         """[N] int64 on the device, zeros behind."""

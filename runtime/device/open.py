@@ -32,8 +32,12 @@ def open_device(name: str) -> torch.device:
 
 
 def sum_in_one_order() -> None:
-    """Keeps the process's products in 16 bits from dividing their inputs among blocks: on Hopper all kernels of the
-    library then add up in the same order, whatever the number of rows (tests/gpu/test_any_rows.py)."""
+    """Keeps the process's products in 16 bits from dividing their inputs among blocks.
+
+    cuBLASLt alone can be told so. On Hopper its kernels for LEAST_ROWS rows or more then add up in one order
+    (tests/gpu/test_any_rows.py).
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     for name in ("bf16", "fp16"):
         setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", (False, False))
 

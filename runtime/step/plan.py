@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.graph_mode import DPMetadata
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.sampling.params import NO_TOKEN
@@ -159,15 +160,30 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
 
 
 def plan_rows(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
-    """Plans a decode of one row a token; arguments as plan_step."""
-    if batch.num_decodes == batch.num_requests and not batch.has_drafts:
-        return plan_step(batch, pages)
+    """Plans a decode of one row a token; arguments as plan_step.
+
+    Few rows are padded, as products with fewer than LEAST_ROWS take other kernels: rows by the dummy row's only token,
+    what is sampled and scored by the first row.
+    """
     ends = np.add.accumulate(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
     tokens = _tokens(batch, starts, pages)
-    rows = batch.rows.repeat(batch.num_new)
-    fields = StepFields(**tokens, req_pool_indices=rows, seq_lens=tokens["positions"] + 1)
-    return _plan_tokens(batch, fields, starts, ends, is_decode=True)
+    tokens["req_pool_indices"] = batch.rows.repeat(batch.num_new)
+    padded = {name: _at_least(values, LEAST_ROWS) for name, values in tokens.items()}
+    fields = StepFields(**padded, seq_lens=padded["positions"] + 1)
+    plan = _plan_tokens(batch, fields, starts, ends, is_decode=True)
+    for name in ("logits_indices", "sampled_rows", "sampled_positions"):
+        setattr(fields, name, _at_least(getattr(fields, name), LEAST_ROWS))
+    if fields.scored_indices is not None and fields.prompt_targets is not None:
+        count = -(-fields.scored_indices.size // LEAST_ROWS) * LEAST_ROWS  # as parts of them are taken at a time
+        fields.scored_indices = _at_least(fields.scored_indices, count)
+        fields.prompt_targets = _at_least(fields.prompt_targets, count)
+    return plan
+
+
+def _at_least(values: np.ndarray, count: int) -> np.ndarray:
+    """The values, with zeros behind them where they are fewer."""
+    return np.pad(values, (0, max(0, count - values.size)))
 
 
 def _plan_tokens(

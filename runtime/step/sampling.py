@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
@@ -55,7 +56,8 @@ class StepSampling:
         self._last_tokens = runner.row_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._downloads = StagingRing(runner.device)
-        self.scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.dp_size)
+        at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.dp_size)
+        self.scored_at_once = at_once if at_once < LEAST_ROWS else at_once // LEAST_ROWS * LEAST_ROWS
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         most_drafted = runner.config.speculative.most_drafted_of(runner.config.runtime.max_running_requests)
         most_masks = num_rows + runner.dp_size * most_drafted

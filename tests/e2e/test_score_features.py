@@ -125,7 +125,12 @@ CHECKS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "structured outputs": (
         "works",
         "works",
-        partial(check, asked=replace(ASKED, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="(x = [0-9]\n){8}"))),
+        partial(
+            check,
+            asked=replace(
+                ASKED, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="(x = [0-9]\n){8}")
+            ),
+        ),
     ),
     "deterministic mode": (
         "works",

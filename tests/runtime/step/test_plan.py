@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.request import Request
@@ -10,6 +11,7 @@ from mllm_compile.runtime.step.plan import plan_fixed_rows, plan_rows, plan_step
 from tests.runtime.runner_cases import Loop, TinyModel, make_runner
 
 PAGE_SIZE = 4
+PADDING = [0] * (LEAST_ROWS - 8)
 
 
 @pytest.fixture
@@ -71,28 +73,33 @@ def test_fixed_rows_are_a_decode_of_one_token_each_and_padding(mixed_batch, page
     assert plan.score_indices.tolist() == [1, 2, 3, 4]
 
 
-def test_any_rows_are_a_decode_of_one_token_each_and_no_padding(mixed_batch, pages):
+def test_any_rows_are_a_decode_of_one_token_each_and_padded_where_they_are_few(mixed_batch, pages):
     a, b, c = mixed_batch.rows.tolist()
-    plan, fixed = plan_rows(mixed_batch, pages), plan_fixed_rows(mixed_batch, pages, num_rows=10)
+    plan, fixed = plan_rows(mixed_batch, pages), plan_fixed_rows(mixed_batch, pages, num_rows=LEAST_ROWS)
     assert plan.is_decode
-    assert plan.fields.req_pool_indices.tolist() == [a, b, b, b, b, b, c, c]
+    assert plan.fields.req_pool_indices.tolist() == [a, b, b, b, b, b, c, c, *PADDING]
     for name in ("input_ids", "positions", "seq_lens", "out_cache_loc"):
-        assert getattr(plan.fields, name).tolist() == getattr(fixed.fields, name)[:8].tolist()
-    assert plan.fields.logits_indices.tolist() == [0, 5]
-    assert plan.fields.sampled_rows.tolist() == [a, b] and plan.fields.sampled_positions.tolist() == [4, 5]
-    assert plan.fields.scored_indices.tolist() == [1, 2, 3, 4]
-    assert plan.fields.prompt_targets.tolist() == [12, 13, 14, 15]
+        assert getattr(plan.fields, name).tolist() == getattr(fixed.fields, name).tolist()
+    of_samples = [0] * (LEAST_ROWS - 2)
+    assert plan.fields.logits_indices.tolist() == [0, 5, *of_samples]
+    assert plan.fields.sampled_rows.tolist() == [a, b, *of_samples]
+    assert plan.fields.sampled_positions.tolist() == [4, 5, *of_samples]
+    assert plan.sampled.tolist() == [0, 1] and plan.token_indices.tolist() == [0, 1]
+    assert plan.fields.scored_indices.tolist()[:5] == [1, 2, 3, 4, 0] and plan.fields.scored_indices.size == LEAST_ROWS
+    assert plan.fields.prompt_targets.tolist()[:5] == [12, 13, 14, 15, 0]
+    assert plan.score_indices.tolist() == [0, 1, 2, 3]
 
 
 def test_steps_of_any_rows_give_the_model_s_tokens():
     model = TinyModel()
-    runner = make_runner(model, deterministic=True, any_rows=True, max_num_batched_tokens=16, max_running_requests=4)
+    runner = make_runner(model, deterministic=True, any_rows=True, max_num_batched_tokens=24, max_running_requests=4)
     loop = Loop(runner)
     prompts = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
     requests = [loop.add(prompt, logprobs=2, prompt_logprobs=2) for prompt in prompts]
     loop.run()
     assert [request.output_token_ids for request in requests] == [model.greedy(prompt, 8) for prompt in prompts]
-    assert len({rows for _, rows in model.calls}) > 2  # steps have as many rows as they need
+    assert len({tokens for tokens, _ in model.calls}) > 2  # steps have as many rows as they need
+    assert min(map(min, model.calls)) >= LEAST_ROWS
     for request, prompt in zip(requests, prompts, strict=True):
         expected = model.logits([*prompt, *request.output_token_ids]).log_softmax(-1)
         scored = [*request.prompt_logprobs, *request.output_logprobs]

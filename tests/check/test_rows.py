@@ -1,0 +1,55 @@
+"""Products whose sums depend on the number of rows are found while a model is compiled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from mllm_compile.check import rows
+from mllm_compile.check.rows import check_rows
+from mllm_compile.errors import CompileError
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch) -> None:
+    monkeypatch.setattr(rows, "sum_in_one_order", lambda: None)
+
+
+def graph_of(target: Callable[..., Any] = torch._C._nn.linear) -> fx.GraphModule:
+    """One piece, with products [T, 8] x [8, 4]."""
+    piece = fx.Graph()
+    x, weight = piece.placeholder("x"), piece.placeholder("weight")
+    product = piece.call_function(target, (x, weight))
+    piece.output((product,))
+    x.meta["val"], product.meta["val"] = torch.empty(5, 8), torch.empty(5, 4)
+    whole = fx.Graph()
+    called = whole.call_module("piece", (whole.placeholder("x"), whole.placeholder("weight")))
+    whole.output(called)
+    return fx.GraphModule({"piece": fx.GraphModule({}, piece)}, whole)
+
+
+def test_sums_that_go_by_the_number_of_rows_end_the_compile(monkeypatch):
+    def exact(x, weight):
+        return (x[:, None, :] * weight).sum(-1)
+
+    def divided(x, weight):
+        half = weight.shape[1] // 2
+        if len(x) == 24:
+            return exact(x[:, :half], weight[:, :half]) + exact(x[:, half:], weight[:, half:])
+        return exact(x, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", exact)
+    check_rows(graph_of(), "cpu")
+    monkeypatch.setattr(torch.nn.functional, "linear", divided)
+    with pytest.raises(CompileError, match=r"24 rows with a weight of 4 x 8 in torch.float32 .*any_rows"):
+        check_rows(graph_of(), "cpu")
+
+
+def test_a_product_that_is_no_linear_ends_it_too():
+    with pytest.raises(CompileError, match=r"matmul.*whose sums are not known"):
+        check_rows(graph_of(operator.matmul), "cpu")
