@@ -381,7 +381,7 @@ def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: Mod
 
 
 def _attends_plainly(model: ModelFolder) -> bool:
-    """True if config.json tells of no images, latents, states or other layers than those of attention."""
+    """True if config.json names layers of attention alone: no images, latents or states."""
     kinds = str(model.text_config_value("layer_types", "layers_block_type", "block_types") or "").split(",")
     is_attention = kinds == [""] or all("attention" in kind and "linear" not in kind for kind in kinds)
     sections = (model.config, model.config.get("text_config") or {})

@@ -89,7 +89,7 @@ def resolve_graphs(
 
 
 def _check_least(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """The sizes of decodes, none of which may be smaller."""
+    """The sizes of decodes; refuses a smaller one."""
     if sizes and sizes[0] < least:
         raise CaptureSizeError(
             f"cudagraph.decode_requests holds {sizes[0]}, but with runtime.deterministic a product has at least "

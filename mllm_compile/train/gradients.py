@@ -59,7 +59,13 @@ class Gradients:
 
     @torch.no_grad()
     def run(
-        self, token_ids: torch.Tensor, lengths: Sequence[int], grad: torch.Tensor, temperature: float, add: Add
+        self,
+        token_ids: torch.Tensor,
+        lengths: Sequence[int],
+        grad: torch.Tensor,
+        temperature: float,
+        add: Add,
+        given: Mapping[str, torch.Tensor],
     ) -> None:
         """
         Args:
@@ -67,6 +73,7 @@ class Gradients:
             lengths: of each sequence.
             grad: [T] float32, of the tokens' log-probabilities; those of sequences' first tokens do not count.
             add: told of weights' gradients, of one perhaps several times: they are to be added up.
+            given: further inputs of steps by name (routes.py).
         """
         ends = torch.tensor(lengths).cumsum(0).tolist()
         bounds = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -77,7 +84,7 @@ class Gradients:
             return
         positions = torch.cat([torch.arange(length, device=token_ids.device) for length in lengths])
         # A token's log-probability is of the logits before it.
-        values: Values = {"input_ids": token_ids, "positions": positions, ROW_INPUT: scored - 1}
+        values: Values = {"input_ids": token_ids, "positions": positions, ROW_INPUT: scored - 1, **given}
         values["slots"] = torch.zeros_like(positions)
         for step in self._body:
             self._forward(step, values, bounds)

@@ -25,6 +25,18 @@ from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.scored import DrawScores
 
 
+class Scores(NamedTuple):
+    """Numbers of packed sequences.
+
+    Attributes:
+        logprobs: [T] float32: each token's log-probability behind those before it; 0 for the first of a sequence.
+        routes: [T, layers, k] int16, the experts that each chose; None without runtime.routed_experts.
+    """
+
+    logprobs: torch.Tensor
+    routes: np.ndarray | None
+
+
 class _Span(NamedTuple):
     """Tokens of one sequence in a step; `start` counts from the sequence's first token."""
 
@@ -54,19 +66,16 @@ class Scorer:
         self._most_sequences = runner.config.runtime.max_running_requests
 
     @torch.inference_mode()
-    def __call__(self, token_ids: np.ndarray, lengths: Sequence[int], temperature: float) -> torch.Tensor:
+    def __call__(self, token_ids: np.ndarray, lengths: Sequence[int], temperature: float) -> Scores:
         """
         Args:
             token_ids: [T] int64, sequence after sequence.
             lengths: of each sequence; their sum is T.
-
-        Returns:
-            [T] float32: each token's log-probability behind those before it; 0 for the first of a sequence.
         """
         runner, starts = self._runner, np.cumsum([0, *lengths])
         targets = np.append(token_ids[1:], 0)
         scores = torch.zeros(len(token_ids) + 1, device=runner.device)
-        tables = _Tables(runner)
+        tables, routes, kept = _Tables(runner), list[np.ndarray](), runner.expert_routes
         threads = torch.get_num_threads()
         self._prepare_threads()
         try:
@@ -79,12 +88,14 @@ class Scorer:
                     logits = self._logits(token_ids[part], rows, positions, slots)
                     found = token_logprobs(_tempered(logits, temperature), self._padded(targets[part]), 0)
                     scores[done + 1 : done + count + 1] = found.logprobs[:count]
+                    if kept is not None:
+                        routes.append(kept.read(slots))
                     tables.leave([span.sequence for span in spans if span.end == lengths[span.sequence]])
                     done += count
         finally:
             use_threads(threads)
         scores[torch.from_numpy(starts).to(scores.device)] = 0.0
-        return scores[:-1]
+        return Scores(scores[:-1], np.concatenate(routes) if routes else None)
 
     def _logits(self, ids: np.ndarray, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """Logits [N, V] of a step; rows of padding are the dummy row's only token."""

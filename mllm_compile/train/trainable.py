@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +29,8 @@ from mllm_compile.train.gradients import Gradients
 from mllm_compile.train.parameters import ParameterPlaces
 from mllm_compile.train.plain_program import load_plain_program
 from mllm_compile.train.refusals import check_artifact, check_config
-from mllm_compile.train.scoring import Scorer, pages_needed
+from mllm_compile.train.routes import routes_of, with_routes
+from mllm_compile.train.scoring import Scorer, Scores, pages_needed
 
 _TOKENS_AT_ONCE = 2048  # of gradients: sequences up to so many go through the program together
 
@@ -53,6 +55,8 @@ class Trainable(nn.Module):
         self._places = ParameterPlaces(plain.weights, artifact.weights, weights, artifact.program.panels)
         for name, data in self._places.parameters.items():
             _register(self, name, nn.Parameter(data))
+        if compiled.config.runtime.routed_experts:
+            plain = with_routes(plain, len(artifact.program.counted_experts))
         self._gradients = Gradients(plain, {**plain.constants, **self._places.parameters}, runner.vocab_size)
         is_cpu = runner.device.type == "cpu"
         self._scorer = Scorer(runner, prepare_threads(compiled, runner, timeline, None) if is_cpu else _nothing)
@@ -76,7 +80,7 @@ class Trainable(nn.Module):
         output: torch.Tensor = _Logprobs.apply(self, ids.long(), lengths, temperature, *parameters)  # type: ignore[no-untyped-call]
         return output
 
-    def _score(self, ids: torch.Tensor, lengths: Sequence[int], temperature: float) -> torch.Tensor:
+    def _score(self, ids: torch.Tensor, lengths: Sequence[int], temperature: float) -> Scores:
         """The log-probabilities without gradients; `forward` checks the arguments."""
         self._places.publish()
         if self._runner.device.type == "cuda":
@@ -85,9 +89,14 @@ class Trainable(nn.Module):
         return self._scorer(ids.cpu().numpy(), lengths, temperature)
 
     def _gradients_of(
-        self, ids: torch.Tensor, lengths: Sequence[int], temperature: float, grad: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        lengths: Sequence[int],
+        temperature: float,
+        grad: torch.Tensor,
+        routes: np.ndarray | None,
     ) -> list[torch.Tensor | None]:
-        """Gradients of the parameters in their order, by that of the log-probabilities."""
+        """Gradients of the parameters in their order, by that of the log-probabilities; `routes` as Scores has them."""
         found: dict[str, torch.Tensor] = {}
 
         def add(name: str, one: torch.Tensor) -> None:
@@ -96,7 +105,8 @@ class Trainable(nn.Module):
         device = self._runner.device
         ids, grad = ids.to(device), grad.to(device)
         for tokens, some in _groups(lengths):
-            self._gradients.run(ids[tokens], some, grad[tokens], temperature, add)
+            given = {} if routes is None else routes_of(routes[tokens], device)
+            self._gradients.run(ids[tokens], some, grad[tokens], temperature, add, given)
         return [found.get(name) for name in self._places.parameters]
 
     def _checked_parameters(self) -> list[nn.Parameter]:
@@ -129,15 +139,17 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        scores = module._score(ids, lengths, temperature)
         ctx.call = module, ids, lengths, temperature
+        ctx.routes = scores.routes
         ctx.save_for_backward(*parameters)  # so that a step between forward and backward is an error
-        return module._score(ids, lengths, temperature).clone()
+        return scores.logprobs.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         module, ids, lengths, temperature = ctx.call
         _ = ctx.saved_tensors
-        return None, None, None, None, *module._gradients_of(ids, lengths, temperature, grad)
+        return None, None, None, None, *module._gradients_of(ids, lengths, temperature, grad, ctx.routes)
 
 
 def trainable(source: EngineSource, *, reporter: Reporter | None = None) -> Trainable:

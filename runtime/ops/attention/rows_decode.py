@@ -1,8 +1,8 @@
 """Decodes whose neighbours may be of one request: rows of a prompt in the deterministic mode, a token each.
 
 A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request are attended
-together: its keys are read once. Each row's numbers are those of split_decode with one block a request, bit for bit:
-the products have the same shape and the same order of keys, and a key that a row does not see adds zeros.
+together: its keys are read once. A row's bits are as by split_decode with one block a request. Products have the same
+shape and order of keys, and a key that a row does not see adds zeros.
 
 Registered and packaged as split_decode.py's. Shape legend: as there.
 """
