@@ -123,11 +123,10 @@ __device__ __forceinline__ u32 seen(const u32* count) {
 __device__ __forceinline__ u32 take(const Adapters& adapters) {
   return threadIdx.x % 32 ? 0 : atomicAdd(&adapters.counts->taken, 1);
 }
-// The tasks that the warp takes, `taken` first; then waits for all.
-__device__ __forceinline__ void shrink_all(const Adapters& adapters, const StepSlots& slots, const char* x, u32 taken,
-                                           int num_warps) {
+// The tasks that the warp takes, `taken` first.
+__device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x,
+                                            u32 taken) {
   const u32 total = slots.num_tasks();
-  Counts& counts = *adapters.counts;
   u32 done = 0;
   for (u32 task = __shfl_sync(~0u, taken, 0); task < total; task = __shfl_sync(~0u, taken, 0), done++) {
     taken = take(adapters);
@@ -135,8 +134,13 @@ __device__ __forceinline__ void shrink_all(const Adapters& adapters, const StepS
   }
   __threadfence();
   __syncwarp();
+  if (done && threadIdx.x % 32 == 0) atomicAdd(&adapters.counts->done, done);
+}
+// Waits for all tasks, of all blocks' warps.
+__device__ __forceinline__ void wait_for_all(const Adapters& adapters, const StepSlots& slots, int num_warps) {
+  const u32 total = slots.num_tasks();
+  Counts& counts = *adapters.counts;
   if (threadIdx.x % 32 == 0) {
-    if (done) atomicAdd(&counts.done, done);
     while (seen(&counts.done) < total) {
     }
     // The last warp that has seen them all makes the counts 0 again.

@@ -75,7 +75,8 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
       fetch_b(adapters, slot, row), parts |= mask_of(part_of(row));
       if (GATED) fetch_b(adapters, slot, row + OUTPUTS), parts |= mask_of(part_of(row + OUTPUTS));
     }
-  shrink_all(adapters, slots, x, taken, CLUSTERS * SPLIT);
+  shrink_some(adapters, slots, x, taken);
+  wait_for_all(adapters, slots, CLUSTERS * SPLIT);
   add_up_shrunk(adapters, slots, parts, lane, 32, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));

@@ -172,9 +172,11 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 
 #if RANK
 constexpr int HELPERS = 3;  // warps of a block
-// What a helper does for adapters: shrinks, and gets B near for what the block finishes.
+// What a helper does for adapters: shrinks, and gets B near for what the block finishes; `meanwhile` what else it has to
+// do, before it waits for others.
+template <typename Work>
 __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Shared& shared, int num_tokens, int rank,
-                                     int first_tile) {
+                                     int first_tile, Work meanwhile) {
   const int thread = threadIdx.x - 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
@@ -195,7 +197,9 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
       const int output = tile * OUT_ROWS + (place * SPLIT + rank) * OUT_GROUP;
       parts |= mask_of(part_of(output)) | (GATED ? mask_of(part_of(output + OUTPUTS)) : 0);
     }
-  shrink_all(adapters, slots, x, taken, BLOCKS * HELPERS);
+  shrink_some(adapters, slots, x, taken);
+  meanwhile();
+  wait_for_all(adapters, slots, BLOCKS * HELPERS);
   add_up_shrunk(adapters, slots, parts, thread, 32 * HELPERS,
                 [&](int i, float4 v) { *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)}; });
   __syncwarp();
@@ -214,6 +218,8 @@ __device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters&
                    GATED ? first + OUTPUTS : first + 8);
     }
 }
+#else
+constexpr int HELPERS = 0;
 #endif
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
@@ -288,20 +294,21 @@ __launch_bounds__(THREADS, 1) stream_linear(
   if (warp < 4) {
     if (warp == 0) {
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
-    } else if (NORM_BLOCKS) {
+    } else if (NORM_BLOCKS || HELPERS) {
       wait_for_prerequisites();
       start_dependents();
-      compute_factors<16>(squares, shared.factors, eps, 0, num_tokens);
-      __syncwarp();
-      if (lane == 0) arrive(factors_there);
-    }
+      auto norm = [&] {
+        if (!NORM_BLOCKS) return;
+        compute_factors<16>(squares, shared.factors, eps, 0, num_tokens);
+        __syncwarp();
+        if (lane == 0) arrive(factors_there);
+      };
 #if RANK
-    if (warp) {
-      wait_for_prerequisites();
-      start_dependents();
-      help(adapters, rows_of_x, shared, num_tokens, rank, first_tile);
-    }
+      help(adapters, rows_of_x, shared, num_tokens, rank, first_tile, norm);
+#else
+      norm();
 #endif
+    }
     return;
   }
   const int group = warp / 4 - 1, token = group * M_TOKENS + warp % 4 * 16 + lane / 4;
