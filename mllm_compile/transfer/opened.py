@@ -50,11 +50,15 @@ def _tensors(
             if one.num_bytes:
                 read_into(place, one.begin, flat)
         else:
-            address = place + one.begin
-            flat = torch.as_tensor(_Bytes(address, one.num_bytes), device=device)
-            if address % one.dtype.itemsize:
+            flat = tensor_at(place + one.begin, one.num_bytes, device)
+            if one.begin % one.dtype.itemsize:
                 flat = flat.clone()
         yield one.name, flat.view(one.dtype).view(one.shape)
+
+
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at an address of a GPU, [bytes] uint8, as they are there."""
+    return torch.as_tensor(_Bytes(address, num_bytes), device=device)
 
 
 class _Bytes:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from mllm_compile.runtime.cuda.driver import handle_of
+from mllm_compile.runtime.weights.sums import weight_sums
 from mllm_compile.transfer.handles import CPU
 from mllm_compile.transfer.opened import key_of
 from mllm_compile.transfer.shared_memory import FOLDER
@@ -25,7 +26,7 @@ class SharedTensors:
         tensors: by name; contiguous, all on one device.
 
     Attributes:
-        update_info: the object for /update_weights.
+        update_info: the object for /update_weights, with a sum of each tensor, which the engine compares.
 
     Raises:
         DeviceError: a GPU's memory cannot be shared; that of expandable segments never can.
@@ -43,6 +44,7 @@ class SharedTensors:
             "dtype_names": [str(one.dtype).removeprefix("torch.") for one in some],
             "shapes": [list(one.shape) for one in some],
             "ipc_handles": [_cuda(one) for one in some] if is_cuda else self._copied(some),
+            "sums": weight_sums(self._tensors),
         }
 
     def _copied(self, tensors: list[torch.Tensor]) -> list[dict[str, Any]]:

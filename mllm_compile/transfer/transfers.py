@@ -127,6 +127,7 @@ class Transfers:
         handles: Any = None,
         pickled: str | None = None,
         sizes: list[int] | None = None,
+        sums: dict[str, int] | None = None,
     ) -> int:
         """Receives what /update_weights announces; empty lists announce what the last ones did.
 
@@ -135,6 +136,7 @@ class Transfers:
         Args:
             counts: values that follow of each, at places that follow; None: all of them.
             handles, pickled, sizes: the memory that they are in, as handles.py has it; None: the group brings them.
+            sums: weights/sums.py's of some tensors.
         """
         if counts is not None:
             return self._receive_counted(names, dtypes, shapes, counts)
@@ -149,13 +151,13 @@ class Transfers:
                     if pickled is None
                     else by_vllms_pickle(announced, pickled, sizes, key)
                 )
-                return self._take_given(given, announced)
+                return self._take_given(given, announced, sums)
         group = self._group(_VLLM, "/init_weight_transfer_engine")
         if self._buffer_bytes is None:
             tensors = one_by_one(group, announced)
         else:
             tensors = packed(group, announced.names, announced.dtypes, announced.shapes, self._buffer_bytes)
-        return self._take(_VLLM, tensors, announced)
+        return self._take(_VLLM, tensors, announced, sums)
 
     def _announced(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> Announcement:
         """
@@ -216,17 +218,23 @@ class Transfers:
             self._weights.abandon(str(error))
             raise
 
-    def _take_given(self, given: list[Given], announced: Announcement) -> int:
+    def _take_given(self, given: list[Given], announced: Announcement, sums: dict[str, int] | None = None) -> int:
         """Gives tensors of another process' memory to the update that is open."""
         with opened(given, self._weights.device) as tensors:
-            count = self._weights.receive(tensors)
+            count = self._weights.receive(tensors, sums)
         self._received.append(announced)
         return count
 
-    def _take(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]], announced: Announcement) -> int:
+    def _take(
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        announced: Announcement,
+        sums: dict[str, int] | None = None,
+    ) -> int:
         """Gives tensors to the update that is open; a transfer that fails ends the group, and the update."""
         try:
-            count = self._weights.receive(tensors)
+            count = self._weights.receive(tensors, sums)
         except BaseException:
             self.leave(name)
             raise

@@ -63,7 +63,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with Engine(config_of(folders[0], tmp_path_factory.mktemp("cache"), "auto")) as engine:
+    config = config_of(folders[0], tmp_path_factory.mktemp("cache"), "auto")
+    config |= {"compile": {"backend": "eager"}, "cudagraph": {"mode": "none"}}  # updates under graphs are tested alone
+    with Engine(config) as engine:
         yield engine
 
 
@@ -92,6 +94,7 @@ def receive(engine: Engine, transfers: Transfers, info: dict[str, Any], direct: 
             handles=info.get("ipc_handles"),
             pickled=info.get("ipc_handles_pickled"),
             sizes=info.get("tensor_sizes"),
+            sums=info.get("sums"),
         )
 
 

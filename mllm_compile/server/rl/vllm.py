@@ -62,6 +62,7 @@ class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ipc_handles: Any = None
     ipc_handles_pickled: str | None = None
     tensor_sizes: list[int] | None = None
+    sums: dict[str, int] | None = None
 
 
 class UpdateFields(msgspec.Struct, kw_only=True):
@@ -178,6 +179,7 @@ async def update(asked: Asked) -> Any:
         handles=info.ipc_handles,
         pickled=info.ipc_handles_pickled,
         sizes=info.tensor_sizes,
+        sums=info.sums,
     )
     return {"message": f"{count} tensors received"}
 

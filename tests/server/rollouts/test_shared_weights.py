@@ -124,6 +124,7 @@ def test_memory_that_is_not_there_changes_nothing(trainer, start):
             "is no name of shared memory": with_handle(name="../etc/passwd"),
             "its sender is gone": with_handle(name="mllm-weights-nobody's".replace("'", "")),
             "the engine is on cpu": info | {"ipc_handles": [gpu] * len(info["names"])},
+            "its sum differs": info | {"sums": info["sums"] | {info["names"][0]: 1}},
             "expected one for each": info | {"ipc_handles": info["ipc_handles"][1:]},
             "opcode": info | {"ipc_handles": None, "ipc_handles_pickled": base64.b64encode(b"c").decode()},
         }

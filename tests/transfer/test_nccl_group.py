@@ -1,0 +1,110 @@
+"""A group over NCCL whose library is a fake: no call waits beyond its time, and what fails is told."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mllm_compile.errors import TransferError, WeightUpdateError
+from mllm_compile.runtime.collectives import nccl_library
+from mllm_compile.runtime.collectives.nccl_library import IN_PROGRESS, UniqueId
+from mllm_compile.transfer import nccl_group
+from mllm_compile.transfer.nccl_group import NcclGroup, id_in
+from tests.hang_guard import until
+
+ID = bytes(range(128))
+
+
+class Library:
+    """NCCL that answers `result` to each call, and `states` one after the other when it is asked how that goes."""
+
+    def __init__(self) -> None:
+        self.result, self.states, self.calls = 0, [0], list[str]()
+        self.joined: tuple[int, int, bytes, int] | None = None
+
+    def ncclCommInitRankConfig(self, handle, size, shared, rank, config) -> int:
+        self.joined = size, rank, bytes(shared), config._obj.blocking
+        return self.result
+
+    def ncclCommGetAsyncError(self, handle, state) -> int:
+        state._obj.value = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return 0
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            self.calls.append(name)
+            return self.result
+
+        return call
+
+    def ncclGetErrorString(self, result: int) -> bytes:
+        return b"a fault"
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake, done = Library(), SimpleNamespace(is_done=True)
+    for module in (nccl_group, nccl_library):
+        monkeypatch.setattr(module, "library", lambda: fake)
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: done.is_done)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    fake.done = done
+    return fake
+
+
+def group_of(library: Library, silence_s: float = 60.0, timeout_s: float = 60.0) -> NcclGroup:
+    return NcclGroup(lambda: ID, 1, 2, torch.device("cpu"), timeout_s, silence_s)
+
+
+def test_a_group_is_joined_without_waiting_inside_of_nccl(library):
+    library.result, library.states = IN_PROGRESS, [IN_PROGRESS, IN_PROGRESS, 0]
+    group = group_of(library)
+    group.begin(torch.zeros(4))()
+    assert library.joined == (2, 1, ID, 0)
+    assert library.calls == ["ncclBroadcast"]
+    group.begin(torch.zeros(0))()
+    assert library.calls == ["ncclBroadcast"]  # nobody sends nothing
+    group.add_one()
+    assert library.calls == ["ncclBroadcast", "ncclAllReduce"]
+
+
+def test_members_that_do_not_come_end_the_group(library):
+    library.result, library.states = IN_PROGRESS, [IN_PROGRESS]
+    with pytest.raises(TransferError, match="not all of 2 members have come"):
+        group_of(library, timeout_s=0.01).join()
+    until(lambda: library.calls == ["ncclCommAbort"], "it is given up")
+
+
+def test_a_fault_is_told(library):
+    library.result = 5
+    with pytest.raises(TransferError, match=r"'a fault' \(5\) to joining a trainer's group"):
+        group_of(library).join()
+
+
+@pytest.mark.parametrize("state", [0, 6])
+def test_a_sender_that_is_silent_or_gone_ends_the_group(library, state):
+    group = group_of(library, silence_s=0.01 if state == 0 else 60.0)
+    group.join()
+    library.done.is_done, library.states = False, [state]
+    with pytest.raises(TransferError, match="the sender is gone, or silent"):
+        group.begin(torch.zeros(4))()
+    until(lambda: "ncclCommAbort" in library.calls, "it is given up")
+
+
+def test_an_id_is_what_vllms_pickle_holds(monkeypatch):
+    named = type("ncclUniqueId", (UniqueId,), {"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "ncclUniqueId", named, raising=False)
+    made = named.from_buffer_copy(ID)
+    assert id_in(pickle.dumps(made)) == ID
+    with pytest.raises(WeightUpdateError, match="which it does not need"):
+        id_in(pickle.dumps(ctypes.c_int(5)))
