@@ -128,13 +128,20 @@ class RoutePool:
     Args:
         num_experts: of each layer, in the order of the layers.
         num_slots: tokens that it holds.
+        arena: as of KVPool.
     """
 
-    def __init__(self, num_experts: Mapping[str, int], num_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_experts: Mapping[str, int],
+        num_slots: int,
+        device: torch.device | str,
+        arena: Arena | None = None,
+    ) -> None:
         self.layers = tuple(num_experts)
         most = max(num_experts.values(), default=0)
         self._dtype = torch.uint8 if most <= 256 else torch.int16
-        self._num_slots, self._device = num_slots, device
+        self._num_slots, self._device, self._arena = num_slots, device, arena
         self._tables: dict[str, torch.Tensor] = {}  # [num_slots, k] each, made when its layer first runs
         self._chosen: dict[str, int] = {}  # k of each layer that has run
 
@@ -153,9 +160,8 @@ class RoutePool:
         table = self._tables.get(layer)
         if table is None:
             self._chosen[layer] = ids.shape[1]
-            table = self._tables[layer] = torch.zeros(
-                self._num_slots, ids.shape[1], dtype=self._dtype, device=self._device
-            )
+            (table,) = _zeros([((self._num_slots, ids.shape[1]), self._dtype)], self._device, self._arena)
+            self._tables[layer] = table
         table.index_copy_(0, slots, ids.to(self._dtype))
 
     def read(self, slots: np.ndarray) -> np.ndarray:

@@ -168,7 +168,8 @@ class ModelRunner(RunnerSizes):
             }
         self.expert_routes: RoutePool | None = None
         if self.config.runtime.routed_experts:
-            self.expert_routes = RoutePool(model.num_experts, self.config.runtime.page_size, self.device)
+            page_size = self.config.runtime.page_size
+            self.expert_routes = RoutePool(model.num_experts, page_size, self.device, self.kv_arena)
         self.program = ProgramRunner(
             model,
             self.config,

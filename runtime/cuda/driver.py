@@ -255,7 +255,7 @@ def wait_for_word(address: int, word: int, stream: int, device: int) -> None:
 
 
 def call(name: str, device: int, doing: str, *arguments: Any) -> None:
-    """Calls a function of the driver in torch's context of `device`.
+    """Calls a function of the driver in torch's context of `device`; the thread's own device stays current.
 
     Args:
         doing: what it is for, for errors.
@@ -264,8 +264,12 @@ def call(name: str, device: int, doing: str, *arguments: Any) -> None:
         DeviceMemoryError: there is too little memory.
         DeviceError: the driver refuses it.
     """
-    _use(device)
-    _check(getattr(_driver(), name)(*arguments), doing)
+    driver = _driver()
+    _check(driver.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
+    try:
+        _check(getattr(driver, name)(*arguments), doing)
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _use(device: int) -> None:

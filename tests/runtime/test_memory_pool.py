@@ -4,7 +4,8 @@ import torch
 
 from mllm_compile.runtime import memory_pool
 from mllm_compile.runtime.errors import DeviceMemoryError
-from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool, RoutePool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool, RoutePool
+from tests.sleeping_arena import Machine
 
 
 def test_pages_that_rows_are_not_made_of_are_refused():
@@ -44,6 +45,25 @@ def test_layers_that_choose_fewer_experts_than_others_have_none_behind_theirs():
     pool.keep("a", torch.tensor([[7, 1]]), torch.tensor([2]))
     pool.keep("b", torch.tensor([[3]]), torch.tensor([2]))
     assert pool.read(np.array([2, 1])).tolist() == [[[7, 1], [3, -1]], [[0, 0], [0, -1]]]
+
+
+def test_all_that_requests_hold_is_in_the_arena_that_sleeps():
+    machine = Machine()
+    arena = machine.arena()
+    kv = KVPool(3, 4, [(2, 8, 8), (1, 8, 0)], torch.float32, "cpu", arena)
+    states = GDNPool(3, [((2, 3), torch.float32), ((2, 3), torch.float32), ((4,), torch.bfloat16)], "cpu", arena)
+    routes = RoutePool({"a": 300}, 12, "cpu", arena)
+    routes.keep("a", torch.tensor([[299, 1]]), torch.tensor([5]))
+    kv.set_kv_buffer(0, torch.tensor([5]), torch.ones(1, 2, 8), torch.ones(1, 2, 8))
+    states.get_state(1).add_(1)
+    pages = [page for layer in (0, 1) for page in kv.get_pages(layer)]
+    held = sum(one.nbytes for one in [*pages, *map(states.get_state, range(3))])
+    assert arena.num_bytes == machine.taken > held
+    arena.sleep()
+    assert machine.taken == 0 and pages[0].isnan().all() and states.get_state(2).isnan().all()
+    arena.wake()
+    assert not any(one.any() for one in pages) and not any(states.get_state(layer).any() for layer in range(3))
+    assert not routes.read(np.arange(12)).any()
 
 
 def test_kv_is_kept_in_the_pool_s_dtype():

@@ -63,6 +63,18 @@ class PlayedDriver:
         self.reserved: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.pinned: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.left, self._fails = left, fails
+        self.depth = 0  # of contexts that were pushed
+
+    def cuCtxPushCurrent_v2(self, context) -> int:
+        self.depth += 1
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context) -> int:
+        self.depth -= 1
+        return 0
+
+    def cuCtxSetCurrent(self, context) -> int:
+        raise AssertionError("a caller's thread keeps its device")
 
     def __getattr__(self, name: str):
         return lambda *arguments: 7 if name == self._fails else 0
@@ -159,6 +171,7 @@ def test_memory_goes_and_comes_behind_the_same_addresses(play):
     del memory
     gc.collect()
     assert not (played.mapped or played.reserved or played.pinned), "all goes with the last tensor"
+    assert played.depth == 0
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -167,7 +180,7 @@ def test_memory_that_is_full_leaves_nothing_behind(play, left):
     with pytest.raises(DeviceMemoryError, match=r"\(2\) to taking \d+ bytes"):
         VirtualMemory(10 * MIB, torch.device("cuda"))
     gc.collect()
-    assert not (played.mapped or played.handles or played.reserved)
+    assert not (played.mapped or played.handles or played.reserved or played.depth)
     played.left = 3
     memory = VirtualMemory(10 * MIB, torch.device("cuda"))
     memory.unmap()
