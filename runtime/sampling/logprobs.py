@@ -71,9 +71,10 @@ def all_logprobs(logits: torch.Tensor) -> torch.Tensor:
     torch's log-softmax has a block a row, in which sums are in the same order whatever the number of rows; logsumexp
     divides few rows among more blocks. A row begins where float32 is read in fours, as another sum would begin there.
     """
-    vocab_size = logits.shape[1]
-    padded = torch.nn.functional.pad(logits.float(), (0, -vocab_size % _READ_AT_ONCE), value=-torch.inf)
-    return padded.log_softmax(dim=-1)[:, :vocab_size]
+    vocab_size, scores = logits.shape[1], logits.float()
+    if missing := -vocab_size % _READ_AT_ONCE:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+    return scores.log_softmax(dim=-1)[:, :vocab_size]
 
 
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
