@@ -18,11 +18,12 @@ class AdapterCase:
     """Two adapters, in the first and the last slot; one where there is one slot.
 
     Attributes:
+        layout: of the program.
         steps: the slots of two requests, -1 without an adapter, of each batch to be run.
     """
 
     def __init__(self, layout: LoraLayout, dtype: torch.dtype, device: str) -> None:
-        last = layout.num_slots - 1
+        self.layout, last = layout, layout.num_slots - 1
         rank = min(4, layout.max_rank)
         self._factors = {slot: _random_factors(layout, slot, rank, dtype, device) for slot in (0, last)}
         self.steps = ((0, last), (-1, 0))
@@ -35,7 +36,8 @@ class AdapterCase:
     @contextmanager
     def added(self, model: Any, slot: int) -> Iterator[None]:
         """Lets the model's modules add what the adapter in `slot` changes; nothing for -1."""
-        with adding(model, self._factors.get(slot, {})):
+        factors = self._factors.get(slot, {})
+        with adding(model, {name: tuple(one.to(model.dtype) for one in own) for name, own in factors.items()}):
             yield
 
 

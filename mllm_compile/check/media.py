@@ -7,7 +7,8 @@ with features than was traced (scales them, adds to them, attends otherwise), th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _TEXT_LENGTHS = (3, 2, 4)  # before, between and behind the images
 Prompt = tuple[torch.Tensor, torch.Tensor]  # ids [n], and positions [n] or [3, n]
+# Lets a model add what the adapter of a prompt, which is numbered, changes.
+AddedToPrompts = Callable[[Any, int], AbstractContextManager[object]]
 
 
 class MediaCase:
@@ -63,15 +66,17 @@ def special_ids(hf_model: HFModel) -> set[int]:
     return {value for name, value in values.items() if name.endswith("_token_id") and isinstance(value, int)}
 
 
-def logits_of_transformers(model: Any, adapter: TowerAdapter, case: MediaCase) -> torch.Tensor:
+def logits_of_transformers(model: Any, adapter: TowerAdapter, case: MediaCase, added: AddedToPrompts) -> torch.Tensor:
     """Logits [T, V] of each prompt alone, one after another."""
     (ids, _), (text, _) = case.prompts
     said = adapter.said_of(case.images(), ids)
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):
-            with_images = model(input_ids=ids[None], use_cache=False, **said).logits[0]
-            return torch.cat([with_images, model(input_ids=text[None], use_cache=False).logits[0]])
+            with added(model, 0):
+                with_images = model(input_ids=ids[None], use_cache=False, **said).logits[0]
+            with added(model, 1):
+                return torch.cat([with_images, model(input_ids=text[None], use_cache=False).logits[0]])
 
     with refusing(f"{model.config.model_type!r} does not run with images"):
         try:
@@ -104,7 +109,13 @@ def inputs_with_features(case: MediaCase, features: torch.Tensor) -> Mapping[str
 
 
 def compare_media(
-    hf_model: HFModel, adapter: TowerAdapter, case: MediaCase, ours: torch.Tensor | Exception, limit: float, hint: str
+    hf_model: HFModel,
+    adapter: TowerAdapter,
+    case: MediaCase,
+    ours: torch.Tensor | Exception,
+    limit: float,
+    hint: str,
+    added: AddedToPrompts,
 ) -> str | None:
     """The reason why images would not be served right; None: logits are Transformers'.
 
@@ -115,14 +126,15 @@ def compare_media(
         ours: logits [T, V], or the reason why they are missing.
         limit: of the relative error of the worst token.
         hint: what a user can do.
+        added: the adapters of the prompts.
     """
     if isinstance(ours, Exception):
         return f"what was compiled of it does not run with images: {first_line(ours)}.{hint}"
     try:
-        error = relative_error(ours, logits_of_transformers(hf_model.model, adapter, case))
+        error = relative_error(ours, logits_of_transformers(hf_model.model, adapter, case, added))
         if error > limit and ours.dtype != torch.float32:
             in_float32 = copy.deepcopy(hf_model.model).float()
-            error = relative_error(ours, logits_of_transformers(in_float32, adapter, case))
+            error = relative_error(ours, logits_of_transformers(in_float32, adapter, case, added))
     except UnsupportedModelError as failure:
         return str(failure)
     if error <= limit:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,14 @@ import torch
 
 from mllm_compile.check.adapters import AdapterCase
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
-from mllm_compile.check.media import MediaCase, compare_media, features_of, inputs_with_features, special_ids
+from mllm_compile.check.media import (
+    AddedToPrompts,
+    MediaCase,
+    compare_media,
+    features_of,
+    inputs_with_features,
+    special_ids,
+)
 from mllm_compile.check.rows import check_rows
 from mllm_compile.check.spread import spread_of_rows
 from mllm_compile.check.states import StateCheck
@@ -195,23 +202,27 @@ def _calls(lowered: Lowered, tokens: int, *names_of_ops: str) -> bool:
     return any(is_op(node, *names_of_ops) for piece in pieces for node in piece.graph.nodes)
 
 
+def _bound_for_adapters(
+    linked: LinkedProgram, one: Lowered, by_name: Mapping[str, torch.Tensor], case: AdapterCase, device: str, rank: int
+) -> _Bound:
+    """A program for adapters over the weights, with those of the case in its memory."""
+    layout, program = case.layout, one.program
+    pool = LoraPool(layout, torch.device(device), rank)
+    case.write(pool)
+    own = replace(program, weights=tuple(name for name in program.weights if name not in layout.shapes()))
+    executor = ProgramExecutor(program, linked.pieces, {**_program_weights(by_name, own, one, rank), **pool.buffers})
+    return executor, tuple(AttentionLayer.of(layer, executor.weights, rank) for layer in program.layers)
+
+
 def _check_adapters(
     lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str, states: StateCheck
 ) -> None:
     """Runs every batch with adapters, where the program takes some, against Transformers' linears with the same."""
-    lora, of_lora, hf_model = lowered.program.lora, lowered.of_lora, lowered.hf_model
-    if lora is None or of_lora is None:
+    lora, hf_model = lowered.program.lora, lowered.hf_model
+    if lora is None:
         return
-    program, dtype = lora.program, hf_model.model.dtype
+    of_lora, program, dtype = lowered.of_lora[0], lora.program, hf_model.model.dtype
     case = AdapterCase(lora.layout, dtype, device)
-    own = replace(program, weights=tuple(name for name in program.weights if name not in lora.layout.shapes()))
-
-    def bound(rank: int) -> _Bound:
-        pool = LoraPool(lora.layout, torch.device(device), rank)
-        case.write(pool)
-        weights = {**_program_weights(by_name, own, of_lora, rank), **pool.buffers}
-        executor = ProgramExecutor(program, linked.pieces, weights)
-        return executor, tuple(AttentionLayer.of(layer, executor.weights, rank) for layer in program.layers)
 
     @functools.cache
     def theirs_of(index: int, is_alone: bool, slot: int) -> torch.Tensor:
@@ -219,7 +230,7 @@ def _check_adapters(
         with case.added(hf_model.model, slot):
             return _run_transformers(hf_model, ids[index : index + 1], positions[index : index + 1])
 
-    ranks = [bound(rank) for rank in range(lowered.num_ranks)]
+    ranks = [_bound_for_adapters(linked, of_lora, by_name, case, device, rank) for rank in range(lowered.num_ranks)]
     batches = _batches(program, *_requests(hf_model.sizes(program.layers), device, program.rope))
     for batch_ids, batch_positions in batches:
         count = _num_different(batch_ids)
@@ -241,37 +252,58 @@ def _check_adapters(
 def _check_media(
     lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str, states: StateCheck
 ) -> str | None:
-    """Runs a batch with images, where the model takes some; returns why they would not be served right."""
+    """Runs a batch with images, where the model takes some, and again with adapters, where it takes those; returns why
+    images would not be served right."""
     programs, hf_model, adapter = lowered.program.media, lowered.hf_model, lowered.adapter
     if programs is None or adapter is None:
         return None
     vocab_size = hf_model.sizes(programs.with_features.layers).vocab_size
     case = MediaCase(programs.facts, vocab_size, special_ids(hf_model), device)
+    text, tower = lowered.of_media
+    dtype, lengths = hf_model.model.dtype, tuple(len(ids) for ids, _ in case.prompts)
 
     def executor(one: Lowered, rank: int) -> ProgramExecutor:
         return ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, rank))
 
-    text, tower = lowered.of_media
-    ours: torch.Tensor | Exception
-    dtype = hf_model.model.dtype
-    try:
+    def plain(rank: int) -> _Bound:
+        own = executor(text, rank)
+        return own, tuple(AttentionLayer.of(layer, own.weights, rank) for layer in own.program.layers)
+
+    def run(bound: Callable[[int], _Bound], slots: Sequence[int]) -> torch.Tensor:
         features = features_of(executor(tower, 0), case, dtype, device)
-        lengths = tuple(len(ids) for ids, _ in case.prompts)
-        inputs = inputs_with_features(case, features)
+        inputs = dict(inputs_with_features(case, features))
+        if slots:
+            inputs["adapter_slots"] = torch.from_numpy(np.repeat(slots, lengths).astype(np.int32)).to(device)
         blocks = case.blocks if programs.facts.sees_ahead else ()
 
-        def run(rank: int) -> torch.Tensor:
-            own = executor(text, rank)
-            layers = tuple(AttentionLayer.of(layer, own.weights, rank) for layer in own.program.layers)
+        def of_rank(rank: int) -> torch.Tensor:
             with current_device(torch.device(device)):
                 ahead = blocks, programs.facts.sees_ahead_in_windows
-                return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, *ahead)[0]
+                return _run_packed(*bound(rank), lengths, 1, inputs, None, device, dtype, states, *ahead)[0]
 
-        ours = run(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, run)[0]
-    except Exception as failure:
-        ours = failure
-    limit = _limit(text, sum(lengths)) * (1 if dtype == torch.float32 else ROUNDED_TWICE)
-    return compare_media(hf_model, adapter, case, ours, limit, _hint(lowered))
+        return of_rank(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, of_rank)[0]
+
+    def fault_of(one: Lowered, bound: Callable[[int], _Bound], added: AddedToPrompts, *slots: int) -> str | None:
+        ours: torch.Tensor | Exception
+        try:
+            ours = run(bound, slots)
+        except Exception as failure:
+            ours = failure
+        limit = _limit(one, sum(lengths)) * (1 if dtype == torch.float32 else ROUNDED_TWICE)
+        return compare_media(hf_model, adapter, case, ours, limit, _hint(one), added)
+
+    fault = fault_of(text, plain, lambda model, prompt: nullcontext())
+    lora = lowered.program.lora
+    if fault is not None or lora is None:
+        return fault
+    adapters, of_lora = AdapterCase(lora.layout, dtype, device), lowered.of_lora[1]
+    slots = adapters.steps[0]
+    return fault_of(
+        of_lora,
+        lambda rank: _bound_for_adapters(linked, of_lora, by_name, adapters, device, rank),
+        lambda model, prompt: adapters.added(model, slots[prompt]),
+        *slots,
+    )
 
 
 def _crowd(num_requests: int) -> str:

@@ -1,9 +1,9 @@
-"""The program for adapters of a config with `lora`: the model's, with what adapters change behind its linears.
+"""The programs for adapters of a config with `lora`: the model's, with what adapters change behind its linears.
 
 The embedding, the head and experts are changed where lora.targets names them alone.
 
-It is traced apart from the program for requests without adapters, which stays as it is; pieces that are alike are
-shared with it.
+They are traced apart from the programs for requests without adapters, which stay as they are; pieces that are alike are
+shared with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mllm_compile.compiler.graph_text import GraphDumper
-from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import pass_target, rewrite_graph
 from mllm_compile.compiler.program_builder import build_program, size_symbols
 from mllm_compile.config.resolved import ResolvedConfig
@@ -35,13 +35,15 @@ from mllm_compile.store.key import max_traced_tokens
 if TYPE_CHECKING:
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.model.hf_model import HFModel
+    from mllm_compile.model.trace import Trace
+    from mllm_compile.passes.base import LoraWish
 
 _NAMED = 8
 _WEIGHT = ".weight"
 
 
 def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
-    """Adds the program for adapters; the same where the config has no `lora`.
+    """Adds the programs for adapters; the same where the config has no `lora`. A model that takes images has two.
 
     Args:
         dump_dir: gets a text file for the graph after its passes.
@@ -53,44 +55,61 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     if not config.lora.max_adapters:
         return lowered
     from mllm_compile.model.trace import trace_model
-    from mllm_compile.passes.base import LORA, LORA_LAYOUT, LoraWish
+    from mllm_compile.passes.base import LORA_LAYOUT, LoraWish
 
-    if lowered.program.media is not None:
-        reporter.announce("its text is served without images: they are not served beside adapters")
-        lowered = lowered.without_images()
-    hf_model = lowered.hf_model
+    hf_model, adapter = lowered.hf_model, lowered.adapter
     linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
     others = (*ends, *experts)
-    wanted = frozenset(
-        name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
-    )
-    with reporter.stage("trace for adapters"), gc_paused():
-        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
-    inputs = trace.graph_module.graph.find_nodes(op="placeholder")
-    unread = unread_modules(linears, {node.meta.get("weight_name", "") for node in inputs})
-    trace.graph_module.meta[LORA] = LoraWish(
-        wanted,
+    wish = LoraWish(
+        frozenset(
+            name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
+        ),
         config.lora.max_adapters,
         config.lora.max_rank,
         ends[0] if ends else "",
         tied_head(hf_model.model),
         config.lora.dora,
     )
+    device, max_tokens = config.runtime.device, max_traced_tokens(config)
+    with reporter.stage("trace for adapters"), gc_paused():
+        trace = trace_model(hf_model, device, max_tokens)
+        with_features = None if adapter is None else adapter.trace_text(device, max_tokens)
+    inputs = trace.graph_module.graph.find_nodes(op="placeholder")
+    unread = unread_modules(linears, {node.meta.get("weight_name", "") for node in inputs})
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
-        graph, reports, left_out = rewrite_graph(config, lowered.built, trace)
-    layout: LoraLayout = with_sources(graph.meta[LORA_LAYOUT], lowered.built.table or {})
-    siblings = {name: of_module for name, of_module in experts.items() if name in wanted}
+        of_lora = [_rewritten(config, lowered.built, one, wish) for one in (trace, with_features) if one is not None]
+    layout, *of_features = (one.graph.meta[LORA_LAYOUT] for one in of_lora)
+    if of_features and not _is_alike(layout, of_features[0]):
+        reporter.announce("its text is served without images: adapters would change other weights beside them")
+        lowered, of_lora = lowered.without_images(), of_lora[:1]
+    layout = with_sources(layout, lowered.built.table or {})
+    siblings = {name: of_module for name, of_module in experts.items() if name in wish.weights}
     targets = (replace(target, siblings=siblings.get(target.weight, ())) for target in layout.targets)
     layout = replace(layout, targets=tuple(targets), unread=unread)
     _check_found(config.lora.targets, [*linears, *others], [target.weight for target in layout.targets])
+    (dump_dir / "adapters").mkdir(exist_ok=True)
+    for name, one in zip(("with_adapters", "with_features"), of_lora, strict=False):
+        GraphDumper(dump_dir / "adapters")(name, one.graph, f"after {len(one.reports)} passes")
+    lora = LoraProgram(of_lora[0].program, layout, *(one.program for one in of_lora[1:]))
+    return replace(lowered, program=replace(lowered.program, lora=lora), of_lora=tuple(of_lora))
+
+
+def _rewritten(config: ResolvedConfig, built: BuiltModel, trace: Trace, wish: LoraWish) -> Lowered:
+    """The program of a trace, with what adapters change."""
+    from mllm_compile.passes.base import LORA
+
+    trace.graph_module.meta[LORA] = wish
+    graph, reports, left_out = rewrite_graph(config, built, trace)
     program = build_program(graph)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    (dump_dir / "adapters").mkdir(exist_ok=True)
-    GraphDumper(dump_dir / "adapters")("with_adapters", graph, f"after {len(reports)} passes")
-    of_lora = Lowered(lowered.built, graph, program, reports, left_out, size_symbols(graph), ())
-    return replace(lowered, program=replace(lowered.program, lora=LoraProgram(program, layout)), of_lora=of_lora)
+    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), ())
+
+
+def _is_alike(one: LoraLayout, other: LoraLayout) -> bool:
+    """True if two programs read the same buffers of the same weights."""
+    return set(one.targets) == set(other.targets) and one.shapes() == other.shapes() and one.dtype == other.dtype
 
 
 def with_sources(layout: LoraLayout, table: Mapping[str, PlannedTensor]) -> LoraLayout:

@@ -67,7 +67,7 @@ class Lowered:
             the choice of tokens, and the decode loop.
         of_media: what its programs for images were lowered from: the text with features, and the tower.
         adapter: of the tower, where there are such programs.
-        of_lora: what its program for adapters was lowered from, where it has one.
+        of_lora: what its programs for adapters were lowered from: the text, and the text with features.
     """
 
     built: BuiltModel
@@ -79,16 +79,18 @@ class Lowered:
     written_pieces: tuple[WrittenPiece, ...]
     of_media: tuple[Lowered, ...] = ()
     adapter: TowerAdapter | None = None
-    of_lora: Lowered | None = None
+    of_lora: tuple[Lowered, ...] = ()
 
     def without_images(self) -> Lowered:
         """The model for text alone."""
-        return replace(self, program=replace(self.program, media=None), of_media=(), adapter=None)
+        lora = None if self.program.lora is None else replace(self.program.lora, with_features=None)
+        program = replace(self.program, media=None, lora=lora)
+        return replace(self, program=program, of_media=(), of_lora=self.of_lora[:1], adapter=None)
 
     @property
     def every(self) -> tuple[Lowered, ...]:
-        """The text's model, the towers and the model with adapters, as Program.every."""
-        return (self, *self.of_media, *(() if self.of_lora is None else (self.of_lora,)))
+        """The text's model, the towers and the models with adapters, as Program.every."""
+        return (self, *self.of_media, *self.of_lora)
 
     @property
     def hf_model(self) -> HFModel:

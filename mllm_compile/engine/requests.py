@@ -255,7 +255,7 @@ class RequestBuilder:
         adapter = grammar = None
         if adapter_name is not None and error is None:
             try:
-                adapter = self._adapter(adapter_name, prepared)
+                adapter = self._adapter(adapter_name)
             except MllmError as fault:
                 error = fault
         if error is None and params.structured_outputs is not None:
@@ -298,13 +298,11 @@ class RequestBuilder:
             )
         return None
 
-    def _adapter(self, name: str, prepared: Prepared) -> Adapter:
+    def _adapter(self, name: str) -> Adapter:
         if self._adapters is None:
             raise RequestError(
                 "adapter: none are served. Set lora.max_adapters in the config to how many there may be."
             )
-        if prepared.media is not None:
-            raise RequestError("adapter: a prompt with images is answered by the model alone. Leave one of them out.")
         return self._adapters.find(name)
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:

@@ -41,19 +41,21 @@ class GraphRunner:
         self.dispatcher, self._runner = dispatcher, runner
         self._capturer = GraphCapturer(runner.device)
         self._padded = PaddedInputs(runner, dispatcher)
-        executor = runner.model.executor
-        if runner.always_takes_features and (media := runner.model.media) is not None:
-            executor = media.with_features
+        model = runner.model
+        executor, of_lora = model.executor, None if model.lora is None else model.lora.executor
+        if runner.always_takes_features and (media := model.media) is not None:
+            executor, of_lora = media.with_features, None if model.lora is None else model.lora.with_features
             self.inputs.take_features(media.facts.feature_width, runner.config.dtype, media.facts.axes)
         if not isinstance(executor, ProgramExecutor):
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
             )
         outputs = LayerOutputs(dispatcher.most_tokens, runner.dp_size)
-        for one in (executor, None if runner.model.lora is None else runner.model.lora.executor):
-            if isinstance(one, ProgramExecutor):
+        of_lora = of_lora if isinstance(of_lora, ProgramExecutor) else None
+        for one in (executor, of_lora):
+            if one is not None:
                 one.set_output_buffers(outputs)
-        setting = GraphSetting(runner, dispatcher, executor, self._capturer, self._padded, debug)
+        setting = GraphSetting(runner, dispatcher, executor, of_lora, self._capturer, self._padded, debug)
         captured = [kind for kind, sizes in dispatcher.sizes.items() if sizes]
         classes = {KINDS[kind]: None for kind in captured}
         self._graphs = {made: made(setting) for made in classes}

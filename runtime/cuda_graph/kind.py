@@ -27,13 +27,14 @@ class GraphSetting:
     """The objects that graphs of all kinds are captured with.
 
     Attributes:
-        executor: of the program that graphs run.
+        executor: of the program that graphs run; of_lora: with adapters, where there are some.
         debug: checks that inputs of captured pieces have not moved.
     """
 
     runner: CapturableModel
     dispatcher: GraphDispatcher
     executor: ProgramExecutor
+    of_lora: ProgramExecutor | None
     capturer: GraphCapturer
     padded: PaddedInputs
     debug: bool

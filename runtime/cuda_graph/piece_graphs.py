@@ -24,9 +24,8 @@ class PiecewiseGraphs(BatchGraphs):
     def __init__(self, setting: GraphSetting) -> None:
         super().__init__(setting)
         self._has_run: set[bool] = set()  # with adapters, and without
-        lora = setting.runner.model.lora
-        for executor in (setting.executor, None if lora is None else lora.executor):
-            if isinstance(executor, ProgramExecutor):
+        for executor in (setting.executor, setting.of_lora):
+            if executor is not None:
                 _capture_pieces(executor, setting)
 
     @staticmethod

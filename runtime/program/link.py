@@ -66,7 +66,7 @@ class LinkedProgram:
         return MediaExecutors(with_features, tower, media.facts)
 
     def bind_lora(self, weights: Mapping[str, torch.Tensor], device: torch.device, rank: int = 0) -> LoadedLora | None:
-        """The rank's program for adapters over `weights`, with memory for them; None without one.
+        """The rank's programs for adapters over `weights`, with memory for them; None without them.
 
         Raises:
             ArtifactError: as bind.
@@ -75,7 +75,9 @@ class LinkedProgram:
         if lora is None:
             return None
         pool = LoraPool(lora.layout, device, rank)
-        return LoadedLora(ProgramExecutor(lora.program, self.pieces, {**weights, **pool.buffers}), pool)
+        tensors = {**weights, **pool.buffers}
+        executor, *others = (ProgramExecutor(one, self.pieces, tensors) for one in lora.programs)
+        return LoadedLora(executor, pool, *others)
 
     def bind(
         self, weights: Mapping[str, torch.Tensor], rank: int = 0

@@ -55,10 +55,15 @@ class MediaExecutors:
 
 @dataclass(frozen=True)
 class LoadedLora:
-    """The executor of batches in which some request has an adapter, and the adapters that it reads."""
+    """The executor of batches in which some request has an adapter, and the adapters that it reads.
+
+    Attributes:
+        with_features: of those with images too; None of a model that takes none.
+    """
 
     executor: Executor
     pool: LoraPool
+    with_features: Executor | None = None
 
 
 @dataclass(frozen=True)

@@ -67,15 +67,17 @@ class ProgramRunner:
         rank = communicator.rank if self._dp_size > 1 and communicator is not None else 0
         first_row = rank * config.runtime.max_running_requests
         self._state_metadata_builder = StateMetadataBuilder(model.state_layers, config, first_row)
-        if self._dp_size > 1 and isinstance(model.executor, ProgramExecutor):
+        executors = (model.executor, None if model.lora is None else model.lora.executor)
+        programs = [one for one in executors if isinstance(one, ProgramExecutor)]
+        if self._dp_size > 1:
             # Layers' outputs for padding go into experts, and as keys into the dummy page: they must be finite.
-            model.executor.set_output_buffers(_zeros)
-        elif device.type == "cpu" and not config.runtime.enable_dbo and isinstance(model.executor, ProgramExecutor):
+            for program in programs:
+                program.set_output_buffers(_zeros)
+        elif device.type == "cpu" and not config.runtime.enable_dbo:
             # Halves of a step, which take turns, would write over each other.
             kept = _Kept()
-            for one in (model.executor, None if model.lora is None else model.lora.executor):
-                if isinstance(one, ProgramExecutor):
-                    one.set_output_buffers(kept)
+            for program in programs:
+                program.set_output_buffers(kept)
 
     def run(
         self,
@@ -177,20 +179,21 @@ class ProgramRunner:
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
         """
+        if batch.adapter_slots is not None:
+            return self._executor_of_adapters(has_features=batch.media is not None)
         if batch.media is not None and self._model.media is not None:
             return self._model.media.with_features
-        if batch.adapter_slots is not None:
-            return self._executor_of_adapters()
         if not self._config.runtime.skip_compiled:
             return self._model.executor
         if self._model.eager is None:
             raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
         return self._model.eager
 
-    def _executor_of_adapters(self) -> Executor:
-        if self._model.lora is None:
+    def _executor_of_adapters(self, has_features: bool) -> Executor:
+        lora = self._model.lora
+        if lora is None:
             raise ConfigError("a request has an adapter, and the model was compiled without the section lora")
-        return self._model.lora.executor
+        return lora.with_features if has_features and lora.with_features is not None else lora.executor
 
 
 class _Kept:

@@ -283,7 +283,7 @@ class Program:
     def every(self) -> tuple[Program, ...]:
         """This program and those for images and adapters, where there are some."""
         of_media = () if self.media is None else (self.media.with_features, self.media.tower)
-        return (self, *of_media, *(() if self.lora is None else (self.lora.program,)))
+        return (self, *of_media, *(() if self.lora is None else self.lora.programs))
 
     def every_piece_id(self) -> list[str]:
         """All that is compiled, of all programs."""
@@ -442,18 +442,26 @@ class LoraProgram:
     Attributes:
         program: takes each token's slot as the input `adapter_slots`, and adapters' buffers among its weights.
         layout: of these buffers.
+        with_features: likewise, and as MediaPrograms' one; None of a model that takes no images.
     """
 
     program: Program
     layout: LoraLayout
+    with_features: Program | None = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Both, as far as there are both."""
+        return (self.program, *(() if self.with_features is None else (self.with_features,)))
 
     def to_json(self) -> dict[str, Any]:
-        return {"program": self.program.to_json(), "layout": asdict(self.layout)}
+        return {"programs": [one.to_json() for one in self.programs], "layout": asdict(self.layout)}
 
     @classmethod
     def from_json(cls, data: Any) -> LoraProgram:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
-        return cls(Program.from_json(data["program"]), from_json(LoraLayout, data["layout"]))
+        program, *others = map(Program.from_json, data["programs"])
+        return cls(program, from_json(LoraLayout, data["layout"]), *others)
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams, StructuredOutputsParams
-from mllm_compile.engine.prompts import Prepared
-from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from tests.adapters.tiny_adapters import Adapters
+from tests.e2e.test_images_with_adapters import check_images
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 
@@ -149,11 +148,6 @@ def load_changed(engine: Engine, adapters: Adapters, cache: Path, *changes: dict
                 raise
 
 
-def ask_with_images(engine: Engine, adapters: Adapters, cache: Path) -> None:
-    builder: RequestBuilder = engine.builder
-    builder._adapter("all", Prepared(media=object()))  # type: ignore[arg-type]
-
-
 def open_with(engine: Engine, adapters: Adapters, cache: Path, **sections: Any) -> None:
     Engine(adapters.config(cache, **sections)).close()
 
@@ -176,7 +170,7 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "several ranks": ("works", check_ranks),
     "the embedding, the head": ("works", check_ends),
     "experts": ("works", check_experts),
-    "images": ("refused", refused("a prompt with images is answered by the model alone", ask_with_images)),
+    "images": ("works", lambda engine, adapters, cache: check_images("llava", adapters.folder / "images")),
     "`skip_compiled`": (
         "refused",
         refused("runtime.skip_compiled", partial(open_with, runtime={"skip_compiled": True})),
