@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from mllm_compile.adapters.expert_factors import by_expert, with_parameters
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
+from mllm_compile.adapters.whole_file import whole_file
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
-from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 
@@ -87,19 +85,16 @@ def read_adapter(folder: Path, base: BaseModel, *, is_known: bool = False) -> Ad
     places = _places(factors, names, base, path)
     check_magnitudes(file.magnitudes, config.is_dora, places, base, path)
     _check_layout(header, path)
-    data = _read_whole(path, header)
-    if not is_known:
-        _check_copies(data, file, base, path)
-    with ThreadPoolExecutor(1, thread_name_prefix="hash adapter") as beside:
-        digest = beside.submit(
-            lambda: hashlib.sha256(text + b"\n" + hashlib.sha256(data.data).digest()).hexdigest()[:32]
-        )
+    with whole_file(path, header) as whole:
+        data = whole.data
+        if not is_known:
+            _check_copies(data, file, base, path)
         matrices: Matrices = _matrices(data, factors, places, names, base, path)
         if config.is_dora:
             magnitudes = {module: _tensor(data, entry) for module, entry in file.magnitudes.items()}
             matrices = scaled(matrices, magnitudes, places, base, path)
         return AdapterTensors(
-            digest.result(),
+            hashlib.sha256(text + b"\n" + whole.digest()).hexdigest()[:32],
             max(down.shape[-2] for down, *_ in matrices.values()),
             sum(one.nbytes for pair in matrices.values() for one in pair),
             matrices,
@@ -218,24 +213,6 @@ def _check_layout(header: WeightHeader, path: Path) -> None:
         end = entry.end
     if end != header.file_bytes:
         raise CheckpointError(f"{path} is corrupt: its tensors end at byte {end} of {header.file_bytes}")
-
-
-def _read_whole(path: Path, header: WeightHeader) -> np.ndarray:
-    """The file's bytes; it must still be what its header was read of, and not change meanwhile."""
-    data = np.empty(header.file_bytes, dtype=np.uint8)
-    try:
-        with open(open_regular(path), "rb", buffering=0) as file:
-            before = os.fstat(file.fileno())
-            done = 0
-            while done < len(data) and (count := file.readinto(data.data[done:])):
-                done += count
-            after = os.fstat(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-    if not same or done != len(data) or after.st_size != done or data[8 : 8 + len(header.raw)].tobytes() != header.raw:
-        raise CheckpointError(f"{path} has changed while it was read. Load it again when it is written")
-    return data
 
 
 def _matrices(

@@ -6,6 +6,7 @@ Shape legend: K inputs, N outputs of a weight, r the rank of an adapter there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,14 @@ from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_n
 # Weight → A and B of the shapes that LoraTarget.shapes has, all scales within B; of DoRA also what W's outputs [N] are
 # multiplied with.
 Factors = Mapping[str, tuple[torch.Tensor, ...]]
+
+
+class _Places(NamedTuple):
+    """The views of a slot that a target's factors go to, of max_rank; and of the scales of its outputs, if any."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class LoraPool:
@@ -38,6 +47,7 @@ class LoraPool:
         for linear in self.scaled:
             self.buffers[scales_name(linear)].fill_(1)  # for good, where a part of the linear is no target
         self._rank = rank
+        self._places: dict[int, list[tuple[LoraTarget, _Places]]] = {}  # by slot
 
     @property
     def nbytes(self) -> int:
@@ -78,32 +88,47 @@ class LoraPool:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"expected a slot of 0 to {self.num_slots - 1}, got {slot}")
         self.check(factors)
-        for name, target in self.targets.items():
-            a, b = self._places(target, slot)
-            given = factors.get(name)
+        for target, places in self._places_of(slot):
+            given = factors.get(target.weight)
             rank = 0 if given is None else given[0].shape[-2]
+            a, b = places.a, places.b
             if given is not None:
-                own_a, own_b = (self._part(one, 0, target.expert_ranges) for one in given[:2])
-                a[..., :rank, :].copy_(self._part(own_a, -1, target.input_ranges), non_blocking=True)
-                b[..., :rank].copy_(self._part(own_b, -2, target.output_ranges), non_blocking=True)
-            if target.linear in self.scaled:
-                own = self.buffers[scales_name(target.linear)][slot].narrow(0, target.stored_start, target.rows)
-                if given is None or len(given) < 3:
-                    own.fill_(1)
-                else:
-                    own.copy_(self._part(given[2], 0, target.output_ranges), non_blocking=True)
-            # Both: what was there may be no number, and zero times that is none.
-            a[..., rank:, :].zero_()
-            b[..., rank:].zero_()
+                own_a, own_b = self._parts(target, given)
+                is_whole = rank == self.max_rank
+                (a if is_whole else a[..., :rank, :]).copy_(own_a, non_blocking=True)
+                (b if is_whole else b[..., :rank]).copy_(own_b, non_blocking=True)
+            if rank < self.max_rank:
+                # Both: what was there may be no number, and zero times that is none.
+                a[..., rank:, :].zero_()
+                b[..., rank:].zero_()
+            if places.scales is None:
+                continue
+            if given is None or len(given) < 3:
+                places.scales.fill_(1)
+            else:
+                places.scales.copy_(self._part(given[2], 0, target.output_ranges), non_blocking=True)
 
-    def _places(self, target: LoraTarget, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The views of a slot that a target's factors go to, of max_rank."""
+    def _places_of(self, slot: int) -> list[tuple[LoraTarget, _Places]]:
+        """The places of all targets, found once: a write is between two steps, and making 500 views takes longer."""
+        if slot not in self._places:
+            self._places[slot] = [(target, self._places_in(target, slot)) for target in self.targets.values()]
+        return self._places[slot]
+
+    def _places_in(self, target: LoraTarget, slot: int) -> _Places:
         a, b = (self.buffers[name(target.linear)][slot] for name in (a_name, b_name))
         if target.kind == "embedding":
-            return a.T, b
+            return _Places(a.T, b)
         if target.kind == "experts":
-            return a.unflatten(0, (-1, self.max_rank)), b.unflatten(0, (-1, target.rows))
-        return a.narrow(0, target.part * self.max_rank, self.max_rank), b.narrow(0, target.start, target.rows)
+            return _Places(a.unflatten(0, (-1, self.max_rank)), b.unflatten(0, (-1, target.rows)))
+        a, b = a.narrow(0, target.part * self.max_rank, self.max_rank), b.narrow(0, target.start, target.rows)
+        if target.linear not in self.scaled:
+            return _Places(a, b)
+        return _Places(a, b, self.buffers[scales_name(target.linear)][slot].narrow(0, target.stored_start, target.rows))
+
+    def _parts(self, target: LoraTarget, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's parts of A and B."""
+        a, b = (self._part(one, 0, target.expert_ranges) for one in given[:2])
+        return self._part(a, -1, target.input_ranges), self._part(b, -2, target.output_ranges)
 
     def _part(self, factor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
         """This rank's part of a factor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_the_digest_is_of_both_files(tmp_path):
     tensors[FIRST] = tensors[FIRST] + 1
     write_adapter(folder, tensors, peft_fields(["q_proj", "v_proj", "down_proj"]))
     assert read_adapter(folder, BASE).digest != first
+
+
+def test_the_digest_of_a_file_of_several_blocks_is_of_all_of_them_in_order(tmp_path, monkeypatch):
+    folder, path = written(tmp_path), tmp_path / "adapter_model.safetensors"
+    monkeypatch.setattr("mllm_compile.adapters.whole_file._BLOCK", 64)
+    first, content = read_adapter(folder, BASE), path.read_bytes()
+    end = len(content) // 64 * 64
+    path.write_bytes(content[: end - 128] + content[end - 64 : end] + content[end - 128 : end - 64] + content[end:])
+    assert read_adapter(folder, BASE).digest != first.digest
 
 
 def test_factors_are_in_the_type_of_the_device(tmp_path):
@@ -329,7 +339,8 @@ def test_a_pickle_is_not_read(tmp_path):
 
 
 def test_a_folder_that_is_none_is_named(tmp_path):
-    for folder in (tmp_path, tmp_path / "none"):
+    archive = Path(shutil.make_archive(str(tmp_path / "archive"), "tar", written(tmp_path / "folder")))
+    for folder in (tmp_path, tmp_path / "none", archive):
         with pytest.raises(MllmError, match=rf"{folder} has no adapter_config.json; expected a folder as PEFT"):
             read_adapter(folder, BASE)
 
