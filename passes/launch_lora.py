@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.add_lora import AddLora
+from mllm_compile.passes.add_lora import SLOTS_INPUT, AddLora
 from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.lora_chains import chain
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
@@ -30,20 +31,27 @@ class LaunchLora(GraphPass):
 
     After::
 
-        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False)
-        y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows)
+        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False, True)
+        y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows, False, True)
 
     or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it; with True in variants for
-    few tokens. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
+    few tokens in the place of False. The other True says that slots are the program's input, and not made by a kernel.
+    A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
     rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
-    mllm.scale_of_adapters becomes plain torch.
+    mllm.scale_of_adapters becomes plain torch. Between linears of few tokens kernels are joined (lora_chains.py).
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
     """
 
     name: ClassVar[str] = "launch_lora"
-    needs: ClassVar[tuple[str, ...]] = ("lora_shrink", "lora_expand", "lora_expand_gated")
+    needs: ClassVar[tuple[str, ...]] = (
+        "lora_shrink",
+        "lora_expand",
+        "lora_expand_gated",
+        "lora_expand_norm",
+        "lora_expand_gated_chained",
+    )
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -52,10 +60,14 @@ class LaunchLora(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         add_variants(gm, MOST_FEW_TOKENS, "_few_adapters", _few)
-        matches = rewrite_pieces(gm, called_pieces(gm), partial(_launch, is_few=False))
         variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
-        small = [name for of_piece in variants.values() for name in of_piece.values()]
-        matches += rewrite_pieces(gm, dict.fromkeys(small), partial(_launch, is_few=True))
+        matches = 0
+        for name in called_pieces(gm):
+            early = _places_of_slots(gm, name)
+            matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early))
+            small = variants.get(name, {}).values()
+            matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early))
+            rewrite_pieces(gm, small, chain)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -78,7 +90,21 @@ def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
     return operands[5:] if is_op(node, "add_lora") else ([0], [_size(node)])
 
 
-def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
+def _places_of_slots(gm: fx.GraphModule, name: str) -> frozenset[int]:
+    """The inputs of a piece that are the program's slots, wherever it is called."""
+    of_calls = [
+        {place for place, given in enumerate(node.args) if _is_slots_input(given)}
+        for node in gm.graph.nodes
+        if node.op == "call_module" and node.target == name
+    ]
+    return frozenset(set.intersection(*of_calls))
+
+
+def _is_slots_input(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta.get("input_name") == SLOTS_INPUT
+
+
+def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int]) -> bool:
     if not _is_taken(node):
         return False
     operands: Any = node.args
@@ -93,11 +119,13 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool) -> bool:
         if is_op(node, "add_lora_of_experts"):
             x, a, b, slots = _of_rows(graph, *operands[1:])
         is_gathered = is_op(node, "add_lora_of_ids")
-        shrunk = _gathered(graph, x, a, slots) if is_gathered else _shrunk(graph, x, a, slots, is_few)
+        placeholders = (one for one in graph.nodes if one.op == "placeholder")
+        is_early = any(one is slots and place in early for place, one in enumerate(placeholders))
+        shrunk = _gathered(graph, x, a, slots) if is_gathered else _shrunk(graph, x, a, slots, is_few, is_early)
     product, expand = _product(node), "lora_expand_gated"
     if product is None:
         product, expand = node, "lora_expand"
-    replace_by_op(graph, product, op(expand), y, shrunk, b, slots, *_outputs(node))
+    replace_by_op(graph, product, op(expand), y, shrunk, b, slots, *_outputs(node), is_few, is_early)
     return True
 
 
@@ -118,10 +146,10 @@ def _size(node: fx.Node) -> int:
     return int(node.meta["val"].shape[-1])
 
 
-def _shrunk(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool) -> fx.Node:
+def _shrunk(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool, is_early: bool) -> fx.Node:
     splits = num_splits(int(x.meta["val"].shape[-1]), is_few)
     shape = splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]
-    shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few))
+    shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few, is_early))
     shrunk.meta["val"] = x.meta["val"].new_empty(shape, dtype=torch.float32)
     return shrunk
 

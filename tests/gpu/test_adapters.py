@@ -29,8 +29,8 @@ import torch
 
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
-        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few})
-        return (torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}),)
+        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
+        return (torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}, {is_few}, False),)
 """
 SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
     (4096, 6144, [0, 4096, 5120], [4096, 1024, 1024], 16),
@@ -76,9 +76,10 @@ import torch
 
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
-        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few})
-        out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, [0, 12288], [12288, 12288])
-        gated = torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, [0, 12288], [12288, 12288])
+        shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
+        parts = [0, 12288], [12288, 12288]
+        out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, *parts, {is_few}, False)
+        gated = torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, *parts, {is_few}, False)
         return (torch.ops.mllm.silu_mul.default(out), gated)
 """
 
@@ -99,11 +100,54 @@ def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both(is_few: b
         assert torch.equal(apart, ours), tokens
 
 
+CHAINED = """
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, x, o, residual, weight, gate_up, a_o, b_o, a_gate_up, b_gate_up, a_down, slots):
+        op = torch.ops.mllm
+        shrunk = op.lora_shrink.default(x, a_o, slots, True, True)
+        h = residual + op.lora_expand.default(o, shrunk, b_o, slots, [0], [4096], True, True)
+        out, scaled, squares, products = op.lora_expand_norm.default(
+            o, shrunk, b_o, slots, residual, weight, False, a_gate_up)
+        parts = [0, 12288], [12288, 12288]
+        norm = squares, 1e-6, 4096
+        gated = op.lora_expand_gated.default(gate_up, products, b_gate_up, slots, *parts, True, True, *norm)
+        again, last = op.lora_expand_gated_chained.default(
+            gate_up, products, b_gate_up, slots, *parts, *norm, a_down)
+        of_gated = op.lora_shrink.default(gated, a_down, slots, True, True)
+        of_scaled = op.lora_shrink.default(scaled, a_gate_up, slots, True, True)
+        return h, out, scaled, squares, gated, again, products, of_scaled, last, of_gated
+"""
+
+
+def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for(tmp_path: Path) -> None:
+    source, generator = tmp_path / "piece.py", torch.Generator("cuda").manual_seed(0)
+    source.write_text(CHAINED)
+    of_adapters = (SLOTS, 16, 4096), (SLOTS, 4096, 16), (SLOTS, 32, 4096), (SLOTS, 24576, 16), (SLOTS, 16, 12288)
+    shapes = (*[("T", 4096)] * 3, (4096,), ("T", 24576), *of_adapters)
+    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
+    compile_piece(source, given, "cuda:0", {"T": 256}, tmp_path / "piece.pt2", tmp_path)
+    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
+    for tokens in (1, 8, 17, 64, 65, 256):
+        sizes = [tuple(tokens if size == "T" else size for size in shape) for shape in shapes]
+        tensors = [torch.randn(size, generator=generator, device="cuda") for size in sizes]
+        tensors = [(one / 64 if len(one.shape) == 3 else one).bfloat16() for one in tensors]
+        slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
+        torch.cuda.synchronize()  # slots are read early
+        h, out, scaled, squares, gated, again, *products = piece([*tensors, slots])
+        assert torch.equal(h, out)
+        assert torch.equal(gated, again)
+        assert torch.equal(scaled, (h.float() * tensors[3].float()).bfloat16())
+        assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1), rtol=1e-4)
+        for ours, theirs in (products[:2], products[2:]):
+            found, expected = (one.sum(0)[slots >= 0] for one in (ours, theirs))
+            assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], [17, 33], [9, 8, 7, 6] * 20)
 SLOT_OF = (1, -1, 0, 1, 0)
-
-
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+SMALL = {"hidden_size": 1024, "intermediate_size": 512, "head_dim": 64}
 # Of weights so large that linears of up to 8 tokens take their adapters with them.
 LARGE = {"hidden_size": 3072, "intermediate_size": 3072, "head_dim": 128}
 LARGE |= {"num_attention_heads": 24, "num_key_value_heads": 8}

@@ -22,12 +22,13 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.variants import add_variants, copy_of
-from tests.passes.support import stand_ins
+from tests.passes.support import graph_builder, stand_ins
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, assert_values_hold, model_of_layers, run
 
 OF_LAYERS = [f"layers.{layer}.attn.{name}.weight" for layer in range(2) for name in "qo"]
 WEIGHTS = ["embed.weight", *OF_LAYERS]
 OPS = "add_lora", "add_lora_of_ids", "scale_of_adapters", "lora_shrink", "lora_expand", "lora_expand_gated"
+CHAINED = "lora_expand_norm", "lora_expand_gated_chained"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,7 @@ def pieces(has_scales: bool = False) -> fx.GraphModule:
 def calls(gm: fx.GraphModule, name: str) -> list[str]:
     piece = gm.get_submodule(name)
     assert isinstance(piece, fx.GraphModule)
-    found = (node.target for node in piece.graph.nodes if nodes.is_op(node, *OPS))
+    found = (node.target for node in piece.graph.nodes if nodes.is_op(node, *OPS, *CHAINED))
     return [str(target).split(".")[1] for target in found]
 
 
@@ -67,6 +68,18 @@ def test_the_kernels_have_the_numbers_of_the_op(tokens, has_scales):
         assert all(calls(after, variant) == calls(after, name) for variant in small.values())
         assert not {"add_lora", "add_lora_of_ids", "scale_of_adapters"} & set(calls(after, name))
     assert LaunchLora()(after).matches == 0
+
+
+def test_only_slots_that_are_the_programs_input_are_read_early(monkeypatch):
+    """The head has rows of slots, which a kernel gathers."""
+    monkeypatch.setattr(graph_builder, "VOCAB", 16)
+    monkeypatch.setitem(globals(), "WEIGHTS", [*OF_LAYERS, "head.weight"])
+    gm = apply(LaunchLora(), pieces())
+    found = set()
+    for node in nodes_of(gm, nodes.called_pieces(gm)):
+        if nodes.is_op(node, "lora_shrink"):
+            found.add((node.args[2].op == "placeholder", node.args[4]))
+    assert found == {(True, True), (False, False)}
 
 
 def test_a_variant_that_is_there_is_kept():
@@ -111,7 +124,7 @@ def test_an_activation_is_in_the_kernel_that_adds_to_its_linear(weights, passes)
     names = nodes.called_pieces(gm)
     for forms in (names, [form for name in names for form in gm.meta[VARIANTS].get(name, {}).values()]):
         found = [call for name in forms for call in calls(gm, name)]
-        assert found.count("lora_expand_gated") == 1
+        assert sum(call.startswith("lora_expand_gated") for call in found) == 1
         assert not any(nodes.is_op(node, "silu_mul") or node.target is silu for node in nodes_of(gm, forms))
 
 

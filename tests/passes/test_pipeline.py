@@ -32,7 +32,7 @@ from mllm_compile.runtime.ops import FAMILIES, OPS
 from tests.passes.support.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
-OTHERS = {"__init__", "base", "variants", "pipeline", "token_slots", "verify"}
+OTHERS = {"__init__", "base", "lora_chains", "variants", "pipeline", "token_slots", "verify"}
 
 
 def snake_case(name: str) -> str:

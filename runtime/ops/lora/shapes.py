@@ -1,6 +1,6 @@
 """The products of adapters that the kernels take, and their blocks. Free of torch and Triton.
 
-Shape legend: K inputs, N outputs of a linear, r the rank of adapters.
+Shape legend: K inputs, N outputs of a linear, r the rank of adapters, L slots.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ import math
 from collections.abc import Sequence
 
 MOST_PARTS = 4  # of a packed linear
-MOST_FEW_TOKENS = 64  # of a step whose products of A are divided among blocks
+MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
+FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
+MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each
+WHOLE_TOKENS = 4096  # from so many on a block of many tokens has all inputs
+ALWAYS_SPLIT = (1 << 31) - 1  # above all tokens
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
-_INPUTS_OF_A_SPLIT = 512
+_CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
 
 
 def takes_lora(outputs: int, starts: Sequence[int], rows: Sequence[int]) -> bool:
@@ -33,9 +37,22 @@ def block_of_columns(outputs: int, starts: Sequence[int], rows: Sequence[int]) -
     return min(whole & -whole, _MOST_COLUMNS)
 
 
+def inputs_of_split(inputs: int, is_few: bool) -> int:
+    """Inputs that one sum is of. Few tokens are few blocks, so that each has few inputs."""
+    if is_few:
+        return 512
+    return 1024 if inputs <= 8192 else 2048
+
+
 def num_splits(inputs: int, is_few: bool) -> int:
-    """Parts that sums over the inputs are divided into: few tokens are few blocks, with long chains of products."""
-    return max(1, inputs // _INPUTS_OF_A_SPLIT) if is_few else 1
+    """Sums that the products with A are left in."""
+    return -(-inputs // inputs_of_split(inputs, is_few))
+
+
+def chained_columns(outputs: int) -> int:
+    """Outputs of a block that also multiplies them with the next linear's A; 0: too few of them are a power of two."""
+    columns = min(outputs & -outputs, _CHAINED_COLUMNS)
+    return columns if columns >= _FEWEST and outputs // columns <= _MOST_CHAINED_SPLITS else 0
 
 
 def padded_rank(rank: int) -> int:

@@ -25,7 +25,7 @@ from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference as add_lora
-from mllm_compile.runtime.ops.lora.shapes import num_splits
+from mllm_compile.runtime.ops.lora.shapes import chained_columns, num_splits
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
@@ -361,7 +361,7 @@ def dequantised_integers(
     return dequantised(tensors, "int4_lanes", columns // scales.shape[1], columns, dtype)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool, early_slots: bool) -> torch.Tensor:
     factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0)
     splits = num_splits(x.shape[-1], is_few)
     size = -(-x.shape[-1] // splits)
@@ -369,9 +369,12 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
     return torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
 
 
-def lora_expand(y, shrunk, b, slots, starts, rows):
+def lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
     out, first, rank = y.clone(), 0, b.shape[2]
-    inputs = shrunk.sum(0).to(b.dtype)
+    inputs = shrunk.sum(0)
+    if squares is not None:
+        inputs = inputs * torch.rsqrt(squares.flatten(0, -2).sum(-1, keepdim=True) / width + eps)
+    inputs = inputs.to(b.dtype)
     for part, (start, count) in enumerate(zip(starts, rows, strict=True)):
         factors = b[slots.clamp(min=0), first : first + count]
         added = torch.einsum("tr,tnr->tn", inputs[:, part * rank : (part + 1) * rank], factors)
@@ -380,9 +383,27 @@ def lora_expand(y, shrunk, b, slots, starts, rows):
     return out
 
 
-def lora_expand_gated(y, shrunk, b, slots, starts, rows):
-    gate, up = lora_expand(y, shrunk, b, slots, starts, rows).chunk(2, -1)
+def lora_expand_gated(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
+    gate, up = lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares, eps, width).chunk(2, -1)
     return silu(gate) * up
+
+
+def lora_expand_norm(y, shrunk, b, slots, residual, norm_weight, plus_one, next_a):
+    out = residual + lora_expand(y, shrunk, b, slots, [0], [y.shape[-1]], True, True)
+    scaled = (out.float() * (norm_weight.float() + plus_one)).to(out.dtype)
+    squares = out.float().pow(2).unflatten(-1, (-1, chained_columns(y.shape[-1]))).sum(-1)
+    return out, scaled, squares, _in_blocks(scaled, next_a, slots)
+
+
+def lora_expand_gated_chained(y, shrunk, b, slots, starts, rows, squares, eps, width, next_a):
+    out = lora_expand_gated(y, shrunk, b, slots, starts, rows, True, True, squares, eps, width)
+    return out, _in_blocks(out, next_a, slots)
+
+
+def _in_blocks(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0).float()
+    blocks = -1, chained_columns(a.shape[2])
+    return torch.einsum("tbk,trbk->btr", x.flatten(0, -2).float().unflatten(-1, blocks), factors.unflatten(-1, blocks))
 
 
 SILU_MUL = {
@@ -395,13 +416,15 @@ INTEGERS = {
     ),
 }
 LORA = {
-    "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few) -> Tensor": lora_shrink,
-    "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) -> Tensor": (
-        lora_expand
-    ),
-    "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) -> Tensor": (
-        lora_expand_gated
-    ),
+    "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few, bool early_slots) -> Tensor": lora_shrink,
+    "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
+    "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand,
+    "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
+    "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand_gated,
+    "lora_expand_norm(Tensor y, Tensor shrunk, Tensor b, Tensor slots, Tensor residual, Tensor norm_weight, "
+    "bool plus_one, Tensor next_a) -> (Tensor, Tensor, Tensor, Tensor)": lora_expand_norm,
+    "lora_expand_gated_chained(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
+    "Tensor? squares, float eps, int width, Tensor next_a) -> (Tensor, Tensor)": lora_expand_gated_chained,
 }
 ROPE_AND_CACHE = {
     "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, "

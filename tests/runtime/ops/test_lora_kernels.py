@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from mllm_compile.runtime.ops.lora import shapes
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,39 +32,120 @@ def test_the_kernels_compute_what_the_reference_does_through_the_interpreter():
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The ops' functions, their kernels launched as they are: torch's wrapper takes compiled ones alone."""
-    from mllm_compile.runtime.ops.lora import kernels
+    """The modules of the ops, their kernels launched as they are: torch's wrapper takes compiled ones alone."""
+    from mllm_compile.runtime.ops.lora import chained, expand, shrink
 
-    monkeypatch.setattr(kernels, "wrap_triton", lambda kernel: kernel)
-    monkeypatch.setattr(kernels, "starts_early", lambda: False)
-    return kernels
+    for module in (shrink, expand, chained):
+        monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
+        monkeypatch.setattr(module, "starts_early", lambda: False)
+    return shrink, expand, chained
+
+
+@pytest.fixture(params=["slots", "loops", "many"])
+def is_few(kernels, monkeypatch, request) -> bool:
+    """Of each form of the kernels: blocks of few tokens with a slot each, those that go through slots, and of many."""
+    for module in kernels[:2]:
+        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param == "loops" else SLOTS)
+    return request.param != "many"
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
-@pytest.mark.parametrize("is_few", [True, False])
-@pytest.mark.parametrize("tokens", [1, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (35, torch.float16)])
 @pytest.mark.parametrize(
     ("starts", "rows", "rank"),
     [([0, HALF], [HALF, HALF], 8), ([0], [HALF], 16), ([HALF], [HALF], 20), ([0, HALF], [HALF, HALF], 70)],
     ids=str,
 )
 def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
-    kernels, starts, rows, rank, dtype, tokens, is_few
+    kernels, is_few, starts, rows, rank, tokens, dtype
 ):
-    generator = torch.Generator().manual_seed(tokens)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    y, x = random(tokens, 2 * HALF), random(tokens, INPUTS)
-    a, b = random(SLOTS, rank * len(rows), INPUTS) / INPUTS**0.5, random(SLOTS, sum(rows), rank)
-    slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, dtype=torch.int32)
-    shrunk = kernels.lora_shrink(x, a, slots, is_few)
-    out = kernels.lora_expand(y, shrunk, b, slots, starts, rows)
+    y, x, a, b = operands(tokens, starts, rows, rank, dtype)
+    slots = torch.randint(-1, SLOTS, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
+    shrink, expand, _ = kernels
+    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
+    out = expand.lora_expand(y, shrunk, b, slots, starts, rows, is_few, True)
     exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
     rounded = add_lora_reference(y, x, a, b, slots, starts, rows).float()
     assert (out.float() - exact).norm() <= 1.2 * (rounded - exact).norm() + 1e-5 * exact.norm()
     gate, up = out.chunk(2, -1)
-    gated = kernels.lora_expand_gated(y, shrunk, b, slots, starts, rows)
+    gated = expand.lora_expand_gated(y, shrunk, b, slots, starts, rows, is_few, True)
     assert torch.allclose(gated, silu(gate.float()).to(dtype) * up, rtol=2e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few, monkeypatch):
+    """Also from so many tokens on that a block has all inputs."""
+    shrink, expand, _ = kernels
+    for module in (shrink, expand):
+        monkeypatch.setattr(module, "WHOLE_TOKENS", 60)
+    starts, rows, tokens = [0, HALF], [HALF, HALF], 71
+    y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
+    slots = torch.arange(tokens, dtype=torch.int32) // 5 % (SLOTS + 1) - 1
+
+    def run(chosen: torch.Tensor) -> torch.Tensor:
+        shrunk = shrink.lora_shrink(x[chosen], a, slots[chosen], is_few, True)
+        return expand.lora_expand(y[chosen], shrunk, b, slots[chosen], starts, rows, is_few, True)
+
+    together = run(torch.arange(tokens))
+    assert torch.equal(together[slots < 0], y[slots < 0])
+    for chosen in (torch.arange(1), torch.arange(20, 45), torch.arange(0, tokens, 7)):
+        assert torch.equal(run(chosen), together[chosen])
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_a_kernel_between_linears_has_the_bits_of_those_that_it_stands_for(kernels, plus_one, monkeypatch):
+    shrink, expand, chained = kernels
+    monkeypatch.setattr(shapes, "_CHAINED_COLUMNS", 32)
+    tokens, rank, width, wide = 19, 20, 64, 96
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).half()
+
+    slots = torch.randint(-1, SLOTS, (tokens,), dtype=torch.int32, generator=generator)
+    has_adapter = slots >= 0
+    x, y, residual, weight, b = (
+        random(tokens, 256),
+        *(random(tokens, width) for _ in range(2)),
+        random(width),
+        random(SLOTS, width, rank),
+    )
+    shrunk = shrink.lora_shrink(x, random(SLOTS, rank, 256) / 16, slots, True, True)
+    next_a = random(SLOTS, 2 * rank, width) / 8
+    out, scaled, squares, products = chained.lora_expand_norm(y, shrunk, b, slots, residual, weight, plus_one, next_a)
+    assert torch.equal(out, residual + expand.lora_expand(y, shrunk, b, slots, [0], [width], True, True))
+    assert torch.equal(scaled, (out.float() * (weight.float() + plus_one)).half())
+    assert torch.allclose(squares.sum(-1), out.float().pow(2).sum(-1))
+    alone = shrink.lora_shrink(scaled, next_a, slots, True, True)
+    assert torch.allclose(products.sum(0)[has_adapter], alone.sum(0)[has_adapter], atol=1e-4)
+
+    gate_up, b = random(tokens, 2 * wide), random(SLOTS, 2 * wide, rank)
+    last_a = random(SLOTS, rank, wide)
+    norm = squares, 1e-6, width
+    gated, products_of_gated = chained.lora_expand_gated_chained(
+        gate_up, products, b, slots, [0, wide], [wide, wide], *norm, last_a
+    )
+    assert torch.equal(
+        gated, expand.lora_expand_gated(gate_up, products, b, slots, [0, wide], [wide, wide], True, True, *norm)
+    )
+    factors = torch.rsqrt(squares.sum(-1) / width + 1e-6)[:, None]
+    normed = torch.where(has_adapter[:, None], products.sum(0) * factors, 0)
+    both = (
+        expand.lora_expand(gate_up, one, b, slots, [0, wide], [wide, wide], True, True, *more)
+        for one, more in ((products, norm), (normed[None], ()))
+    )
+    ours, theirs = both
+    assert torch.allclose(ours, theirs, rtol=2e-3, atol=1e-2)
+    alone = shrink.lora_shrink(gated, last_a, slots, True, True)
+    assert torch.allclose(products_of_gated.sum(0)[has_adapter], alone.sum(0)[has_adapter], rtol=1e-3, atol=1e-3)
+
+
+def operands(
+    tokens: int, starts: list[int], rows: list[int], rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, x, A and B."""
+    generator = torch.Generator().manual_seed(tokens)
+    factors = (SLOTS, rank * len(rows), INPUTS), (SLOTS, sum(rows), rank)
+    y, x, a, b = (torch.randn(shape, generator=generator) for shape in ((tokens, 2 * HALF), (tokens, INPUTS), *factors))
+    return y.to(dtype), x.to(dtype), (a / INPUTS**0.5).to(dtype), b.to(dtype)

@@ -1,0 +1,196 @@
+"""The kernels that multiply inputs with A of each token's adapter.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
+Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
+
+Of few tokens a block has one adapter: there is a block for each slot, and most find none of their tokens with it. So
+nothing is planned ahead, and A is read ahead of the wait, as no kernel writes it. A block of many tokens goes through
+their adapters: neighbours mostly have one. With many slots blocks of few tokens do so too. Sums are made without
+atomics, and so are the same every time. A token's numbers do not depend on other tokens.
+
+Shape legend: T tokens, K inputs of a linear, P of its parts with adapters, r their rank, L slots, S sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.ops.lora.shapes import (
+    ALWAYS_SPLIT,
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MOST_SLOTS,
+    WHOLE_TOKENS,
+    inputs_of_split,
+    num_splits,
+    padded_rank,
+)
+
+NO_SLOT = tl.constexpr(1 << 30)  # above all
+
+
+@triton.jit
+def slots_of_block(
+    slots_ptr: tl.tensor, num_tokens: tl.tensor, slot: tl.tensor, tokens: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The tokens of a block that have a slot, as a mask, and whether there are any."""
+    is_token = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-2) == slot
+    return is_token, tl.max(is_token.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def slot_kernel(
+    x_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
+    EARLY_SLOTS: tl.constexpr,
+) -> None:
+    """BLOCK_T tokens times BLOCK_R rows of a slot's A, over INPUTS of the K: program (sum, rows, tokens and slot).
+
+    The first block waits also where it finds no work.
+    """
+    if EARLY and not EARLY_SLOTS:
+        wait_for_prerequisites()
+        start_dependents()
+    slot = tl.program_id(2) % SLOTS
+    tokens = tl.program_id(2) // SLOTS * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token, is_used = slots_of_block(slots_ptr, num_tokens, slot, tokens)
+    if (tl.program_id(2) > 0) & (is_used == 0):
+        return
+    rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = rows < ROWS
+    columns = tl.program_id(0) * INPUTS + tl.arange(0, BLOCK_K)
+    a_places = a_ptr + slot.to(tl.int64) * ROWS * K + (rows[None, :] * K + columns[:, None])
+    a = tl.load(a_places, mask=is_row[None, :] & (columns < K)[:, None], other=0.0)
+    if EARLY and EARLY_SLOTS:
+        wait_for_prerequisites()
+        start_dependents()
+    x_places = x_ptr + tokens[:, None].to(tl.int64) * K + columns[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    for k in tl.static_range(0, INPUTS, BLOCK_K):
+        is_column = columns + k < K
+        if k > 0:
+            a = tl.load(a_places + k, mask=is_row[None, :] & is_column[:, None], other=0.0)
+        x = tl.load(x_places + k, mask=is_token[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee" if EXACT else "tf32")
+    places = (tl.program_id(0).to(tl.int64) * num_tokens + tokens[:, None]) * ROWS + rows[None, :]
+    tl.store(out_ptr + places, total, mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit
+def loop_kernel(
+    x_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WHOLE_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """BLOCK_T tokens times BLOCK_R rows of A: program (tokens, rows, sum).
+
+    From WHOLE_TOKENS on the first sum's block adds up all sums, in the order in which they are added up otherwise.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_token, is_row = first + tokens < num_tokens, rows < ROWS
+    start, end = tl.program_id(2) * INPUTS, (tl.program_id(2) + 1) * INPUTS
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    is_whole = num_tokens >= WHOLE_TOKENS
+    if is_whole & (start > 0):
+        return
+    end = tl.where(is_whole, tl.cdiv(K, INPUTS) * INPUTS, end)
+    slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
+    x_places = x_ptr + first * K
+    out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
+    while slot < NO_SLOT:
+        of_slot = a_ptr + slot.to(tl.int64) * ROWS * K
+        sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for k in range(start, end, BLOCK_K):
+            columns = k + tl.arange(0, BLOCK_K)
+            is_column = columns < K
+            x_mask = is_token[:, None] & is_column[None, :]
+            x = tl.load(x_places + (tokens[:, None] * K + columns[None, :]), mask=x_mask, other=0.0)
+            a = tl.load(
+                of_slot + (rows[None, :] * K + columns[:, None]), mask=is_column[:, None] & is_row[None, :], other=0.0
+            )
+            total = tl.dot(x, a, total, input_precision="ieee" if EXACT else "tf32")
+            ends = (k + BLOCK_K) % INPUTS == 0
+            sums = tl.where(ends, sums + total, sums)
+            total = tl.where(ends, 0.0, total)
+        out = tl.where((slots == slot)[:, None], sums, out)
+        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
+    of_block = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + first) * ROWS
+    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
+
+
+@triton_op("mllm::lora_shrink", mutates_args={})
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool, early_slots: bool) -> torch.Tensor:
+    """Products of x [..., K] of T tokens with A [L, P * r, K] of each token's slot [T] int32.
+
+    Args:
+        is_few: right for any number of tokens, fast up to 256.
+        early_slots: slots are an input of the step, not made by a kernel of it after the embedding, so that kernels may
+            read them ahead of their wait.
+
+    Returns:
+        [S, T, P * r] float32: sums over some of the inputs each. Where the slot is -1 nothing is written; likewise all
+        but the first sum of at least WHOLE_TOKENS if not `is_few`.
+    """
+    x = x.contiguous()
+    inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
+    splits = num_splits(inputs, is_few)
+    block_t, block_r = FEW_TOKENS if is_few else MANY_TOKENS, padded_rank(rows)
+    num_blocks, blocks_of_rows = triton.cdiv(num_tokens, block_t), triton.cdiv(rows, block_r)
+    out = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
+    shared: dict[str, Any] = {
+        "K": inputs,
+        "ROWS": rows,
+        "INPUTS": inputs_of_split(inputs, is_few),
+        "BLOCK_T": block_t,
+        "BLOCK_R": block_r,
+        "EXACT": x.dtype == torch.float32,
+        "EARLY": starts_early(),
+        "num_warps": 4,
+    }
+    if is_few and a.shape[0] <= MOST_SLOTS:
+        grid = splits, blocks_of_rows, num_blocks * a.shape[0]
+        wrap_triton(slot_kernel)[grid](
+            x, a, slots, out, num_tokens, SLOTS=a.shape[0], BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
+        )
+    else:
+        whole = ALWAYS_SPLIT if is_few else WHOLE_TOKENS
+        block_k = 64 if x.dtype == torch.float32 else 128
+        wrap_triton(loop_kernel)[(num_blocks, blocks_of_rows, splits)](
+            x, a, slots, out, num_tokens, WHOLE_TOKENS=whole, BLOCK_K=block_k, num_stages=3, **shared
+        )
+    return out
