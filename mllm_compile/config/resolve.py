@@ -67,12 +67,15 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 # Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
 DETERMINISTIC_ANY_TOKENS = 2048
 DETERMINISTIC_ATTENTION_BLOCKS = 512
-# Beginnings of names in config.json of models with images, latents or states.
+# Beginnings of names in config.json of models with images, latents, states or products that are no linears.
 _OF_OTHER_LAYERS = (
     "vision",
     "image",
     "audio",
     "kv_lora",
+    "q_lora",
+    "compress",
+    "altup",
     "mamba",
     "ssm",
     "linear_",

@@ -540,6 +540,14 @@ def test_deterministic_steps_have_any_number_of_rows_where_no_product_depends_on
         assert config.as_config().runtime.deterministic
 
 
+def test_products_of_any_rows_have_at_least_so_many():
+    for most, sizes in ((4, (16,)), (16, (16,)), (30, (16, 24, 30))):
+        config = resolved(H200, runtime={"deterministic": True, "max_running_requests": most})
+        assert config.cudagraph.decode_requests == sizes and config.cudagraph.piecewise_tokens[0] == 16
+    with pytest.raises(CaptureSizeError, match=r"holds 8, but with .* a product has at least 16 rows"):
+        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 32]})
+
+
 def test_a_layer_without_a_kernel_of_the_program_is_no_surprise_of_any_rows():
     config = resolved(H200, runtime={"deterministic": True})
     check_any_rows(config, [], set(), False)
