@@ -129,6 +129,7 @@ class ModelDrafter:
             return [()] * len(asked)
         with torch.inference_mode(), self._model.on_device():
             try:
+                self.settle()  # drafts may have pages that others gave up
                 self._enter_pages(rows)
                 token_ids = self._draft(rows).tolist()
             except torch.OutOfMemoryError as error:

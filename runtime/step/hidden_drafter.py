@@ -136,7 +136,7 @@ class HiddenDrafter(ModelDrafter):
         """Notes what is kept of pages that others may share."""
         computed, num_tokens = self._computed.get(request), num_tokens_of(request)
         whole = (num_tokens - 1) // self._pages.page_size * self._pages.page_size
-        known = min(whole, num_tokens - self._num_layers)
+        known = min(whole, num_tokens - self._num_layers, self._kept.end_of(request))  # a prompt may be in its midst
         if computed is None or computed >= known or request in self._broken or not self._kept.has(request, computed):
             return
         self._left.append(self._part(request, request.row, computed, known))

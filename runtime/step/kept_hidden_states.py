@@ -46,6 +46,11 @@ class KeptHiddenStates:
         held = self._held.get(request)
         return held is not None and held[1] <= position
 
+    def end_of(self, request: DraftedRequest) -> int:
+        """The position behind the last that is held; 0: none is."""
+        held = self._held.get(request)
+        return 0 if held is None else held[2]
+
     def extend(self, request: DraftedRequest, row: int, start: int, end: int) -> np.ndarray:
         """Holds positions `start` to `end` too, which replace those that were held from `start` on.
 

@@ -216,6 +216,30 @@ def test_keys_of_an_answer_that_had_no_drafts_are_there_when_it_is_a_prefix(num_
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
+def test_of_a_prompt_that_is_broken_off_only_what_was_computed_is_read(num_layers, monkeypatch):
+    heads = [Head(0, depth) for depth in range(num_layers)]
+    loop = Loop(make_runner(Model(), draft_model=heads, max_num_batched_tokens=9), num_drafted=3)
+    request = loop.add(range(2, 60))
+    loop._turn(loop._turn(None, False), False)
+    assert loop.scheduler.finish(request, "abort")
+    monkeypatch.setattr(loop.steps.drafter, "_read", lambda *_: pytest.fail("nothing of it is kept"))
+    loop.steps.drafter.settle()
+
+
+def test_keys_that_pages_lack_are_written_before_drafts_take_these_pages(monkeypatch):
+    loop = Loop(make_runner(Model(), draft_model=Head()), num_drafted=3)
+    drafter, done = loop.steps.drafter, []
+    for name in ("settle", "_enter_pages"):
+        method = getattr(drafter, name)
+        monkeypatch.setattr(drafter, name, lambda *args, name=name, do=method: (done.append(name), do(*args)))
+    loop.add(PROMPTS[0])
+    loop.run()
+    where = [place for place, name in enumerate(done) if name == "_enter_pages"]
+    assert where and all(done[place - 1] == "settle" for place in where)
+    assert done.count("settle") == len(loop.batches) + len(where)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("num_alone", [4, 10, 20])
 def test_requests_that_had_no_room_for_drafts_catch_up(num_alone, num_layers):
     """Four decodes fill a step; when two have ended, the head reads what is kept of the others."""
