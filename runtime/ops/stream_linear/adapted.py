@@ -139,7 +139,7 @@ def takes(rows: int, columns: int, rank: int, parts: _PARTS) -> bool:
     """True if the kernels take adapters of a linear [rows, columns]."""
     if not is_read_in_rows(rows, columns) or rank % _RANK_UNIT or not 0 < rank <= MOST_RANK:
         return False
-    if any(number % NORM_ROWS for part in parts for number in part):
+    if any(number % NORM_ROWS for part in (*parts, (rows,)) for number in part):
         return False
     kind = AdaptedKind(rows, columns, rank=rank, parts=parts)
     few = _by_rows(kind)

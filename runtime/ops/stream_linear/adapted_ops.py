@@ -9,6 +9,7 @@ adapters add is float32 until the sum is rounded.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,12 +42,14 @@ class AdaptedLinear(LoadedLinear):
 
     _counts: dict[int, torch.Tensor] = {}  # noqa: RUF012  (by device: Counts in adapters.cuh)
     _places: dict[tuple[int, int], int] = {}  # noqa: RUF012  (by device and the address of A)
+    _numbers = itertools.count()  # of places; threads of two engines never get the same one
 
     def __init__(self, kernel: LinearTiling, binaries: Mapping[str, bytes]) -> None:
         super().__init__(kernel, binaries)
         device = torch.cuda.current_device()
         if device not in self._counts:  # not in a capture, whose replays would make them anew
-            self._counts[device] = torch.zeros(_MOST_COUNTS, 4, dtype=torch.int32, device=f"cuda:{device}")
+            zeros = torch.zeros(_MOST_COUNTS, 4, dtype=torch.int32, device=f"cuda:{device}")
+            self._counts.setdefault(device, zeros)
 
     def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
         a, b, slots, *_ = beside
@@ -54,9 +57,10 @@ class AdaptedLinear(LoadedLinear):
         shrunk = x.new_empty(num_sums(self.kernel), dtype=torch.float32)
         device = x.get_device()
         # Two engines may run the same kernel at the same time, but each has its own A.
-        place = self._places.setdefault((device, a.data_ptr()), len(self._places) % _MOST_COUNTS)
+        key = device, a.data_ptr()
+        place = self._places[key] if key in self._places else self._places.setdefault(key, next(self._numbers))
         counts = self._counts[device]
-        its_counts = counts.data_ptr() + place * counts.stride(0) * counts.element_size()
+        its_counts = counts.data_ptr() + place % _MOST_COUNTS * counts.stride(0) * counts.element_size()
         by_tma = isinstance(self.kernel, AdaptedTileTiling)  # which A's products do not read x by
         rows_of_x = (address_of(x),) if by_tma else ()
         return (*rows_of_x, _Adapters(a.data_ptr(), b.data_ptr(), slots.data_ptr(), shrunk.data_ptr(), its_counts))

@@ -109,8 +109,8 @@ __device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // of two tokens, in two rows
     const int out_token = __shfl_sync(~0u, token, (quad * 2 + i % 2) * 4), out_row = row + i / 2 * 8;
-    if (out_token >= 0 && out_row < A_ROWS)
-      adapters.shrunk[(part * ADAPTED_TOKENS + out_token) * A_ROWS + out_row] = even[i] + odd[i];
+    store_if(out_token >= 0 && out_row < A_ROWS,
+             adapters.shrunk + (part * ADAPTED_TOKENS + out_token) * A_ROWS + out_row, even[i] + odd[i]);
   }
 }
 

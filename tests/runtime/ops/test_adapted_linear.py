@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 import shutil
@@ -59,9 +60,10 @@ def test_8bs_linears_take_adapters_and_are_divided_as_without(kind, tokens):
         (4096, 4096, 24, WHOLE),
         (4096, 4096, 64, WHOLE),
         (6144, 4096, 16, ((0, 4096), (4104, 1016))),
+        (4104, 4096, 16, WHOLE),
         (4096, 24576, 16, WHOLE),
     ],
-    ids=["held", "rank of 24", "rank of 64", "odd part", "inputs in all registers"],
+    ids=["held", "rank of 24", "rank of 64", "odd part", "odd rows", "inputs in all registers"],
 )
 def test_others_are_left_to_kernels_of_their_own(rows, columns, rank, parts):
     assert not takes(rows, columns, rank, parts)
@@ -86,11 +88,19 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
+class Places(dict):
+    """Another thread finds the same number of them, as it looks at the same time."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 def test_two_engines_count_the_tasks_of_their_linears_apart(driver, monkeypatch):
     driver()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(AdaptedLinear, "_counts", {-1: torch.zeros(4, 4, dtype=torch.int32), 0: torch.zeros(0)})
-    monkeypatch.setattr(AdaptedLinear, "_places", {})
+    monkeypatch.setattr(AdaptedLinear, "_places", Places())
+    monkeypatch.setattr(AdaptedLinear, "_numbers", itertools.count())
     tiling = choose(OF_8B[1], 8)
     loaded = AdaptedLinear(tiling, {tiling.name: b"binary"})
     launches = []
