@@ -289,9 +289,18 @@ class ModelRunner(RunnerSizes):
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with, and one for the second halves of those that are divided."""
         pools = self.req_to_token_pool, self.state_pool
-        self.attn_backend: AttentionBackend = make_backend(self.config, self.model, *pools, self.device)
+        live = self.model.live
+        make = partial(
+            make_backend,
+            self.config,
+            self.model,
+            *pools,
+            self.device,
+            weights=() if live is None else live.tensors.values(),
+        )
+        self.attn_backend: AttentionBackend = make()
         if self._overlap is not None:
-            self._overlap.second_backend = make_backend(self.config, self.model, *pools, self.device, part=1)
+            self._overlap.second_backend = make(part=1)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""

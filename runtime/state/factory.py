@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,11 +39,13 @@ def make_backend(
     state_pool: GDNPool,
     device: torch.device,
     part: int = 0,
+    weights: Iterable[torch.Tensor] = (),
 ) -> AttentionBackend:
     """The backend that computes a model's attention, and its layers with a state.
 
     Args:
         part: as make_attention_backend has it.
+        weights: as HeldStates has them.
 
     Raises:
         ConfigError, DeviceError: as make_attention_backend.
@@ -64,7 +66,7 @@ def make_backend(
     if pieces:
         states = PieceStateBackend(state_pool, pieces, states)
     mixed = MixedStateSteps(config.max_rows, device) if without is None else None
-    held = HeldStates(states, state_pool.num_rows - 1)
+    held = HeldStates(states, state_pool.num_rows - 1, weights)
     if model.layers:
         return HybridAttnBackend(make_attention(), states, held, mixed)
     slots = req_to_token_pool.req_to_token

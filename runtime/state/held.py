@@ -9,7 +9,7 @@ Shape legend: T tokens of a step, R requests, Q requests that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,6 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.runtime.state.mixed import MixedStates, PromptRows
-from mllm_compile.runtime.state.reference import Operands
 
 
 class HeldStates:
@@ -28,14 +27,15 @@ class HeldStates:
     Args:
         states: computes layers.
         scratch_row: of the pool; kernels leave there what nobody reads.
+        weights: of the model; they keep their places, and updates write them.
     """
 
-    def __init__(self, states: StateBackend, scratch_row: int) -> None:
+    def __init__(self, states: StateBackend, scratch_row: int, weights: Iterable[torch.Tensor] = ()) -> None:
         self._states, self._scratch_row = states, scratch_row
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._inputs: list[StateInputs] = []
         self._requests: PromptRows | None = None  # whose states are held
         self._is_captured = False  # then these are all of the step's
-        self._constants: dict[str, Operands] = {}  # by layer, as they always are
 
     def begin(self, batch: ForwardBatch) -> MixedStates | None:
         """Plans a batch, ahead of the model; what kernels read of a verify step. None: what they read of any other."""
@@ -73,16 +73,16 @@ class HeldStates:
         return MixedStates(None, PromptRows(targets, has_state, sources, starts, starts + rows.shape[1]))
 
     def hold(self, inputs: StateInputs) -> None:
-        """Keeps a layer's operands, whose memory later layers use again; also constants, which a piece may compute."""
-        count, constants = inputs.metadata.num_held_tokens, self._constants.get(inputs.layer.name)
-        if constants is None:
-            names = inputs.layer.kind.constants & inputs.operands.keys()
-            constants = self._constants[inputs.layer.name] = {name: copy_of(inputs.operands[name]) for name in names}
+        """Keeps a layer's operands, whose memory later layers use again; also constants that a piece has computed."""
+        count, constants = inputs.metadata.num_held_tokens, inputs.layer.kind.constants
         operands = {
-            name: constants[name] if name in constants else copy_of(value[:count])
+            name: self._constant(value) if name in constants else copy_of(value[:count])
             for name, value in inputs.operands.items()
         }
         self._inputs.append(replace(inputs, operands=operands))
+
+    def _constant(self, value: torch.Tensor) -> torch.Tensor:
+        return value if value.untyped_storage().data_ptr() in self._weights else copy_of(value)
 
     def keep(self, counts: torch.Tensor) -> None:
         """Takes the states on. Of a captured step it is captured too, right behind.

@@ -105,3 +105,25 @@ def test_a_copy_has_the_strides_of_its_original_and_no_memory_of_it():
         copy = copy_of(part)
         assert torch.equal(copy, part) and copy.stride() == part.stride()
         assert copy.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+
+
+def test_constants_are_those_of_each_step():
+    """An update writes weights in place; what a piece computes of them is another number in each step."""
+    layer, operands = layer_of("ssd"), operands_of("ssd", sum(LENGTHS))
+    names = sorted(layer.kind.constants & operands.keys())
+    weight, computed = (operands[name] for name in names[:2])
+    seen: list[Operands] = []
+    backend: Any = SimpleNamespace(forward=lambda inputs: seen.append(dict(inputs.operands)))
+    held = HeldStates(backend, SCRATCH, [weight])
+    config: Any = SimpleNamespace(runtime=SimpleNamespace(deterministic=False))
+    for number in (1, 2):
+        weight.fill_(number)
+        computed.fill_(number)
+        batch = verify_batch(ROWS, LENGTHS, EARLIER, 3)
+        held.begin(batch)
+        metadata = StateMetadataBuilder([layer], config).build(CommonAttentionMetadata.of(batch))[layer.name]
+        held.hold(StateInputs(operands, torch.zeros(batch.num_tokens, *layer.out_shape), layer, metadata))
+        computed.fill_(torch.nan)
+        held.keep(torch.tensor(COUNTS[0][:3]))
+        assert set(seen[-1][names[1]].flatten().tolist()) == {number}
+        assert seen[-1][names[0]] is weight, "it stays where it is"
