@@ -165,7 +165,7 @@ def _load(
                 live=_live_weights(runner),
                 memory=_sleeping_memory(runner),
                 tell_ranks=None if group is None else group.tell,
-                ask_ranks=None if group is None else runner.least_of_ranks,
+                ask_ranks=None if group is None else group.least,
                 wait_ranks=_nothing if group is None else group.wait_taken,
             )
         except BaseException:  # also Ctrl-C

@@ -288,6 +288,20 @@ class RankGroup:
             self._waiting_since = None
         self.check()
 
+    def least(self, value: int) -> int:
+        """The least of a number that all ranks give behind a message.
+
+        Raises:
+            DeviceError: a rank has ended.
+        """
+        communicator, found = self.communicator(), list[int]()
+        try:
+            self.waiting(lambda: found.append(communicator.least(value)))
+        except RuntimeError:
+            self._check_soon()  # of a broken call the end of a rank is the cause
+            raise
+        return found[0]
+
     def check(self) -> None:
         """
         Raises:
