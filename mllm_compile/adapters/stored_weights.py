@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from mllm_compile.errors import EnginePausedError
 from mllm_compile.runtime.lora.target import LoraTarget
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
@@ -23,6 +24,7 @@ class StoredWeights:
         specs: what fills the program's weights, of each rank.
         folder: of the files.
         live: this rank's weights; None: they are never updated.
+        is_awake: tells if there is memory behind them.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class StoredWeights:
         folder: Path,
         targets: Mapping[str, LoraTarget],
         live: LiveWeights | None = None,
+        is_awake: Callable[[], bool] = lambda: True,
     ) -> None:
         self._specs = [{spec.name: spec for spec in of_rank} for of_rank in specs]
-        self._folder, self._targets, self._live = folder, targets, live
+        self._folder, self._targets, self._live, self._is_awake = folder, targets, live, is_awake
 
     def read(self, weight: str, start: int, rows: int) -> torch.Tensor | None:
         """Rows [start, start + rows) of a target's weight on the CPU, of any floating type.
@@ -42,6 +45,7 @@ class StoredWeights:
 
         Raises:
             CheckpointError: a file is missing or is not what the model was compiled for.
+            EnginePausedError: it was updated, and is asleep.
         """
         target = self._targets[weight]
         sides = (target.outputs, target.output_ranges), (target.inputs, target.input_ranges)
@@ -83,6 +87,11 @@ class StoredWeights:
     def _updated(self, target: LoraTarget, start: int, rows: int, columns: int) -> torch.Tensor | None:
         """Likewise, of a weight in memory that is one rank's, in its type."""
         assert self._live is not None, "its caller has looked"
+        if not self._is_awake():
+            raise EnginePausedError(
+                f"{target.weight} was updated and is asleep, and an adapter's copy of it is compared with it. Load the "
+                "adapter again after wake_up."
+            )
         spec = self._specs[0][target.stored_in]
         if len(spec.shape) != 2 or spec.shape[1] != columns or any(part.kept or part.factor for part in spec.parts):
             return None

@@ -76,7 +76,10 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
     if runner.model.lora is None:
         return None
     config, pool, artifact = compiled.config, runner.model.lora.pool, compiled.artifact
-    specs = artifact.weights, *artifact.further_weights
+    specs, arena = (artifact.weights, *artifact.further_weights), runner.model.arena
+    stored = StoredWeights(
+        specs, compiled.weights_root, pool.targets, runner.model.live, lambda: arena is None or arena.is_awake
+    )
     base = BaseModel(
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},
@@ -93,7 +96,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
             for name, target in pool.targets.items()
             if target.kind == "experts"
         },
-        read=StoredWeights(specs, compiled.weights_root, pool.targets, runner.model.live).read,
+        read=stored.read,
     )
     return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))
 
