@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ANY_ROWS, EXPERT_RANKS, VARIANTS, GraphPass, PassResult
+from mllm_compile.passes.base import EXPERT_RANKS, VARIANTS, GraphPass, PassResult
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, replace_by_op
@@ -45,8 +45,8 @@ class GroupExperts(GraphPass):
         y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, B)
 
     Any other activation stays between two products. Quantised weights get `quantised_grouped_linear`. A piece with
-    experts gets variants for 1, 64 and 256 tokens where it has none, as a block's size depends on the step's (not with
-    ANY_ROWS); and the input `slots`, which tells padding apart.
+    experts gets variants for 1, 64 and 256 tokens where it has none, as a block's size depends on the step's; and the
+    input `slots`, which tells padding apart.
 
     Requires: pieces on CUDA with all their variants.
     Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
@@ -61,8 +61,7 @@ class GroupExperts(GraphPass):
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
             if any(_expert_linears(piece.graph)):
-                if not gm.meta.get(ANY_ROWS):
-                    _add_variants(gm, name)
+                _add_variants(gm, name)
                 num_ranks = gm.meta.get(EXPERT_RANKS, 1)  # of as many ranks' tokens, if experts are spread
                 give_slots(gm, name, num_ranks)
                 matches += sum(_group(variant, most, num_ranks) for variant, most in _with_variants(gm, name))
@@ -86,7 +85,7 @@ def _add_variants(gm: fx.GraphModule, name: str) -> None:
 def _with_variants(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None]]:
     """The piece and its variants, each with its most tokens."""
     yield gm.get_submodule(name), None
-    for size, variant in gm.meta.get(VARIANTS, {}).get(name, {}).items():
+    for size, variant in gm.meta[VARIANTS][name].items():
         yield gm.get_submodule(variant), size
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ANY_ROWS, NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import called_pieces, is_op, replace_by_op, rewrite_pieces
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import is_op, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, is_taken
 from mllm_compile.runtime.ops.experts.shapes import most_blocks
@@ -32,8 +32,9 @@ class TileExperts(GraphPass):
         a = mllm.gated_expert_tiles(x, order, blocks, gate_up, k)
         y = mllm.expert_tiles(a, order, blocks, down, ids)
 
-    Requires: pieces by group_experts on a Hopper GPU in bfloat16, with variants for fewer tokens or ANY_ROWS; no bias,
-        and weights as linears have them.
+    Requires: pieces by group_experts on a Hopper GPU in bfloat16, with variants for fewer tokens; no bias, and weights
+    as
+        linears have them.
     Preserves: each linear, silu and the product are rounded where the model rounds them.
     """
 
@@ -46,8 +47,7 @@ class TileExperts(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        names = called_pieces(gm) if gm.meta.get(ANY_ROWS) else list(gm.meta.get(VARIANTS, {}))
-        matches = rewrite_pieces(gm, names, _tile)
+        matches = rewrite_pieces(gm, list(gm.meta.get(VARIANTS, {})), _tile)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
@@ -67,7 +67,8 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 # Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
 DETERMINISTIC_ANY_TOKENS = 2048
 DETERMINISTIC_ATTENTION_BLOCKS = 512
-# Beginnings of names in config.json of models with images, latents, states or products that are no linears.
+# Beginnings of names in config.json of models with images, latents, states, or products that are no linears
+# or were not seen to give a row the same bits among any number.
 _OF_OTHER_LAYERS = (
     "vision",
     "image",
@@ -76,6 +77,10 @@ _OF_OTHER_LAYERS = (
     "q_lora",
     "compress",
     "altup",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_",
     "mamba",
     "ssm",
     "linear_",
@@ -384,7 +389,7 @@ def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: Mod
 
 
 def _attends_plainly(model: ModelFolder) -> bool:
-    """True if config.json names layers of attention alone: no images, latents or states."""
+    """True if config.json names layers of attention alone: no images, latents, states or experts."""
     kinds = str(model.text_config_value("layer_types", "layers_block_type", "block_types") or "").split(",")
     is_attention = kinds == [""] or all("attention" in kind and "linear" not in kind for kind in kinds)
     sections = (model.config, model.config.get("text_config") or {})
@@ -392,18 +397,20 @@ def _attends_plainly(model: ModelFolder) -> bool:
     return is_attention and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
 
 
-def check_any_rows(config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str], states: bool) -> None:
-    """Refuses steps of any number of rows for a model with layers that depend on it.
+def check_any_rows(
+    config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str], others: Sequence[str]
+) -> None:
+    """Refuses steps of any number of rows for a model with layers that may depend on it.
 
     Args:
         layers: all that attend; with_own: those that decode by kernels of the program.
-        states: the model has layers with a state.
+        others: what else the model has that does.
     """
-    other = next((layer.name for layer in layers if layer.name not in with_own), None)
-    if config.runtime.any_rows and (other is not None or states):
-        what = "layers with a state" if other is None else f"{other}, whose decodes are not by kernels of the program"
+    without = (layer.name for layer in layers if layer.name not in with_own)
+    found = [*others, *(f"{name}, whose decodes are not by kernels of the program" for name in without)]
+    if config.runtime.any_rows and found:
         raise ConfigError(
-            f"runtime.deterministic would make steps of any number of rows, and the model has {what}. Set "
+            f"runtime.deterministic would make steps of any number of rows, and the model has {found[0]}. Set "
             "runtime.without: [any_rows], which makes all steps alike."
         )
 
