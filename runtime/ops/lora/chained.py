@@ -21,7 +21,7 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.expand import factors_of, load_b, num_norm_sums, times_b
-from mllm_compile.runtime.ops.lora.shapes import ALWAYS_SPLIT, FEW_TOKENS, chained_columns, padded_rank
+from mllm_compile.runtime.ops.lora.shapes import FEW_TOKENS, chained_columns, padded_rank
 from mllm_compile.runtime.ops.lora.shrink import slots_of_block
 
 
@@ -86,7 +86,6 @@ def norm_kernel(
     SPLITS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     NEXT_ROWS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,7 +114,7 @@ def norm_kernel(
     if slot >= 0:
         added = times_b(
             shrunk_ptr, tokens, is_token, num_tokens, None, 0, b, b_ptr, slot, columns,
-            N, RANK, RANK, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+            N, RANK, RANK, SPLITS, BLOCK_R, EXACT,
         )  # fmt: skip
     y = (y.to(tl.float32) + added).to(y.dtype)
     out = (residual.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
@@ -151,7 +150,6 @@ def gated_kernel(
     HAS_GATE: tl.constexpr,
     HAS_UP: tl.constexpr,
     NEXT_ROWS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -187,12 +185,12 @@ def gated_kernel(
         if HAS_GATE:
             of_gate = times_b(
                 shrunk_ptr, tokens, is_token, num_tokens, factors, 0, b_gate, b_ptr, slot, columns,
-                B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
         if HAS_UP:
             of_up = times_b(
                 shrunk_ptr, tokens, is_token, num_tokens, factors, HAS_GATE, b_up, b_ptr, slot, up_rows,
-                B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
     gate = (gate.to(tl.float32) + of_gate).to(gate.dtype).to(tl.float32)
     up = (up.to(tl.float32) + of_up).to(up.dtype)
@@ -208,7 +206,6 @@ def _shared(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, next_a: torc
         "RANK": b.shape[2],
         "SPLITS": shrunk.shape[0],
         "NEXT_ROWS": next_a.shape[1],
-        "WHOLE_TOKENS": ALWAYS_SPLIT,
         "SLOTS": b.shape[0] + 1,
         "BLOCK_T": FEW_TOKENS,
         "BLOCK_N": chained_columns(next_a.shape[2]),

@@ -19,11 +19,9 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
-    ALWAYS_SPLIT,
     FEW_TOKENS,
     MOST_PARTS,
     MOST_SLOTS,
-    WHOLE_TOKENS,
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
@@ -91,7 +89,6 @@ def times_b(
     RANK: tl.constexpr,
     A_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> tl.tensor:
@@ -105,10 +102,9 @@ def times_b(
         mask = is_token[:, None] & (ranks < RANK)[None, :]
         places = shrunk_ptr + (tokens[:, None] * A_ROWS + part * RANK + ranks[None, :])
         shrunk = tl.load(places, mask=mask, other=0.0)
-        if num_tokens < WHOLE_TOKENS:
-            for split in tl.static_range(1, SPLITS):
-                further = split * num_tokens * A_ROWS  # many tokens have no further sums
-                shrunk += tl.load(places + further, mask=mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            further = tl.full((), split * A_ROWS, tl.int64) * num_tokens
+            shrunk += tl.load(places + further, mask=mask, other=0.0)
         if factors is not None:
             shrunk *= factors[:, None]
         if r > 0:
@@ -134,7 +130,6 @@ def expand_kernel(
     RANK: tl.constexpr,
     A_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     START_0: tl.constexpr,
     START_1: tl.constexpr,
     START_2: tl.constexpr,
@@ -188,7 +183,7 @@ def expand_kernel(
             factors = factors_of(squares_ptr, tokens, is_token, EPS, NORM_SUMS, WIDTH)
             added = times_b(
                 shrunk_ptr, tokens, is_token, num_tokens, factors, part, b, b_ptr, slot, b_rows,
-                B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
     else:
         block = tl.program_id(1).to(tl.int64) * BLOCK_T
@@ -208,7 +203,7 @@ def expand_kernel(
             b = load_b(b_ptr, slot, b_rows, 0, True, B_ROWS, RANK, BLOCK_R)
             total = times_b(
                 of_block, tokens, slots == slot, num_tokens, None, part, b, b_ptr, slot, b_rows,
-                B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
             added = tl.where((slots == slot)[:, None], total, added)
             slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
@@ -233,7 +228,6 @@ def gated_kernel(
     RANK: tl.constexpr,
     A_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_UP: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -274,12 +268,12 @@ def gated_kernel(
             if HAS_GATE:
                 of_gate = times_b(
                     shrunk_ptr, tokens, is_token, num_tokens, factors, 0, b_gate, b_ptr, slot, columns,
-                    B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                    B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
                 )  # fmt: skip
             if HAS_UP:
                 of_up = times_b(
                     shrunk_ptr, tokens, is_token, num_tokens, factors, HAS_GATE, b_up, b_ptr, slot, up_rows,
-                    B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                    B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
                 )  # fmt: skip
     else:
         block = tl.program_id(1).to(tl.int64) * BLOCK_T
@@ -299,14 +293,14 @@ def gated_kernel(
                 b = load_b(b_ptr, slot, columns, 0, True, B_ROWS, RANK, BLOCK_R)
                 total = times_b(
                     of_block, tokens, slots == slot, num_tokens, None, 0, b, b_ptr, slot, columns,
-                    B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                    B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
                 )  # fmt: skip
                 of_gate = tl.where((slots == slot)[:, None], total, of_gate)
             if HAS_UP:
                 b = load_b(b_ptr, slot, up_rows, 0, True, B_ROWS, RANK, BLOCK_R)
                 total = times_b(
                     of_block, tokens, slots == slot, num_tokens, None, HAS_GATE, b, b_ptr, slot, up_rows,
-                    B_ROWS, RANK, A_ROWS, SPLITS, WHOLE_TOKENS, BLOCK_R, EXACT,
+                    B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
                 )  # fmt: skip
                 of_up = tl.where((slots == slot)[:, None], total, of_up)
             slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
@@ -326,7 +320,6 @@ def _shared(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, is_few: bool
         "RANK": b.shape[2],
         "A_ROWS": shrunk.shape[2],
         "SPLITS": shrunk.shape[0],
-        "WHOLE_TOKENS": ALWAYS_SPLIT if is_few else WHOLE_TOKENS,
         "SLOTS": slots,
         "BLOCK_T": block_t,
         "BLOCK_R": padded_rank(b.shape[2]),

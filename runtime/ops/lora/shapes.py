@@ -12,8 +12,6 @@ MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each
-WHOLE_TOKENS = 4096  # from so many on a block of many tokens has all inputs
-ALWAYS_SPLIT = (1 << 31) - 1  # above all tokens
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -41,7 +39,7 @@ def inputs_of_split(inputs: int, is_few: bool) -> int:
     """Inputs that one sum is of. Few tokens are few blocks, so that each has few inputs."""
     if is_few:
         return 512
-    return 1024 if inputs <= 8192 else 2048
+    return 2048 if inputs <= 8192 else 4096
 
 
 def num_splits(inputs: int, is_few: bool) -> int:

@@ -23,11 +23,9 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
-    ALWAYS_SPLIT,
     FEW_TOKENS,
     MANY_TOKENS,
     MOST_SLOTS,
-    WHOLE_TOKENS,
     inputs_of_split,
     num_splits,
     padded_rank,
@@ -105,37 +103,28 @@ def loop_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK_T tokens times BLOCK_R rows of A: program (tokens, rows, sum).
-
-    From WHOLE_TOKENS on the first sum's block adds up all sums, in the order in which they are added up otherwise.
-    """
+    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum)."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_token, is_row = first + tokens < num_tokens, rows < ROWS
-    start, end = tl.program_id(2) * INPUTS, (tl.program_id(2) + 1) * INPUTS
+    start = tl.program_id(2) * INPUTS
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    is_whole = num_tokens >= WHOLE_TOKENS
-    if is_whole & (start > 0):
-        return
-    end = tl.where(is_whole, tl.cdiv(K, INPUTS) * INPUTS, end)
     slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
     x_places = x_ptr + first * K
     out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
     while slot < NO_SLOT:
         of_slot = a_ptr + slot.to(tl.int64) * ROWS * K
-        sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
         total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for k in range(start, end, BLOCK_K):
+        for k in range(start, start + INPUTS, BLOCK_K):
             columns = k + tl.arange(0, BLOCK_K)
             is_column = columns < K
             x_mask = is_token[:, None] & is_column[None, :]
@@ -144,10 +133,7 @@ def loop_kernel(
                 of_slot + (rows[None, :] * K + columns[:, None]), mask=is_column[:, None] & is_row[None, :], other=0.0
             )
             total = tl.dot(x, a, total, input_precision="ieee" if EXACT else "tf32")
-            ends = (k + BLOCK_K) % INPUTS == 0
-            sums = tl.where(ends, sums + total, sums)
-            total = tl.where(ends, 0.0, total)
-        out = tl.where((slots == slot)[:, None], sums, out)
+        out = tl.where((slots == slot)[:, None], total, out)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
     of_block = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + first) * ROWS
     tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
@@ -163,8 +149,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
             read them ahead of their wait.
 
     Returns:
-        [S, T, P * r] float32: sums over some of the inputs each. Where the slot is -1 nothing is written; likewise all
-        but the first sum of at least WHOLE_TOKENS if not `is_few`.
+        [S, T, P * r] float32: sums over some of the inputs each. Where the slot is -1 nothing is written.
     """
     x = x.contiguous()
     inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
@@ -188,9 +173,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
             x, a, slots, out, num_tokens, SLOTS=a.shape[0], BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
         )
     else:
-        whole = ALWAYS_SPLIT if is_few else WHOLE_TOKENS
         block_k = 64 if x.dtype == torch.float32 else 128
         wrap_triton(loop_kernel)[(num_blocks, blocks_of_rows, splits)](
-            x, a, slots, out, num_tokens, WHOLE_TOKENS=whole, BLOCK_K=block_k, num_stages=3, **shared
+            x, a, slots, out, num_tokens, BLOCK_K=block_k, num_stages=3, **shared
         )
     return out
