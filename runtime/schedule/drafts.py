@@ -96,8 +96,9 @@ class Drafts:
         return Drafted.of(decodes.requests, drafts) if any(drafts) else NOTHING_DRAFTED
 
     def leave(self, request: Request) -> None:
-        """A running request gives up its pages."""
-        self._speculation.drafter.leave(request)
+        """A running request gives up its pages; where nobody shares them, the drafter does nothing for them."""
+        if self._rows.shares_pages:
+            self._speculation.drafter.leave(request)
 
     def end(self, request: Request) -> None:
         """Forgets a request that is over."""

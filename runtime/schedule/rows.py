@@ -104,6 +104,11 @@ class Rows:
 
     # --- others may use its pages -------------------------------------------------------------------------------------
 
+    @property
+    def shares_pages(self) -> bool:
+        """True if others may use pages that a request gives up."""
+        return self._config.enable_prefix_cache
+
     def publish(self, request: Request) -> None:
         """Put the request's written full pages into the prefix cache while it goes on."""
         if self._config.enable_prefix_cache:

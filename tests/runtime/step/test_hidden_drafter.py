@@ -218,12 +218,22 @@ def test_keys_of_an_answer_that_had_no_drafts_are_there_when_it_is_a_prefix(num_
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_of_a_prompt_that_is_broken_off_only_what_was_computed_is_read(num_layers, monkeypatch):
     heads = [Head(0, depth) for depth in range(num_layers)]
-    loop = Loop(make_runner(Model(), draft_model=heads, max_num_batched_tokens=9), num_drafted=3)
+    loop = Loop(make_runner(Model(), draft_model=heads, max_num_batched_tokens=9), True, num_drafted=3)
     request = loop.add(range(2, 60))
     loop._turn(loop._turn(None, False), False)
     assert loop.scheduler.finish(request, "abort")
     monkeypatch.setattr(loop.steps.drafter, "_read", lambda *_: pytest.fail("nothing of it is kept"))
     loop.steps.drafter.settle()
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_what_ends_costs_a_pass_only_where_others_may_share_its_pages(prefix_cache, monkeypatch):
+    loop = Loop(make_runner(Model(), draft_model=Head()), prefix_cache, num_drafted=3)
+    left: list[object] = []
+    monkeypatch.setattr(loop.steps.drafter, "leave", left.append)
+    request = loop.add(PROMPTS[0])
+    loop.run()
+    assert left == [request] * prefix_cache
 
 
 def test_keys_that_pages_lack_are_written_before_drafts_take_these_pages(monkeypatch):
