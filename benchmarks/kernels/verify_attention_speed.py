@@ -1,6 +1,7 @@
 """Microseconds of one layer's attention in a verify step, a request's tokens together or folded, inside a CUDA graph.
 
     python -m benchmarks.kernels.verify_attention_speed [--json FILE] [--heads 32/8] [--batches 1 8] [--tokens 4]
+        [--fp8]
 
 Needs a Hopper GPU. Norms, rotation and the write of new keys are in the figures. `plain` is a decode of as many
 requests, of one token each. `folded` writes new keys by a kernel of its own, and then each token is a decode. `decode`
@@ -25,7 +26,7 @@ from benchmarks.script import need_gpu, parser_of, positive
 from mllm_compile.bench.timing.record import append_record
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime.attention.capture import RopeInputs
-from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels, most_rows
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shapes import most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
@@ -42,12 +43,13 @@ Decode = ClusterDecode | ShareDecode
 class Kernels:
     """The decode kernels of some heads, compiled."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, most_tokens: int) -> None:
-        shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)
+    def __init__(self, num_heads: int, num_kv_heads: int, most_tokens: int, fp8: bool) -> None:
+        group = num_heads // num_kv_heads
+        shares = ShareKernel(num_kv_heads, group, PAGE_SIZE, fp8=fp8)
         clusters = {
-            tokens: cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE, tokens=tokens)
+            tokens: cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE, fp8=fp8, tokens=tokens)
             for tokens in (1, *TOKENS)
-            if tokens <= most_tokens
+            if tokens <= most_tokens and tokens * group <= most_rows(fp8)
         }
         with KernelCompiler() as compiler:
             binaries = binaries_of(compiler, (shares, *(kernel for kernels in clusters.values() for kernel in kernels)))
@@ -62,8 +64,9 @@ class Kernels:
         """The kernels of so many requests with one token each, as a program chooses."""
         return self._clusters[1] if num_requests * self._kv_heads <= self._most else self._shares
 
-    def together(self, tokens: int) -> Decode:
-        return self._clusters[tokens]
+    def together(self, tokens: int) -> Decode | None:
+        """None: no kernel takes so many queries."""
+        return self._clusters.get(tokens)
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,12 @@ class Step:
         return self.layers.layer_us(self.layers.each(attend)), out.float()
 
 
-def measure(kernels: Kernels, case: Case, tokens: int) -> dict[str, float]:
+def measure(kernels: Kernels, together: Decode, case: Case, tokens: int, fp8: bool) -> dict[str, float]:
     layers = Layers(case)
+    if fp8:
+        layers.pages = [(keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)) for keys, values in layers.pages]
     plain, step = Step(layers, 1), Step(layers, tokens)
-    together, folded = kernels.together(tokens), kernels.plain(case.batch * tokens)
+    folded = kernels.plain(case.batch * tokens)
     times: dict[str, float] = {}
     outputs: dict[str, torch.Tensor] = {}
     runs = {
@@ -151,6 +156,7 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
     parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS)
+    parser.add_argument("--fp8", action="store_true", help="keys and values of e4m3")
     arguments = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
@@ -158,12 +164,14 @@ def main() -> None:
     names = ("plain", "folded", "decode", "together")
     print("heads   batch tokens length ", *(f"{name:>9}" for name in names))
     for num_heads, num_kv_heads in arguments.heads:
-        kernels = Kernels(num_heads, num_kv_heads, max(arguments.tokens))
+        kernels = Kernels(num_heads, num_kv_heads, max(arguments.tokens), arguments.fp8)
         for length in arguments.lengths:
             for batch in arguments.batches:
                 for tokens in (tokens for tokens in arguments.tokens if batch * tokens <= MOST_ROWS):
-                    case = Case(num_heads, num_kv_heads, batch, length)
-                    times = measure(kernels, case, tokens)
+                    case, together = Case(num_heads, num_kv_heads, batch, length), kernels.together(tokens)
+                    if together is None:
+                        continue
+                    times = measure(kernels, together, case, tokens, arguments.fp8)
                     results.append({"batch": batch, "tokens": tokens, "length": length, "us": times})
                     figures = (f"{times[name]:9.2f}" for name in names)
                     print(f"{num_heads:2}/{num_kv_heads:2} {batch:7} {tokens:6} {length:6} ", *figures, flush=True)

@@ -15,7 +15,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, made_by_kind, split_outputs, with_kernels
-from mllm_compile.runtime.attention.hopper.clusters import MOST_ROWS, choose_split, cluster_kernels
+from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels, most_rows
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters, pays_together
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
@@ -95,7 +95,7 @@ def _hopper_variants(
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     has_many = runtime.max_running_requests > MOST_REQUESTS
     variants = []
-    features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
+    features = _features(runtime, layer)
     group = layer.num_heads // kv_heads
     shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
     if has_clusters(head_dim):
@@ -112,21 +112,24 @@ def _hopper_variants(
     return tuple(variants)
 
 
+def _features(runtime: RuntimeSection, layer: LayerSpec) -> dict[str, bool]:
+    """The arguments of a layer's kernels beside its shape."""
+    return {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
+
+
 def _verify_variants(config: ResolvedConfig, layer: LayerSpec) -> tuple[DecodeVariant, ...]:
     """Clusters for captured verify steps, for each number of tokens that requests have."""
     runtime, kv_heads = config.runtime, layer.num_kv_heads
-    is_large = runtime.kv_cache_dtype != "float8_e4m3fn"
-    if runtime.deterministic or not (is_large and has_clusters(layer.head_dim) and _has_kernels(config, layer)):
+    if runtime.deterministic or not (has_clusters(layer.head_dim) and _has_kernels(config, layer)):
         return ()
-    variants = []
+    variants, features = [], _features(runtime, layer)
     for tokens in (1 + depth for depth in config.speculative.captured_depths):
-        if tokens * layer.num_heads // kv_heads > MOST_ROWS:
+        if tokens * layer.num_heads // kv_heads > most_rows(features["fp8"]):
             continue
         most = min(runtime.max_running_requests, MOST_VERIFIED // tokens) * kv_heads
         counts = range(kv_heads, most + 1, kv_heads)
         splits = {choose_split(count) for count in counts if pays_together(count, tokens)}
-        sinks = layer.sinks is not None
-        kernels = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, sinks=sinks, tokens=tokens)
+        kernels = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, tokens=tokens, **features)
         if splits:
             served = tuple(kernel for kernel in kernels if kernel.split in splits)
             variants.append(DecodeVariant(most, kernels=served))

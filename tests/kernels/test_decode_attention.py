@@ -156,14 +156,22 @@ def test_verify_steps_have_clusters_for_each_number_of_tokens(has_kernels, kv_he
     assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 
+def test_over_keys_of_e4m3_half_as_many_queries_are_taken_together(has_kernels):
+    has_kernels(True)
+    config = resolved(H200, speculative={"method": "ngram"}, runtime={"kv_cache_dtype": "fp8_e4m3"})
+    with_variants, _ = add_decode_attention(config, program(LAYER))
+    variants = with_variants.layer_kernels[LAYER.name].verify
+    assert [variant.tokens for variant in variants] == [2, 4, 8]
+    assert all(kernel.fp8 for variant in variants for kernel in variant.kernels)
+
+
 @pytest.mark.parametrize(
     "sections",
     [
-        {"runtime": {"kv_cache_dtype": "fp8_e4m3"}},
         {"runtime": {"without": ["hopper_decode"]}},
         {"speculative": {"method": "none"}},
     ],
-    ids=["fp8", "switched off", "no drafts"],
+    ids=["switched off", "no drafts"],
 )
 def test_else_tokens_of_verify_steps_are_decodes(has_kernels, sections):
     has_kernels(True)

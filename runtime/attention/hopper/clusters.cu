@@ -5,9 +5,10 @@
 // memory holds are loaded at once (by TMA), before the previous kernel has ended. A tile with a new token's key waits,
 // as that kernel writes it; earlier kernels wrote lengths, the page table and earlier keys. Where blocks rotate
 // (rotation.cuh) that tile comes too, and a warp puts the new token there itself (new_tokens.cuh). A block's warps
-// share its queries' rotation. With up to 16 queries a warp has 16 keys of a tile; with more it has more keys, and a
-// unit of 16 queries. Its sums are its own. A block adds them up, and sends each block of the cluster those of the
-// columns that this one adds up. They are where tiles were: so two blocks fit on a multiprocessor, of up to 32 queries.
+// share its queries' rotation. With up to 16 queries (FP8: 8) a warp has 16 keys of a tile; with more it has more
+// keys, and a unit of so many queries. Its sums are its own. A block adds them up, and sends each block of the
+// cluster those of the columns that this one adds up. They are where tiles were: so two blocks fit on a
+// multiprocessor, of up to 32 queries.
 // A cluster's blocks must be in one group of 16 or 18 multiprocessors, and some groups have fewer. With one block each,
 // 32 clusters of four may not run side by side.
 //
@@ -17,9 +18,9 @@
 // first may wait for them even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), TOKENS (rows of a request, up to 16;
-// those behind its last token see no key), ROWS (TOKENS times GROUP, up to 64), PAGE (tokens), SPLIT (blocks of a
-// cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh; of
-// one token).
+// those behind its last token see no key), ROWS (TOKENS times GROUP, up to 64; FP8: 32), PAGE (tokens), SPLIT (blocks
+// of a cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3,
+// fp8_keys.cuh).
 
 constexpr int D = 128;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
@@ -51,10 +52,11 @@ constexpr int AT_ONCE = FP8 ? 2 : 1;
 // Fewer tiles for each of a cluster's blocks are not worth a further cluster: adding up takes as long as reading two.
 constexpr int PART_TILES = 6;
 
-// A warp multiplies one unit of 16 queries with a part of a tile's keys; several units with the same keys.
-constexpr int UNITS = ROWS <= 16 ? 1 : ROWS <= 32 ? 2 : 4, UNIT_ROWS = ROWS < 16 ? ROWS : 16;
+// A warp multiplies one unit of queries with a part of a tile's keys; several units with the same keys.
+constexpr int UNIT = FP8 ? 8 : 16;
+constexpr int UNITS = ROWS <= UNIT ? 1 : ROWS <= 2 * UNIT ? 2 : 4, UNIT_ROWS = ROWS < UNIT ? ROWS : UNIT;
 constexpr int WARP_KEYS = TILE / WARPS * UNITS;
-static_assert(ROWS <= 16 * UNITS && (TOKENS == 1 || !FP8), "as clusters.py has it");
+static_assert(ROWS <= UNIT * UNITS, "as clusters.py has it");
 
 constexpr int MY_COLUMNS = D / SPLIT;  // of values, which a block adds up
 struct __align__(16) WarpSums {        // over some keys: weighted values, rows of other banks; then as Weight has it
@@ -84,15 +86,18 @@ struct Seen {
 template <int TILES>
 __device__ __forceinline__ void add_tiles(Fp8Sums& sums, const Operand& query, const u32 (&tiles)[TILES], int key,
                                           int step, const Seen& seen, float scale) {
-  if (key >= seen.num_keys) return;
-  const int row = threadIdx.x / 32 * 16;
-  float logits[TILES][2][4] = {};
+  const int row = threadIdx.x / 32 / UNITS * WARP_KEYS;
 #pragma unroll
-  for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], query, tiles[t], row);
-  const Fp8Weights<TILES> weights = weigh(sums, logits, key, step, seen.num_keys, scale);
+  for (int i = 0; i < WARP_KEYS; i += 16) {
+    if (key + i >= seen.num_keys) break;
+    float logits[TILES][2][4] = {};
 #pragma unroll
-  for (int t = 0; t < TILES; t++)
-    add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
+    for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], query, tiles[t], row + i);
+    const Fp8Weights<TILES> weights = weigh(sums, logits, key + i, step, seen.num_keys, seen.of_query, scale);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row + i);
+  }
 }
 // Sixteen keys, in rows from `row` on.
 __device__ __forceinline__ void add_keys(LargeSums& sums, const u32 (&query)[D / 16][4], u32 tile, int row, int key,
@@ -240,7 +245,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   Seen seen = {num_keys};
 #pragma unroll
   for (int i = 0; i < QUERIES; i++)
-    seen.of_query[i] = keys_of(min((unit * 16 + query_of(i)) / GROUP, TOKENS - 1));
+    seen.of_query[i] = keys_of(min((unit * UNIT + query_of(i)) / GROUP, TOKENS - 1));
   start_dependents();  // its weight comes while this one waits and attends
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
@@ -253,7 +258,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   const u32* heads = q + (u64)first_token * rotation.q_stride + head * GROUP * HEAD_PAIRS;
   if (TOKENS > 1 || rotation.k) {
     own.put_queries(heads, rotation, norm_weights, shared.queries);
-    load_operand(query, shared.queries[unit * 16], ROW_PAIRS, ROWS - unit * 16);
+    load_operand(query, shared.queries[unit * UNIT], ROW_PAIRS, ROWS - unit * UNIT);
   } else {
     load_operand(query, heads, HEAD_PAIRS, GROUP);
   }
@@ -314,8 +319,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   // A warp adds up rows, a lane four columns, for the block that adds up these.
 #pragma unroll
   for (int row = warp; row < ROWS; row += WARPS) {
-    const WarpSums* const of_warp = all_sums.of_warp + row / 16;
-    const int r = row % 16, peer = lane * 4 / MY_COLUMNS, column = lane * 4 % MY_COLUMNS;
+    const WarpSums* const of_warp = all_sums.of_warp + row / UNIT;
+    const int r = row % UNIT, peer = lane * 4 / MY_COLUMNS, column = lane * 4 % MY_COLUMNS;
     float most = NOTHING, all = 0.f;
     float4 sum = {};
 #pragma unroll

@@ -10,7 +10,7 @@ from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 
 SPLITS = (2, 4, 8)  # blocks of a cluster
 TILE = 64  # keys that a block works at together
-MOST_ROWS = 64  # queries of a request and a KV head: each of a block's warps has sums of sixteen
+_MOST_ROWS = 64  # queries of a request and a KV head: each of a block's warps has sums of sixteen
 
 # Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
 # split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
@@ -83,6 +83,11 @@ def cluster_kernels(
     return tuple(
         ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8, tokens=tokens) for split in SPLITS
     )
+
+
+def most_rows(fp8: bool) -> int:
+    """Queries of a request and a KV head that are served; over keys of e4m3 a warp has sums of eight."""
+    return _MOST_ROWS // 2 if fp8 else _MOST_ROWS
 
 
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:

@@ -77,14 +77,16 @@ struct Fp8Sums {
 };
 
 // The weights of 16 keys of each tile, as operands, and the order in which to take values, which leaves out what memory
-// behind the last key holds. The first tile's keys begin at `key`, the next one's `step` behind.
+// behind the last key holds. The first tile's keys begin at `key`, the next one's `step` behind. A lane's queries see
+// those before `of_query`, and all that are seen are before `num_keys`. What a query that has seen none adds up is
+// against NOTHING, so it counts for nothing.
 template <int TILES>
 struct Fp8Weights {
   u32 of_keys[TILES][2], order[TILES][2];
 };
 template <int TILES>
 __device__ __forceinline__ Fp8Weights<TILES> weigh(Fp8Sums& sums, const float (&logits)[TILES][2][4], int key,
-                                                     int step, int num_keys, float scale) {
+                                                     int step, int num_keys, const int (&of_query)[2], float scale) {
   constexpr float MOST_WEIGHT = 15.f, WEIGHT_OF_LARGEST = 7.f;  // to base 2; the latter where the reference grows
   Fp8Weights<TILES> its;
   const int lane = threadIdx.x % 32;
@@ -98,14 +100,15 @@ __device__ __forceinline__ Fp8Weights<TILES> weigh(Fp8Sums& sums, const float (&
       most = fmaxf(most, above[t][i]);
     }
   }
-  if (__any_sync(~0u, most > MOST_WEIGHT) || key + (TILES - 1) * step + 16 > num_keys) {
+  const int last = key + (TILES - 1) * step + 16;
+  if (__any_sync(~0u, most > MOST_WEIGHT || last > of_query[0] || last > of_query[1])) {
     float largest[2] = {NOTHING, NOTHING};
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const bool is_key = key + t * step + i / 2 * 8 + lane / 4 < num_keys;
-        above[t][i] = is_key ? (logits[t][0][i] + logits[t][1][i]) * scale : NOTHING;
+        const bool is_seen = key + t * step + i / 2 * 8 + lane / 4 < of_query[i % 2];
+        above[t][i] = is_seen ? (logits[t][0][i] + logits[t][1][i]) * scale : NOTHING;
         largest[i % 2] = fmaxf(largest[i % 2], above[t][i]);
       }
 #pragma unroll

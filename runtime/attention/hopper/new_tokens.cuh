@@ -17,11 +17,13 @@ __device__ __forceinline__ int most_keys(const int* seq_lens, int* kept) {
   return __reduce_max_sync(~0u, length);
 }
 
+// FP8: of pairs of e4m3, which have no infinity.
 __device__ __forceinline__ bool is_finite(const Head& head) {
   bool its = true;
 #pragma unroll
   for (int i = 0; i < A_LANE; i++)
-    its &= (head.pairs[i] & 0x7f80u) != 0x7f80u && (head.pairs[i] & 0x7f800000u) != 0x7f800000u;
+    if constexpr (FP8) its &= (head.pairs[i] & 0x7fu) != 0x7fu && (head.pairs[i] & 0x7f00u) != 0x7f00u;
+    else its &= (head.pairs[i] & 0x7f80u) != 0x7f80u && (head.pairs[i] & 0x7f800000u) != 0x7f800000u;
   return __all_sync(~0u, its);
 }
 __device__ __forceinline__ Head head_of(u32 pair) {
@@ -110,9 +112,8 @@ struct NewTokens {
         write_to_cache(rotation, keys[i], values[i], slots[i], head);
         put_into_tile(keys[i], rotation.k_factor, key_at);
         put_into_tile(values[i], rotation.v_factor, value_at);
-      } else if constexpr (TOKENS > 1) {
-        values[i] = head_in_tile(value_at);
       }
+      if (TOKENS > 1 && (FP8 || !rotation.k)) values[i] = head_in_tile(value_at);
       // A value that is no number would reach the tokens before it, whose weights of it are zero. In its place the key
       // is none: so only those that see it get none.
       if (TOKENS > 1 && !is_finite(values[i])) {

@@ -149,16 +149,25 @@ __device__ __forceinline__ void put_into_tile(const Head& head, float factor, co
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[i])
                    : "memory");
 }
-// A row of such a tile.
+// A row of such a tile; FP8: pairs of e4m3.
 template <typename ChunkOf>
 __device__ __forceinline__ Head head_in_tile(const ChunkOf& chunk_of) {
   const int lane = threadIdx.x % 32;
   Head its;
 #pragma unroll
   for (int i = 0; i < A_LANE; i++)
-    asm volatile("ld.shared.u32 %0, [%1];"
-                 : "=r"(its.pairs[i])
-                 : "r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4)
-                 : "memory");
+    if constexpr (FP8) {
+      unsigned short pair;
+      asm volatile("ld.shared.u16 %0, [%1];"
+                   : "=h"(pair)
+                   : "r"(chunk_of(i * 4 + lane / 8) + lane % 8 * 2)
+                   : "memory");
+      its.pairs[i] = pair;
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(its.pairs[i])
+                   : "r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4)
+                   : "memory");
+    }
   return its;
 }

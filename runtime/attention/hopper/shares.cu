@@ -199,7 +199,7 @@ __device__ __forceinline__ void add_tiles(Fp8Sums& sums, u32 (&query)[8][2], con
   __syncwarp();
   if (lane == 0)
     for (int t = 0; t < TILES; t++) arrive(keys[t].empty);
-  const Fp8Weights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, scale);
+  const Fp8Weights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, {num_keys, num_keys}, scale);
 #pragma unroll
   for (int t = 0; t < TILES; t++) wait_for(values[t].full, values[t].phase);
 #pragma unroll

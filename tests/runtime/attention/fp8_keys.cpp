@@ -132,7 +132,7 @@ static void attend(int lane, int num_keys) {
   for (int key = 0; key < num_keys; key += 16 * TILES) {
     float logits[TILES][2][4] = {};
     for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], operand, 0, key + 16 * t);
-    const Fp8Weights<TILES> weights = weigh(sums, logits, key, 16, num_keys, 1.f);
+    const Fp8Weights<TILES> weights = weigh(sums, logits, key, 16, num_keys, {num_keys, num_keys}, 1.f);
     for (int t = 0; t < TILES; t++)
       add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], sizeof(memory[0]), key + 16 * t);
   }

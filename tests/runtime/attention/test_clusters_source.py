@@ -36,7 +36,8 @@ _EMULATED = {
   struct { const char* from; u64 stride; } its;
   memcpy(&its, map, sizeof(its));
   emulated::copies.push_back(
-      {emulated::now->block, to, barrier, its.from + (u64)row * its.stride + column * 2, its.stride, BOX_ROWS});""",
+      {emulated::now->block, to, barrier, its.from + (u64)row * its.stride + column * (FP8 ? 1 : 2),
+       its.stride, BOX_ROWS});""",
     "load_matrices": """
   auto& given = emulated::exchange(address);
   const int lane = threadIdx.x % 32;
@@ -75,13 +76,47 @@ _EMULATED = {
     "put_into_tile": """
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < A_LANE; i++)
-    *(u32*)emulated::place_of(chunk_of(i * 8 + lane / 4) + lane % 4 * 4) = head.pairs[i];""",
+    if constexpr (FP8)
+      *(unsigned short*)emulated::place_of(chunk_of(i * 4 + lane / 8) + lane % 8 * 2) = fp8_pair(head.pairs[i], factor);
+    else *(u32*)emulated::place_of(chunk_of(i * 8 + lane / 4) + lane % 4 * 4) = head.pairs[i];""",
     "head_in_tile": """
   const int lane = threadIdx.x % 32;
   Head its;
   for (int i = 0; i < A_LANE; i++)
-    its.pairs[i] = *(u32*)emulated::place_of(chunk_of(i * 8 + lane / 4) + lane % 4 * 4);
+    if constexpr (FP8)
+      its.pairs[i] = *(unsigned short*)emulated::place_of(chunk_of(i * 4 + lane / 8) + lane % 8 * 2);
+    else its.pairs[i] = *(u32*)emulated::place_of(chunk_of(i * 8 + lane / 4) + lane % 4 * 4);
   return its;""",
+    "half_pair": "return emulated::float16_pair(first, second);",
+    "fp8_pair": """
+  return emulated::to_e4m3(first_of(pair) * factor) | emulated::to_e4m3(second_of(pair) * factor) << 8;""",
+    "halves_of": """
+  auto number = [](u32 v) { return emulated::of_e4m3(v & 0xff); };
+  auto pair = [&](u32 v) { return emulated::float16_pair(number(v), number(v >> 8)); };
+  return {pair(four), pair(four >> 16)};""",
+    "add_halves": """
+  auto& given = emulated::exchange(a0, a1, a2, a3, b0, b1);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+    float sum = 0.f;
+    for (int k = 0; k < 16; k++)
+      sum += emulated::of_float16(given[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k % 2) *
+             emulated::of_float16(given[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    d[i] += sum;
+  }""",
+    "transposed": """
+  auto& given = emulated::exchange(matrix);
+  const int lane = threadIdx.x % 32;
+  unsigned short both[2];
+  for (int j = 0; j < 2; j++) both[j] = given[(lane % 4 * 2 + j) * 4 + lane / 8][0] >> 16 * (lane / 4 % 2);
+  return both[0] | (u32)both[1] << 16;""",
+    "in_order": """
+  u32 its = 0;
+  for (int i = 0; i < 4; i++)
+    if ((order >> 4 * i & 15) < 4) its |= (pairs >> 8 * (order >> 4 * i & 15) & 0xff) << 8 * i;
+  return its;""",
+    "power_of_two": "return exp2f(v);",
 }
 _STATEMENTS = {
     "barrier.cluster.arrive": "emulated::arrive_at_cluster();",
@@ -186,7 +221,35 @@ def rotated(x: torch.Tensor, weight: torch.Tensor, told: RopeInputs) -> torch.Te
     ids=str,
 )
 def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, parts, before, sinks, rotates):
-    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, tokens=tokens)
+    compare(built, tokens, group, split, parts, before, sinks, rotates, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "group", "split", "parts", "before", "sinks"),
+    slow_but_a_sample(
+        [
+            (1, 8, 2, 1, [0, 62, 129, 300], True),
+            (2, 4, 2, 1, [0, 62, 129], False),
+            (4, 4, 2, 1, [0, 61, 62, 130], True),
+            (4, 2, 8, 1, [509], False),
+            (4, 4, 2, 3, [1600, 40], False),
+            (8, 4, 2, 1, [0, 60, 121], False),
+            (3, 5, 4, 1, [62, 127], False),
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_each_token_sees_the_keys_of_e4m3_up_to_its_own(built, tokens, group, split, parts, before, sinks, rotates):
+    compare(built, tokens, group, split, parts, before, sinks, rotates, torch.float8_e4m3fn)
+
+
+def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
+    """Compares the kernel over a cache of `dtype` with float32."""
+    fp8 = dtype == torch.float8_e4m3fn
+    bits, nothing = (torch.uint8, torch.nan) if fp8 else (torch.int16, torch.inf)
+    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, fp8=fp8, tokens=tokens)
     library = built(kernel)
     generator = torch.Generator().manual_seed(tokens)
 
@@ -198,7 +261,11 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
     before = [*before, 5]
     width = -(-(max(before) + tokens) // _PAGE)
     pages = torch.randperm(len(before) * width, generator=generator).int().view(len(before), width)
-    keys, values = (random(pages.numel() * _PAGE, _KV_HEADS, _DIM) for _ in range(2))
+    keys, values = (random(pages.numel() * _PAGE, _KV_HEADS, _DIM).to(dtype) for _ in range(2))
+
+    def fill(cache: torch.Tensor, rows: torch.Tensor, given: torch.Tensor | float) -> None:
+        cache.view(bits)[rows] = torch.as_tensor(given).to(dtype).view(bits)
+
     lengths = torch.tensor(
         [first + i + 1 if i < count else 0 for first, count in zip(before, counts, strict=True) for i in range(tokens)]
     ).int()
@@ -207,7 +274,7 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
     slots = pages[:, positions // _PAGE].long() * _PAGE + positions % _PAGE
     is_key = positions < lengths.view(-1, tokens).max(1).values[:, None]
     for cache in (keys, values):
-        cache[slots[~is_key]] = torch.inf
+        fill(cache, slots[~is_key], nothing)
     num_rows = len(lengths)
     packed = random(1, num_rows, (heads + 2 * _KV_HEADS) * _DIM)
     q, k, v = (
@@ -219,10 +286,10 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
     new = slots.repeat_interleave(tokens, 0)[is_token].gather(1, lengths[is_token, None].long() - 1).squeeze(1)
     queries, new_keys = rotated(q[0], weights[0], told), rotated(k[0], weights[1], told)
     if rotates:
-        keys[new] = values[new] = torch.inf
+        fill(keys, new, nothing), fill(values, new, nothing)
         rotation = Rotation(q[0], keys, values, told)
     else:
-        keys[new], values[new] = new_keys[is_token].bfloat16(), v[0, is_token]
+        fill(keys, new, new_keys[is_token].bfloat16()), fill(values, new, v[0, is_token])
         queries = queries.bfloat16()
         rotation = Rotation(queries, keys, values, None)
     out = torch.full((num_rows, heads, _DIM), 7.0).bfloat16()
@@ -237,7 +304,7 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
     for seed in range(2):
         stuck = library.launch(
             *map(pointer, (keys, values)),
-            ctypes.c_uint64(_KV_HEADS * _DIM * 2),
+            ctypes.c_uint64(_KV_HEADS * _DIM * keys.itemsize),
             *map(pointer, (rotation.q, table, lengths, out, left)),
             ctypes.c_int(parts),
             ctypes.c_int(width),
@@ -251,12 +318,14 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
         assert (left == MISSING).all()
         assert (out[~is_token] == 7.0).all()
         if rotates:
-            assert torch.equal(values[new], v[0, is_token])
-            want = new_keys[is_token]
-            assert ((keys[new].float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 5e-3
+            assert torch.equal(values.view(bits)[new], v[0, is_token].to(dtype).view(bits))
+            got, want = keys.view(bits)[new].view(dtype).float(), new_keys[is_token]
+            assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < (4e-2 if fp8 else 5e-3)
         for row in is_token.nonzero().flatten().tolist():
             own = slots[row // tokens, : lengths[row]]
-            its_keys, its_values = (x[own].float().repeat_interleave(group, 1) for x in (keys, values))
+            its_keys, its_values = (
+                x.view(bits)[own].view(dtype).float().repeat_interleave(group, 1) for x in (keys, values)
+            )
             logits = torch.einsum("hd,lhd->hl", queries[row].float(), its_keys) * _DIM**-0.5
             if sinks:
                 logits = torch.cat((logits, sink_logits.float()[:, None]), -1)
@@ -264,4 +333,4 @@ def test_each_token_sees_the_keys_up_to_its_own(built, tokens, group, split, par
             assert (out[row].float() - want).norm() / want.norm() < 8e-3
         out.fill_(7.0)
         if rotates:
-            keys[new] = values[new] = torch.inf
+            fill(keys, new, nothing), fill(values, new, nothing)

@@ -130,6 +130,7 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
                 cluster_kernels(8 * group, 8, 16, tokens=tokens)[0]
                 for group, tokens in ((4, 4), (4, 16), (8, 8), (5, 3))
             ),
+            *(cluster_kernels(32, 8, 16, fp8=True, tokens=tokens)[0] for tokens in (1, 2, 4, 8)),
             ShareKernel(8, 8, 64, sinks=True),
         ],
         1,

@@ -150,6 +150,31 @@ static void copy_one() {
   barrier.bytes -= its.rows * 128, barrier.look();
 }
 static float of_half(u32 both, int i) { return __uint_as_float(i ? both & 0xffff0000u : both << 16); }
+static float of_float16(u32 both, int i) {
+  _Float16 its;
+  memcpy(&its, (const char*)&both + 2 * i, 2);
+  return its;
+}
+static u32 float16_pair(float first, float second) {
+  const _Float16 both[] = {(_Float16)first, (_Float16)second};
+  u32 its;
+  memcpy(&its, both, 4);
+  return its;
+}
+static float of_e4m3(u32 v) {
+  const int exponent = v >> 3 & 15, mantissa = v & 7;
+  const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return (v & 0x7f) == 0x7f ? NAN : v & 0x80 ? -size : size;
+}
+static u32 to_e4m3(float v) {
+  if (v != v) return 0x7f;
+  u32 best = 0;
+  for (u32 i = 1; i < 0x7f; i++) {
+    const float off = fabsf(of_e4m3(i) - fabsf(v)) - fabsf(of_e4m3(best) - fabsf(v));
+    if (off < 0 || (off == 0 && i % 2 == 0)) best = i;
+  }
+  return best | (v < 0 ? 0x80 : 0);
+}
 static void (*kernel)();
 static void enter() {
   kernel();
