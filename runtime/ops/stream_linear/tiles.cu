@@ -172,8 +172,8 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 
 #if RANK
 constexpr int HELPERS = 3;  // warps of a block
-// What a helper does for adapters: shrinks, and gets B near for what the block finishes; `meanwhile` what else it has to
-// do, before it waits for others.
+// What a helper does for adapters: shrinks, and gets B near for what the block finishes; `meanwhile` what else it has
+// to do, before it waits for others.
 template <typename Work>
 __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Shared& shared, int num_tokens, int rank,
                                      int first_tile, Work meanwhile) {
