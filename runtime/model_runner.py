@@ -256,6 +256,11 @@ class ModelRunner(RunnerSizes):
         return self.config.runtime.deterministic and self.model.media is not None
 
     @property
+    def always_takes_adapters(self) -> bool:
+        """Likewise of the program for adapters, whose linears leave norms and residuals to other kernels."""
+        return self.config.runtime.deterministic and self.model.lora is not None
+
+    @property
     def dp_size(self) -> int:
         """Data-parallel ranks, each with requests and a part of the experts of its own; 1 without data parallelism."""
         return self.config.runtime.expert_parallel_size

@@ -63,12 +63,16 @@ class StepPath(ABC):
         return self._planner.plan(batch)
 
     def _follow_adapters(self, batch: ScheduledBatch) -> bool:
-        """Brings the adapters of a captured step's rows to the device; True if some request has one."""
+        """Brings the adapters of a captured step's rows to the device; True if it runs the program for adapters."""
         adapters = self._runner.row_state.adapters
-        if adapters is None or not batch.has_adapters:
+        if adapters is None or not self._takes_adapters(batch):
             return False
         adapters.follow(batch.rows, batch.adapter_slots)
         return True
+
+    def _takes_adapters(self, batch: ScheduledBatch) -> bool:
+        """True if a batch runs the program for adapters, where there is one."""
+        return batch.has_adapters or self._runner.always_takes_adapters
 
     @abstractmethod
     def run(self, step: Step) -> StepResults | None:

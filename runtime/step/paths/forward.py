@@ -85,7 +85,7 @@ class ForwardPath(StepPath):
         Returns:
             How many adapters there are.
         """
-        if self._runner.row_state.adapters is None or not whole.has_adapters:
+        if self._runner.row_state.adapters is None or not self._takes_adapters(whole):
             return 0
         plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
         plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)

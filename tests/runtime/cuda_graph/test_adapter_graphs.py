@@ -91,6 +91,16 @@ def test_replayed_steps_give_each_request_its_own_adapter(played, sample_in_grap
     assert len(model.beside.ran) == num_ran, "without adapters nothing of them runs"
 
 
+@pytest.mark.parametrize("slots", [SLOTS, (-1,) * 4], ids=str)
+def test_deterministic_steps_are_of_one_program_whoever_has_an_adapter(slots, monkeypatch):
+    """The other's sums may be in another order, so a choice between the two would show in a neighbour's last bits."""
+    model = BaseModel()
+    loop = Loop(make_runner(model, deterministic=True, max_num_batched_tokens=16))
+    monkeypatch.setattr(model, "body", lambda *_: pytest.fail("the other program runs"))
+    assert answers(loop, slots) == expected(slots)
+    assert model.beside.ran == [16] * len(loop.batches)
+
+
 def test_verify_steps_of_one_launch_do_so_too(played):
     section = SpeculativeSection(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
     runner = runner_of(BaseModel(), section)
