@@ -39,6 +39,7 @@ from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import (
+    LEAST_ROWS,
     BackendName,
     CudaGraphSection,
     KVDtypeName,
@@ -384,7 +385,9 @@ def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: Mod
     takes_own = config.compile.backend != "eager" and "split_decode" not in runtime.without
     one_rank = runtime.tensor_parallel_size * runtime.expert_parallel_size == 1
     of_model = runtime.kv_cache_dtype != "fp8_e4m3" and not runtime.skip_compiled and _attends_plainly(model)
-    wanted = runtime.deterministic and "any_rows" not in runtime.without
+    budget = runtime.max_num_batched_tokens
+    has_room = budget == "auto" or budget >= LEAST_ROWS
+    wanted = runtime.deterministic and "any_rows" not in runtime.without and has_room
     return wanted and has_kernels and takes_own and is_plain and one_rank and of_model
 
 

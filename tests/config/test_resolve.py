@@ -513,6 +513,7 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
         (H200, {"num_experts": 8}, {}, False),
         (H200, {}, {"speculative": {"method": "ngram"}}, True),
         (H200, {}, {"runtime": {"without": ["any_rows"]}}, False),
+        (H200, {}, {"runtime": {"max_num_batched_tokens": 15}}, False),
         (H200, {}, {"runtime": {"without": ["split_decode"]}}, False),
         (H200, {}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
         (H200, {}, {"runtime": {"tensor_parallel_size": 2}}, False),
