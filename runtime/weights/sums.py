@@ -42,7 +42,7 @@ def _words(weight: torch.Tensor) -> torch.Tensor:
     """[rows, _ROW_WORDS] int64 of the weight's bytes; a copy with zeros behind where they do not fill the last row."""
     data = weight.detach().reshape(-1).view(torch.uint8)
     missing = -data.numel() % (8 * _ROW_WORDS)
-    if missing or data.storage_offset() % 8:
+    if missing or data.storage_offset() % 8 or data.data_ptr() % 8:  # memory that others give begins anywhere
         data = torch.nn.functional.pad(data, (0, missing))
     return data.view(torch.int64).view(-1, _ROW_WORDS)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.weights.sums import weight_sums
+from mllm_compile.runtime.weights.sums import _words, weight_sums
 
 ROW_BYTES = 8 * 8192
 SIZES = st.sampled_from([1, 7, 8, 9, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 3 * ROW_BYTES + 5, 513 * ROW_BYTES])
@@ -60,6 +60,13 @@ def test_it_is_of_the_bytes_whatever_their_type_shape_and_place(dtype):
     expected = sum_of(weight)
     moved = torch.cat([weight.new_zeros(3), weight])[3:]
     assert sum_of(weight.view(dtype).view(5, -1)) == sum_of(moved) == expected
+
+
+def test_memory_that_others_give_is_not_read_in_words_that_it_does_not_begin_at():
+    memory = bytearray(2 * ROW_BYTES)
+    for first in range(8, 16):
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=ROW_BYTES, offset=first)
+        assert _words(flat).data_ptr() % 8 == 0, "a GPU has no such access"
 
 
 def test_no_weights_and_empty_ones_have_sums():
