@@ -9,6 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -23,7 +24,7 @@ from mllm_compile.runtime.collectives.nccl_library import (
     check,
     library,
 )
-from mllm_compile.transfer.opcodes import read_pickle
+from mllm_compile.transfer.opcodes import Made, read_pickle
 
 _LOOKS_S = 0.001  # between looks at a call that goes on
 _QUICK_S = 0.00005  # at a broadcast
@@ -56,6 +57,7 @@ class NcclGroup:
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._stream = torch.cuda.Stream(device)
         self._handle: ctypes.c_void_p | None = None
+        self._written: dict[int, torch.Tensor] = {}  # what NCCL may write to, by address
 
     def join(self) -> ctypes.c_void_p:
         """Waits for the others, once.
@@ -65,7 +67,7 @@ class NcclGroup:
         """
         if self._handle is not None:
             return self._handle
-        found, handle, shared = self._find_id(), ctypes.c_void_p(), UniqueId()
+        found, handle, shared = self._found_id(), ctypes.c_void_p(), UniqueId()
         if len(found) != ID_BYTES:
             raise TransferError(f"the trainer's id of the group has {len(found)} bytes; expected {ID_BYTES}")
         ctypes.memmove(ctypes.byref(shared), found, ID_BYTES)
@@ -82,10 +84,10 @@ class NcclGroup:
         number = torch.zeros(1, device=self.device)
         handle, deadline = self.join(), time.monotonic() + self._timeout_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        place, kind = number.data_ptr(), TYPES[torch.float32]
+        place, kind = self._holding(number), TYPES[torch.float32]
         began = library().ncclAllReduce(place, place, 1, kind, SUM, handle, self._stream.cuda_stream)
         self._settle(began, "a first sum", deadline)
-        self._wait(self._event(), deadline)
+        self._wait(self._event(), deadline, place)
 
     def begin(self, tensor: torch.Tensor, src: int = 0) -> Callable[[], None]:
         """Begins to receive what member `src` broadcasts, in the tensor's memory; the result waits for it.
@@ -97,19 +99,33 @@ class NcclGroup:
             return lambda: None
         handle, deadline = self.join(), time.monotonic() + self._silence_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what used this memory before
-        place = tensor.data_ptr()
+        place = self._holding(tensor)
         began = library().ncclBroadcast(
             place, place, tensor.nbytes, TYPES[torch.uint8], src, handle, self._stream.cuda_stream
         )
         self._settle(began, "a broadcast", deadline)
         event = self._event()
-        return lambda: self._wait(event, deadline)
+        return lambda: self._wait(event, deadline, place)
 
     def close(self) -> None:
         """Leaves the group, and ends what it does."""
         handle, self._handle = self._handle, None
+        written, self._written = self._written, {}
         if handle is not None:
-            threading.Thread(target=library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
+            ending = handle, self._stream, written
+            threading.Thread(target=_end, args=ending, name="nccl-abort", daemon=True).start()
+
+    def _found_id(self) -> bytes:
+        try:
+            return self._find_id()
+        except (RuntimeError, OSError) as error:
+            said = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+            raise TransferError(f"the trainer has not begun its group within {self._timeout_s:g} s ({said})") from None
+
+    def _holding(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor that stays in memory until nothing writes to it."""
+        self._written[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -130,13 +146,14 @@ class NcclGroup:
             self.close()
             raise TransferError(f"{error}. {_HINT}") from None
 
-    def _wait(self, event: torch.cuda.Event, deadline: float) -> None:
+    def _wait(self, event: torch.cuda.Event, deadline: float, place: int) -> None:
         while not event.query():
             failure = self._state()
             if failure not in (0, IN_PROGRESS) or time.monotonic() > deadline:
                 self.close()
                 raise TransferError(f"the sender is gone, or silent for {self._silence_s:g} s")
             time.sleep(_QUICK_S)
+        self._written.pop(place, None)
 
     def _state(self) -> int:
         state = ctypes.c_int()
@@ -151,5 +168,13 @@ def id_in(pickled: bytes) -> bytes:
         WeightUpdateError: it holds anything else.
     """
     found = read_pickle(pickled, "the trainer's id", lambda name: name.name in ("_unpickle", "ncclUniqueId"))
-    _, state = found.arguments if hasattr(found, "arguments") else (None, None)
-    return next((one for one in state or () if isinstance(one, bytes)), b"")
+    _, state = found.arguments if isinstance(found, Made) and len(found.arguments) == 2 else (None, None)
+    return next((one for one in state if isinstance(one, bytes)), b"") if isinstance(state, tuple) else b""
+
+
+def _end(handle: ctypes.c_void_p, stream: torch.cuda.Stream, written: dict[int, torch.Tensor]) -> None:
+    """Ends a group; what it was about to write to is free when it does so no more."""
+    library().ncclCommAbort(handle)
+    with suppress(RuntimeError):  # of a device that does not answer any more
+        stream.synchronize()
+    written.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 import sys
+import threading
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from mllm_compile.runtime.collectives import nccl_library
 from mllm_compile.runtime.collectives.nccl_library import IN_PROGRESS, UniqueId
 from mllm_compile.transfer import nccl_group
 from mllm_compile.transfer.nccl_group import NcclGroup, id_in
-from tests.hang_guard import until
+from tests.hang_guard import HANG_S, until
 
 ID = bytes(range(128))
 
@@ -52,7 +54,7 @@ def library(monkeypatch):
     fake, done = Library(), SimpleNamespace(is_done=True)
     for module in (nccl_group, nccl_library):
         monkeypatch.setattr(module, "library", lambda: fake)
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, synchronize=lambda: None)
     event = SimpleNamespace(record=lambda stream: None, query=lambda: done.is_done)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -101,10 +103,44 @@ def test_a_sender_that_is_silent_or_gone_ends_the_group(library, state):
     until(lambda: "ncclCommAbort" in library.calls, "it is given up")
 
 
+def test_what_nccl_may_write_to_stays_until_the_group_has_ended(library):
+    may_end, ended = threading.Event(), threading.Event()
+
+    def abort(handle) -> int:
+        assert may_end.wait(HANG_S)
+        return 0
+
+    library.ncclCommAbort = abort
+    group, begun, over = group_of(library), torch.zeros(4), torch.zeros(4)
+    of_begun, of_over = weakref.ref(begun), weakref.ref(over)
+    weakref.finalize(begun, ended.set)
+    group.begin(over)()
+    wait = group.begin(begun)
+    del over, begun
+    assert of_over() is None, "what has come is its caller's"
+    group.close()  # as where a tensor that came before is refused
+    del wait
+    assert of_begun() is not None, "another tensor would have its memory"
+    may_end.set()
+    assert ended.wait(HANG_S)
+
+
+def test_a_trainer_that_does_not_begin_its_group_is_told(library):
+    def find_id() -> bytes:
+        raise torch.distributed.DistStoreError("wait timeout after 300000ms, keys: /0")
+
+    group = group_of(library)
+    group._find_id = find_id
+    with pytest.raises(TransferError, match=r"has not begun its group within 60 s \(wait timeout"):
+        group.join()
+
+
 def test_an_id_is_what_vllms_pickle_holds(monkeypatch):
     named = type("ncclUniqueId", (UniqueId,), {"__module__": __name__})
     monkeypatch.setattr(sys.modules[__name__], "ncclUniqueId", named, raising=False)
     made = named.from_buffer_copy(ID)
     assert id_in(pickle.dumps(made)) == ID
+    for other in (named, [made], {}, 5):
+        assert id_in(pickle.dumps(other)) == b""
     with pytest.raises(WeightUpdateError, match="which it does not need"):
         id_in(pickle.dumps(ctypes.c_int(5)))
