@@ -111,7 +111,7 @@ class AsyncEngine:
 
     @property
     def state(self) -> EngineState:
-        """The state: running, pausing, paused, updating or torn (docs/rollouts.md)."""
+        """The state: running, pausing, paused, updating, torn or sleeping (docs/rollouts.md)."""
         return self.engine.state
 
     @property

@@ -50,6 +50,9 @@ class CudaMemory(NamedTuple):
     event: bytes | None = None
 
 
+NO_MEMORY = CudaMemory(bytes(_HANDLE_BYTES))  # of a tensor without numbers
+
+
 class SharedMemory(NamedTuple):
     """A file of shared memory.
 

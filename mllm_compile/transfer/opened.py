@@ -9,7 +9,7 @@ import torch
 
 from mllm_compile.errors import DeviceError, TransferError, WeightUpdateError
 from mllm_compile.runtime.cuda.driver import PeerMemory, allocation_of, device_of
-from mllm_compile.transfer.handles import CPU, CudaMemory, Given, SharedMemory
+from mllm_compile.transfer.handles import CPU, NO_MEMORY, CudaMemory, Given, SharedMemory
 from mllm_compile.transfer.shared_memory import drop_cuda_reader, drop_reader, opened_file, read_into
 
 
@@ -27,12 +27,11 @@ def opened(given: Sequence[Given], device: torch.device) -> Iterator[Iterator[tu
         TransferError: memory cannot be opened: its sender is gone.
     """
     with ExitStack() as stack:
-        memories = {
-            memory: stack.enter_context(
+        memories: dict[CudaMemory | SharedMemory, tuple[int, int]] = {NO_MEMORY: (0, 0)}
+        for memory in dict.fromkeys(one.memory for one in given if one.memory != NO_MEMORY):
+            memories[memory] = stack.enter_context(
                 _opened_cuda(memory, device) if isinstance(memory, CudaMemory) else _file(memory)
             )
-            for memory in dict.fromkeys(one.memory for one in given)
-        }
         for one in given:
             end, num_bytes = one.begin + one.num_bytes, memories[one.memory][1]
             if end > num_bytes:

@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import handle_of
 from mllm_compile.runtime.weights.sums import weight_sums
-from mllm_compile.transfer.handles import CPU
+from mllm_compile.transfer.handles import CPU, NO_MEMORY
 from mllm_compile.transfer.opened import key_of
 from mllm_compile.transfer.shared_memory import FOLDER
 
@@ -81,6 +81,6 @@ class SharedTensors:
 
 def _cuda(tensor: torch.Tensor) -> dict[str, Any]:
     if not tensor.numel():
-        return {key_of(tensor.device): {"handle": base64.b64encode(bytes(64)).decode()}}
+        return {key_of(tensor.device): {"handle": base64.b64encode(NO_MEMORY.handle).decode()}}
     handle, offset = handle_of(tensor)
     return {key_of(tensor.device): {"handle": base64.b64encode(handle).decode(), "offset": offset}}

@@ -14,13 +14,14 @@ import torch
 from mllm_compile.errors import DeviceError, TransferError, WeightUpdateError
 from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.transfer import opened as opened_module
-from mllm_compile.transfer.handles import CudaMemory, Given
+from mllm_compile.transfer.handles import NO_MEMORY, CudaMemory, Given
 from mllm_compile.transfer.opened import opened
 from mllm_compile.transfer.shared_memory import FOLDER
 
 GPU = torch.device("cuda", 1)
 DATA = torch.arange(64, dtype=torch.uint8)
 BEFORE = 16  # bytes of the allocation ahead of what its handle opens
+HANDLE = bytes(range(64))
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def counts():
 
 
 def test_tensors_are_where_their_handles_say(gpu, counts):
-    memory = CudaMemory(bytes(64), (f"/{counts.name}", 2), bytes(64))
+    memory = CudaMemory(HANDLE, (f"/{counts.name}", 2), bytes(64))
     given = [
         Given("a", torch.int16, (2, 3), memory, 8),
         Given("unaligned", torch.int32, (1,), memory, 21),
@@ -78,8 +79,16 @@ def test_tensors_are_where_their_handles_say(gpu, counts):
     assert struct.unpack_from("3q", counts.read_bytes(), 64) == (0, 0, 1)
 
 
+def test_a_tensor_without_numbers_needs_no_memory(gpu):
+    gpu.fails = True
+    with opened([Given("empty", torch.float32, (0, 3), NO_MEMORY, 0)], GPU) as tensors:
+        assert dict(tensors)["empty"].shape == (0, 3)
+    with pytest.raises(WeightUpdateError, match="ends at byte 4 of memory of 0"):
+        opened([Given("a", torch.float32, (1,), NO_MEMORY, 0)], GPU).__enter__()
+
+
 def test_what_is_beyond_its_memory_or_of_another_gpu_is_not_read(gpu):
-    memory = CudaMemory(bytes(64))
+    memory = CudaMemory(HANDLE)
     beyond = [Given("a", torch.uint8, (4,), memory, 0), Given("b", torch.uint8, (5,), memory, 60)]
     with pytest.raises(WeightUpdateError, match="'b' ends at byte 65 of memory of 64"), opened(beyond, GPU):
         pass
@@ -95,7 +104,7 @@ def test_what_is_beyond_its_memory_or_of_another_gpu_is_not_read(gpu):
 @pytest.mark.parametrize("place", [10_000, 1 << 60])
 def test_a_count_beyond_its_file_is_not_lowered(gpu, counts, place):
     before = counts.read_bytes()
-    memory = CudaMemory(bytes(64), (counts.name, place))
+    memory = CudaMemory(HANDLE, (counts.name, place))
     given = [Given("a", torch.uint8, (4,), memory, 0)]
     with pytest.raises(WeightUpdateError, match="beyond its file"), opened(given, GPU):
         pass

@@ -170,6 +170,8 @@ async def update(asked: Asked) -> Any:
         raise bad_request(f"update_kind: expected dense or sparse_flat, got {info.update_kind[:50]!r}", "update_kind")
     if (info.update_kind == "sparse_flat") > (info.num_updates_list is not None):
         raise bad_request("num_updates_list: expected it beside update_kind sparse_flat", "num_updates_list")
+    if info.num_updates_list is not None and (info.ipc_handles, info.ipc_handles_pickled) != (None, None):
+        raise bad_request("num_updates_list: expected it without ipc_handles, as single values come over a group")
     count = await asked.calls.ask(
         "receive_vllm",
         names=info.names,

@@ -309,6 +309,20 @@ def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
         ),
         (
             "/update_weights",
+            {
+                "update_info": {
+                    "names": [],
+                    "dtype_names": [],
+                    "shapes": [],
+                    "num_updates_list": [],
+                    "ipc_handles": [],
+                }
+            },
+            400,
+            "without ipc_handles",
+        ),
+        (
+            "/update_weights",
             {"update_info": {"names": [], "dtype_names": [], "shapes": []}},
             409,
             "/start_weight_update",
