@@ -526,7 +526,7 @@ def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
 def _sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:
     from mllm_compile.engine.sleep import EngineSleep  # torch
 
-    return EngineSleep(core, weights, parts.memory, parts.tell_ranks, parts.wait_ranks)
+    return EngineSleep(core, weights, parts.memory, parts.tell_ranks, parts.ask_ranks, parts.wait_ranks)
 
 
 def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from mllm_compile.engine.gate import PauseMode
 from mllm_compile.engine.live_requests import LiveRequests
@@ -29,6 +29,8 @@ SleepTag = Literal["weights", "kv_cache", "scheduling"]
 SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 _LEVELS = (0, 1, 2)
 Memory = SleepingMemory | RankedMemory
+Message = Iterable[memoryview]
+T = TypeVar("T")
 
 
 class EngineSleep:
@@ -36,7 +38,7 @@ class EngineSleep:
 
     Args:
         memory: what is given back, or why nothing is.
-        tell_ranks, wait_ranks: as EngineParts has them.
+        tell_ranks, ask_ranks, wait_ranks: as EngineParts has them.
     """
 
     def __init__(
@@ -45,13 +47,15 @@ class EngineSleep:
         weights: WeightUpdates,
         memory: SleepingMemory | str,
         tell_ranks: Send | None,
+        ask_ranks: Callable[[int], int] | None,
         wait_ranks: Callable[[], None],
     ) -> None:
         self._core, self._weights = core, weights
         self._memory: Memory | str = memory
-        if tell_ranks is not None and not isinstance(memory, str):
-            send = partial(_sent, core, tell_ranks)
-            self._memory = RankedMemory(memory, send, tell_ranks, wait_ranks)
+        if tell_ranks is not None and ask_ranks is not None and not isinstance(memory, str):
+            agree_still = partial(_agreed, tell_ranks, ask_ranks)
+            send, agree = partial(_between_steps, core, tell_ranks), partial(_between_steps, core, agree_still)
+            self._memory = RankedMemory(memory, send, tell_ranks, wait_ranks, agree, agree_still)
         self._lock = threading.Lock()  # of calls that move memory
 
     def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
@@ -129,9 +133,14 @@ class EngineSleep:
         logger.info("%s awake in %.3f s", tag, time.monotonic() - began)
 
 
-def _sent(core: EngineCore, tell_ranks: Send, message: Iterable[memoryview]) -> None:
+def _between_steps(core: EngineCore, tell: Callable[[Message], T], message: Message) -> T:
     """Sends the other ranks a message from another thread than the engine's."""
-    core.between_steps(lambda: tell_ranks(message))
+    return core.between_steps(lambda: tell(message))
+
+
+def _agreed(tell_ranks: Send, ask_ranks: Callable[[int], int], message: Message) -> bool:
+    tell_ranks(message)
+    return bool(ask_ranks(1))
 
 
 def _chosen(level: int, tags: Collection[str] | None) -> tuple[MemoryTag, ...]:

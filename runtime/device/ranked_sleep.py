@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from mllm_compile.runtime.device.sleep import MemoryTag, SleepingMemory
+from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.files.json_data import parse_json
 
 Send = Callable[[Iterable[memoryview]], None]
+Agree = Callable[[Iterable[memoryview]], bool]
 _BEGIN = b'{"sleep": '
 
 
@@ -21,10 +23,21 @@ class RankedMemory:
         send: has the followers take a message; from the thread of `prepare`.
         send_still: likewise, from that of `sleep` and `wake`.
         wait: returns when they have done what was sent; from any thread, while no step is sent.
+        agree: sends a message, and tells whether all had room for what was sent before it; from that of `prepare`.
+        agree_still: likewise, from that of `wake`.
     """
 
-    def __init__(self, own: SleepingMemory, send: Send, send_still: Send, wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        own: SleepingMemory,
+        send: Send,
+        send_still: Send,
+        wait: Callable[[], None],
+        agree: Agree,
+        agree_still: Agree,
+    ) -> None:
         self._own, self._send, self._send_still, self._wait = own, send, send_still, wait
+        self._agree, self._agree_still = agree, agree_still
 
     @property
     def num_bytes(self) -> dict[MemoryTag, int]:
@@ -32,10 +45,18 @@ class RankedMemory:
         return self._own.num_bytes
 
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
-        """Does what is slow on all ranks."""
+        """Does what is slow on all ranks.
+
+        Raises:
+            DeviceMemoryError: the host has too little.
+        """
         self._send(_packed("prepare", tags=list(tags), saves=saves))
         self._own.prepare(tags, saves=saves)
         self._wait()
+        if not self._agree(_packed("agree")):
+            raise DeviceMemoryError(
+                "the host has too little memory for the copies of a rank that follows. Free some, or use level 2."
+            )
 
     def sleep(self, tags: Collection[MemoryTag], version: int | None) -> None:
         """Gives memory back on all ranks."""
@@ -44,10 +65,19 @@ class RankedMemory:
         self._wait()
 
     def wake(self, tags: Collection[MemoryTag]) -> None:
-        """Takes memory on all ranks; rank 0 first, as it alone can go on where there is too little."""
+        """Takes memory on all ranks, or on none.
+
+        Raises:
+            DeviceMemoryError: a rank has too little.
+        """
         self._own.wake(tags)
         self._send_still(_packed("wake", tags=list(tags)))
         self._wait()
+        if not self._agree_still(_packed("agree")):
+            self._send_still(_packed("sleep on", tags=list(tags)))
+            self._own.sleep_on(tags)
+            self._wait()
+            raise DeviceMemoryError("a rank that follows has too little memory. Free some, and call wake_up again.")
 
 
 def _packed(what: str, **details: Any) -> list[memoryview]:
@@ -59,12 +89,37 @@ def is_sleep(message: bytearray) -> bool:
     return message.startswith(_BEGIN)
 
 
-def follow_sleep(message: bytearray, memory: SleepingMemory) -> None:
-    """Does on a rank that follows what rank 0 says. An error here ends the rank."""
-    head = parse_json(bytes(message))
-    if head["sleep"] == "prepare":
-        memory.prepare(head["tags"], saves=head["saves"])
-    elif head["sleep"] == "sleep":
-        memory.sleep(head["tags"], head["version"])
-    else:
-        memory.wake(head["tags"])
+class FollowedSleep:
+    """Does on a rank that follows what rank 0 says. An error here ends the rank, but for a lack of memory, which rank 0
+    asks for.
+
+    Args:
+        vote: gives this rank's number to all ranks, which give theirs.
+    """
+
+    def __init__(self, memory: SleepingMemory, vote: Callable[[int], object]) -> None:
+        self._memory, self._vote = memory, vote
+        self._has_room = True
+
+    def take(self, message: bytearray) -> None:
+        """Does what a message says."""
+        head = parse_json(bytes(message))
+        what = head["sleep"]
+        if what == "agree":
+            self._vote(int(self._has_room))
+        elif what == "sleep":
+            self._memory.sleep(head["tags"], head["version"])
+        elif what == "sleep on":
+            self._memory.sleep_on(head["tags"])
+        else:
+            self._take_memory(what, head)
+
+    def _take_memory(self, what: str, head: dict[str, Any]) -> None:
+        self._has_room = True
+        try:
+            if what == "prepare":
+                self._memory.prepare(head["tags"], saves=head["saves"])
+            else:
+                self._memory.wake(head["tags"])
+        except DeviceMemoryError:
+            self._has_room = False

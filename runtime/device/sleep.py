@@ -36,8 +36,7 @@ class SleepingMemory:
     @property
     def num_bytes(self) -> dict[MemoryTag, int]:
         """Bytes that each tag gives back."""
-        arenas = {"weights": [*self._weights, *self._kept], "kv_cache": self._kv_cache}
-        return {tag: sum(arena.num_bytes for arena in arenas[tag]) for tag in MEMORY_TAGS}
+        return {tag: sum(arena.num_bytes for arena in arenas) for tag, arenas in self._arenas}
 
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
         """Does what is slow ahead of `sleep`, once: takes the host's memory for copies. From any thread.
@@ -77,10 +76,22 @@ class SleepingMemory:
             DeviceMemoryError: there is too little.
         """
         self._empty_cache()
-        for tag, arenas in (("weights", (*self._kept, *self._weights)), ("kv_cache", self._kv_cache)):
+        for tag, arenas in self._arenas:
             if tag in tags:
                 self._wake_all([arena for arena in arenas if not arena.is_awake])
         self._synchronize()
+
+    def sleep_on(self, tags: Collection[MemoryTag]) -> None:
+        """Gives back what `wake` has taken; copies on the host stay."""
+        self._synchronize()
+        for tag, arenas in self._arenas:
+            if tag in tags:
+                for arena in arenas:
+                    arena.sleep()
+
+    @property
+    def _arenas(self) -> tuple[tuple[MemoryTag, list[Arena]], ...]:
+        return ("weights", [*self._kept, *self._weights]), ("kv_cache", self._kv_cache)
 
     def _wake_all(self, arenas: Sequence[Arena]) -> None:
         try:

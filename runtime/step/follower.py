@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mllm_compile.runtime.device.ranked_sleep import follow_sleep, is_sleep
+from mllm_compile.runtime.device.ranked_sleep import FollowedSleep, is_sleep
 from mllm_compile.runtime.lora.wire import unpack
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.step.paths.base import Step
@@ -17,6 +17,7 @@ class FollowingStepRunner(StepRunner):
     or they have chosen together."""
 
     _update: FollowedUpdate | None = None
+    _sleep: FollowedSleep | None = None
 
     def follow(self, record: StepRecord) -> None:
         """Launches a step as rank 0 has planned it."""
@@ -33,7 +34,9 @@ class FollowingStepRunner(StepRunner):
         """Does what rank 0 says between two steps: weights, sleep, or this rank's part of an adapter."""
         if is_sleep(message):
             with self._runner.on_device():
-                follow_sleep(message, self._runner.sleeping_memory())
+                if self._sleep is None:
+                    self._sleep = FollowedSleep(self._runner.sleeping_memory(), self._runner.least_of_ranks)
+                self._sleep.take(message)
             return
         if not is_update(message):
             self._take_adapter(message)
