@@ -16,7 +16,6 @@ from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end
-from mllm_compile.engine.weight_updates import Options, UpdateReport
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from mllm_compile.config.sources import EngineSource
+    from mllm_compile.engine.weight_updates import Options, UpdateReport
 
 
 class AsyncEngine:

@@ -31,3 +31,9 @@ def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, mllm_compile; print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_engine_imports_torch_when_it_starts_beside_its_ranks():
+    code = "import sys; from mllm_compile import AsyncEngine, Engine; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
