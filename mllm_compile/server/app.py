@@ -48,7 +48,7 @@ _MOST_OF_PATH = 60  # characters that the log has
 # Paths of other servers, without /v1 or /v2 before them, and what to do instead.
 _UNSUPPORTED = "unsupported_endpoint"
 _GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
-_SLEEP = "an engine sleeps by itself: serve with --sleep-after"
+_SLEEP = "serve with --enable-rl --enable-sleep-mode, or with --sleep-after, by which an engine sleeps by itself"
 _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
     **dict.fromkeys(("embeddings", "pooling", "classify", "score", "rerank", "moderations", "encode"), _GENERATES),

@@ -103,6 +103,8 @@ class ServeOptions:
                 )
         if self.enable_rl and self.sleep_after_s is not None:
             raise ConfigError("--enable-rl: an engine that sleeps forgets its weights; leave out --sleep-after")
+        if self.runtime.get("enable_sleep_mode") and not self.enable_rl:
+            raise ConfigError("--enable-sleep-mode: expected --enable-rl beside it, whose paths let an engine sleep")
         if (self.rl_hosts or self.rl_folders) and not self.enable_rl:
             raise ConfigError("--rl-host, --rl-folder: expected --enable-rl beside them")
         if self.log not in FORMATS:

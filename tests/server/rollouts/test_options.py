@@ -17,6 +17,7 @@ RL = {"model": "m", "enable_rl": True}
     [
         ({**RL, "host": "0.0.0.0"}, "--enable-rl: expected an API key beside it"),
         ({**RL, "sleep_after_s": 5.0}, "--enable-rl: an engine that sleeps forgets its weights"),
+        ({"model": "m", "runtime": {"enable_sleep_mode": True}}, "--enable-sleep-mode: expected --enable-rl beside it"),
         ({"model": "m", "rl_hosts": ("a",)}, "--rl-host, --rl-folder: expected --enable-rl"),
         ({"model": "m", "rl_folders": ("/a",)}, "--rl-host, --rl-folder: expected --enable-rl"),
     ],
@@ -39,3 +40,10 @@ def test_every_path_of_rollouts_needs_the_key():
             assert path not in OPEN_PATHS
             answer = server.ask(method, path, {} if method == "POST" else None)
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), path
+
+
+def test_without_them_the_paths_of_sleep_say_how_an_engine_sleeps():
+    with fake_server({}) as server:
+        answer = server.post("/sleep?level=1", None)
+    assert answer.error["code"] == "unsupported_endpoint"
+    assert "--enable-rl --enable-sleep-mode" in answer.error["message"]
