@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class StoredWeights:
         specs: what fills the program's weights, of each rank.
         folder: of the files.
         live: this rank's weights; None: they are never updated.
-        is_awake: tells if there is memory behind them.
+        staying: tells if there is memory behind them, which then stays meanwhile.
     """
 
     def __init__(
@@ -33,10 +34,10 @@ class StoredWeights:
         folder: Path,
         targets: Mapping[str, LoraTarget],
         live: LiveWeights | None = None,
-        is_awake: Callable[[], bool] = lambda: True,
+        staying: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
     ) -> None:
         self._specs = [{spec.name: spec for spec in of_rank} for of_rank in specs]
-        self._folder, self._targets, self._live, self._is_awake = folder, targets, live, is_awake
+        self._folder, self._targets, self._live, self._staying = folder, targets, live, staying
 
     def read(self, weight: str, start: int, rows: int) -> torch.Tensor | None:
         """Rows [start, start + rows) of a target's weight on the CPU, of any floating type.
@@ -87,15 +88,16 @@ class StoredWeights:
     def _updated(self, target: LoraTarget, start: int, rows: int, columns: int) -> torch.Tensor | None:
         """Likewise, of a weight in memory that is one rank's, in its type."""
         assert self._live is not None, "its caller has looked"
-        if not self._is_awake():
-            raise EnginePausedError(
-                f"{target.weight} was updated and is asleep, and an adapter's copy of it is compared with it. Load the "
-                "adapter again after wake_up."
-            )
         spec = self._specs[0][target.stored_in]
         if len(spec.shape) != 2 or spec.shape[1] != columns or any(part.kept or part.factor for part in spec.parts):
             return None
-        return self._live.rows(spec.name, target.stored_start + start, rows).cpu()
+        with self._staying() as is_awake:
+            if not is_awake:
+                raise EnginePausedError(
+                    f"{target.weight} was updated and is asleep, and an adapter's copy of it is compared with it. Load "
+                    "the adapter again after wake_up."
+                )
+            return self._live.rows(spec.name, target.stored_start + start, rows).cpu()
 
 
 def _parts(spec: WeightSpec, start: int, rows: int) -> Iterator[WeightPart]:

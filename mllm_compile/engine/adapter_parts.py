@@ -77,9 +77,8 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         return None
     config, pool, artifact = compiled.config, runner.model.lora.pool, compiled.artifact
     specs, arena = (artifact.weights, *artifact.further_weights), runner.model.arena
-    stored = StoredWeights(
-        specs, compiled.weights_root, pool.targets, runner.model.live, lambda: arena is None or arena.is_awake
-    )
+    staying = {} if arena is None else {"staying": arena.staying}
+    stored = StoredWeights(specs, compiled.weights_root, pool.targets, runner.model.live, **staying)
     base = BaseModel(
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},

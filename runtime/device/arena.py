@@ -7,8 +7,10 @@ workspaces of libraries, graphs, buffers that NCCL may have registered. A CPU ha
 from __future__ import annotations
 
 import math
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -49,6 +51,7 @@ class Arena:
         self._take = take
         self._stretches: weakref.WeakSet[Memory] = weakref.WeakSet()
         self._saved: int | None = None  # what the host has a copy of
+        self._unmapping = threading.Lock()
         self.is_awake = True
 
     @property
@@ -108,9 +111,16 @@ class Arena:
 
     def sleep(self) -> None:
         """Gives the memory back; nothing may use it, and nothing may be in flight. Once or often."""
-        self.is_awake = False
-        for one in self._stretches:
-            one.unmap()
+        with self._unmapping:
+            self.is_awake = False
+            for one in self._stretches:
+                one.unmap()
+
+    @contextmanager
+    def staying(self) -> Iterator[bool]:
+        """Whether there is memory, which then stays meanwhile; for readers beside the engine's thread."""
+        with self._unmapping:
+            yield self.is_awake
 
     def wake(self) -> None:
         """Takes memory, and fills it with what was saved, else with zeros. All or nothing; once or often.

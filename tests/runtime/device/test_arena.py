@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mllm_compile.errors import DeviceError, DeviceMemoryError
 from mllm_compile.runtime.cuda.virtual_memory import VirtualMemory
 from mllm_compile.runtime.device.arena import arena_on
+from tests.hang_guard import HANG_S
 from tests.sleeping_arena import Machine
 
 MIB = 1 << 20
@@ -43,6 +45,20 @@ def test_an_arena_wakes_wholly_or_not():
     machine.size = 1536
     arena.wake()
     assert machine.taken == 1536 and arena.is_awake and not any(bool(one.any()) for (one,) in held)
+
+
+def test_memory_stays_while_another_thread_reads_it():
+    machine = Machine()
+    arena = machine.arena()
+    (held,) = arena.zeros([((64,), torch.float64)])
+    with arena.staying() as is_awake:
+        sleeper = threading.Thread(target=arena.sleep)
+        sleeper.start()
+        sleeper.join(0.01)
+        assert is_awake and sleeper.is_alive() and machine.taken == 512 and not held.any()
+    sleeper.join(HANG_S)
+    with arena.staying() as is_awake:
+        assert not is_awake and machine.taken == 0
 
 
 def test_a_cpu_has_no_arena():
