@@ -136,6 +136,10 @@ async def init_transfer(asked: Asked) -> Any:
         if info.master_port:
             raise bad_request("master_address: expected it beside master_port")
         return {"message": "Weight transfer initialized"}
+    if info.packed_buffer_size_bytes < 1:
+        raise bad_request(
+            f"packed_buffer_size_bytes: expected at least 1, got {info.packed_buffer_size_bytes}", "init_info"
+        )
     await check_host(asked.front, info.master_address)
     await asked.calls.ask(
         "join_vllm",

@@ -328,6 +328,12 @@ def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
             "/start_weight_update",
         ),
         ("/init_weight_transfer_engine", {"init_info": {"master_port": 5}}, 400, "master_address"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"master_address": "127.0.0.1", "packed": True, "packed_buffer_size_bytes": -1}},
+            400,
+            "expected at least 1, got -1",
+        ),
         ("/update_weight_version", {"new_version": ""}, 400, "new_version: expected 1 to 256"),
         ("/weight_checker", {"action": "reset"}, 400, "action: expected checksum or compare"),
         ("/sleep?level=3", None, 400, "level: expected 0, 1, 2, got '3'"),
