@@ -37,6 +37,7 @@ class Gate:
         is_shut: no step runs.
         drained: told when a pause that waits for requests has none left; None: none waits.
         is_paused: a pause was called and not resumed.
+        num_pauses: how many were called.
         sleeping: what is asleep, by engine/sleep.py's tags.
     """
 
@@ -45,6 +46,7 @@ class Gate:
         self.drained: Future[None] | None = None
         self.sleeping: frozenset[str] = frozenset()
         self.is_paused = False
+        self.num_pauses = 0
         self._refusing: PauseMode | None = None
         self._refuses_asleep = self._is_updating = False
         self._torn: str | None = None
@@ -96,6 +98,7 @@ class Gate:
         if mode == "wait" and self._torn is not None:
             raise self.torn_error()
         self.is_paused = True
+        self.num_pauses += 1
         if mode in _REFUSING:
             self._refusing = mode
         if mode == "wait":
@@ -126,6 +129,10 @@ class Gate:
             raise self.torn_error()
         if self._is_updating:
             raise UpdateConflictError("a direct update of the weights is open. Finish it or abandon it, then resume.")
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Ends a pause, whatever else holds steps."""
         self.is_paused, self._refusing = False, None
         self.drain_is_over(UpdateConflictError("the engine was resumed before its requests had ended."))
 

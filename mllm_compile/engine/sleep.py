@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
-from mllm_compile.engine.gate import PauseMode
+from mllm_compile.engine.gate import Gate, PauseMode
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
-from mllm_compile.engine.pauses import pause, resume
+from mllm_compile.engine.pauses import pause
 from mllm_compile.engine.weight_updates import WeightUpdates
 from mllm_compile.errors import RequestError
 from mllm_compile.files.byte_sizes import format_bytes
@@ -105,10 +105,16 @@ class EngineSleep:
 
     def _drain(self) -> None:
         """Answers all requests; new ones are refused meanwhile."""
-        was_paused = self._core.gate.is_paused
-        pause(self._core, "wait")
-        if not was_paused:
-            resume(self._core)
+        was_paused, before = self._core.gate.is_paused, self._core.gate.num_pauses
+
+        def let_go(gate: Gate) -> None:
+            if not was_paused and gate.num_pauses == before + 1:  # no other call has paused meanwhile
+                gate.let_go()
+
+        try:
+            pause(self._core, "wait")
+        finally:
+            self._core.move_gate(let_go)
 
     def _givable(self) -> Memory:
         if isinstance(self._memory, str):

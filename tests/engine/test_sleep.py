@@ -201,6 +201,24 @@ def test_requests_are_aborted_or_waited_for():
         engine.pause("abort")
         sleeping.result(HANG_S)
         assert list(stream)[-1].finish_reason == "abort"
+        engine.wake_up()
+        assert engine.state == "paused", "which nobody has resumed"
+
+
+def test_a_wait_that_torn_weights_end_leaves_no_pause():
+    one = made(**ROOM_FOR_ENDLESS)
+    with one.engine as engine:
+        stream, _ = started(engine, WITHOUT_END)
+        sleeping = beside(engine.sleep, 1, "wait")
+        until(lambda: engine.state == "pausing")
+        engine.weights.start(direct=True)
+        engine.weights.receive(list(tensors_of(7).items())[:1])
+        engine.weights.abandon("the test")
+        with pytest.raises(WeightsTornError):
+            sleeping.result(HANG_S)
+        engine.update_weights(tensors_of(7).items())
+        assert engine.state == "running"
+        stream.close()
 
 
 def test_a_pause_outlives_sleep(made_engine):
