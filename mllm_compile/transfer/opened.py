@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -26,7 +26,7 @@ def opened(given: Sequence[Given], device: torch.device) -> Iterator[Iterator[tu
         WeightUpdateError: a tensor is beyond its memory, or that is another device's.
         TransferError: memory cannot be opened: its sender is gone.
     """
-    with ExitStack() as stack:
+    with counted(given), ExitStack() as stack:
         memories: dict[CudaMemory | SharedMemory, tuple[int, int]] = {NO_MEMORY: (0, 0)}
         for memory in dict.fromkeys(one.memory for one in given if one.memory != NO_MEMORY):
             memories[memory] = stack.enter_context(
@@ -37,6 +37,19 @@ def opened(given: Sequence[Given], device: torch.device) -> Iterator[Iterator[tu
             if end > num_bytes:
                 raise WeightUpdateError(f"tensor {one.name[:200]!r} ends at byte {end:,} of memory of {num_bytes:,}")
         yield _tensors(given, memories, device)
+
+
+@contextmanager
+def counted(given: Iterable[Given]) -> Iterator[None]:
+    """Tells the senders at the end that their memory is read no more, whatever happens: they wait for it."""
+    with ExitStack() as stack:
+        for memory in dict.fromkeys(one.memory for one in given):
+            if isinstance(memory, SharedMemory):
+                if memory.is_counted:
+                    stack.callback(drop_reader, memory.name)
+            elif memory.counter is not None:
+                stack.callback(drop_cuda_reader, *memory.counter)
+        yield
 
 
 def _tensors(
@@ -72,11 +85,7 @@ class _Bytes:
 @contextmanager
 def _file(memory: SharedMemory) -> Iterator[tuple[int, int]]:
     with opened_file(memory.name) as found:
-        try:
-            yield found
-        finally:
-            if memory.is_counted:
-                drop_reader(memory.name)
+        yield found
 
 
 @contextmanager
@@ -101,5 +110,3 @@ def _opened_cuda(memory: CudaMemory, device: torch.device) -> Iterator[tuple[int
     finally:
         torch.cuda.current_stream(device).synchronize()  # what reads it is queued
         peer.give_back(is_own=False)
-        if memory.counter is not None:
-            drop_cuda_reader(*memory.counter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from mllm_compile.transfer.announcement import Announcement
 from mllm_compile.transfer.group import Group, broadcast_into, empty, join, packed
 from mllm_compile.transfer.handles import Given, by_json, by_sglangs_pickle, by_vllms_pickle
 from mllm_compile.transfer.opcodes import MOST_BYTES
-from mllm_compile.transfer.opened import key_of, opened
+from mllm_compile.transfer.opened import counted, key_of, opened
 from mllm_compile.transfer.table import read_table
 
 if TYPE_CHECKING:
@@ -282,9 +282,14 @@ class Transfers:
         """Receives the tensors of /update_weights_from_tensor."""
         with self._or_over():
             given = by_sglangs_pickle(pickled)
-            announced = self._announced(
-                [one.name for one in given], [str(one.dtype) for one in given], [one.shape for one in given]
-            )
+            try:
+                announced = self._announced(
+                    [one.name for one in given], [str(one.dtype) for one in given], [one.shape for one in given]
+                )
+            except MllmError:
+                with suppress(MllmError), counted(given):
+                    pass
+                raise
             return self._take_given(given, announced)
 
     # prime-rl's form --------------------------------------------------------------------------------------------------

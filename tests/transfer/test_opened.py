@@ -101,6 +101,17 @@ def test_what_is_beyond_its_memory_or_of_another_gpu_is_not_read(gpu):
         pass
 
 
+def test_a_sender_is_let_go_of_where_its_memory_cannot_be_opened(gpu, counts):
+    gpu.fails = True
+    memory = CudaMemory(HANDLE, (f"/{counts.name}", 2))
+    with (
+        pytest.raises(TransferError, match="cannot be opened"),
+        opened([Given("a", torch.uint8, (4,), memory, 0)], GPU),
+    ):
+        pass
+    assert struct.unpack_from("3q", counts.read_bytes(), 64) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("place", [10_000, 1 << 60])
 def test_a_count_beyond_its_file_is_not_lowered(gpu, counts, place):
     before = counts.read_bytes()

@@ -87,6 +87,14 @@ def test_sglangs_tensors_make_a_round_trip(trainer, start, by_file):
     assert not list(FOLDER.glob(f"torch_{os.getpid()}_*"))  # the engine has let go of them
 
 
+def test_tensors_that_are_refused_are_let_go_of(trainer, by_file):
+    what = [("nonsense", torch.zeros(4))]
+    body = {"serialized_named_tensors": [pickled(what)]}
+    assert "no tensor 'nonsense'" in trainer.refused("/update_weights_from_tensor", body).error["message"]
+    what = None
+    assert not list(FOLDER.glob(f"torch_{os.getpid()}_*"))
+
+
 def test_single_values_by_vllms_wire(trainer, start):
     before = trainer.seen()
     new = changed(start, 13)
