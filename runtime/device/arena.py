@@ -118,7 +118,7 @@ class Arena:
 
     @contextmanager
     def staying(self) -> Iterator[bool]:
-        """Whether there is memory, which then stays meanwhile; for readers beside the engine's thread."""
+        """Tells if there is memory, which then stays meanwhile; for readers beside the engine's thread."""
         with self._unmapping:
             yield self.is_awake
 
