@@ -189,6 +189,8 @@ class LoopWaker:
 
     def wake(self, event: asyncio.Event) -> bool:
         """Sets the event soon, from any thread. False: the loop is closed."""
+        if self._loop.is_closed():  # perhaps ahead of a call that was scheduled
+            return False
         self._woken.append(event)
         if not self._is_scheduled:
             self._is_scheduled = True

@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from mllm_compile.engine.async_engine import AsyncEngine
+from mllm_compile.engine.streams import LoopWaker
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from tests.fakes import (
@@ -180,6 +181,14 @@ def test_event_loops_that_are_closed_are_let_go():
             asyncio.run(ask(engine))
         gc.collect()
         assert [loop() is None for loop in loops[:-1]] == [True] * 3
+
+
+def test_a_loop_that_is_closed_ahead_of_a_scheduled_call_is_gone():
+    loop = asyncio.new_event_loop()
+    waker = LoopWaker(loop)
+    assert waker.wake(asyncio.Event())
+    loop.close()
+    assert not waker.wake(asyncio.Event())
 
 
 def test_a_request_whose_event_loop_is_gone_is_aborted():
