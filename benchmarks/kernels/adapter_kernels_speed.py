@@ -20,8 +20,8 @@ import torch
 from benchmarks.script import need_hopper, parser_of, positive, positives
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
-from mllm_compile.runtime.ops.lora import chained, expand, shrink
 
+OPS: Any = torch.ops.mllm
 HIDDEN, FFN, EPS = 4096, 12288, 1e-6
 LEAST_BYTES = 100 << 20  # of the factors that a graph reads: twice what the L2 holds
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -48,12 +48,12 @@ class Linear:
         return _random(adapters, rows, self.inputs) / self.inputs**0.5, _random(adapters, self.outputs, rank) / 50
 
     def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, *, is_few: bool) -> torch.Tensor:
-        return shrink.lora_shrink(x, factors[0], slots, is_few, True)
+        return OPS.lora_shrink(x, factors[0], slots, is_few, True)
 
     def expand(
         self, y: torch.Tensor, shrunk: torch.Tensor, factors: Factors, slots: torch.Tensor, *norm: Any, is_few: bool
     ) -> torch.Tensor:
-        made = expand.lora_expand_gated if self.is_gated else expand.lora_expand
+        made = OPS.lora_expand_gated if self.is_gated else OPS.lora_expand
         return made(y, shrunk, factors[1], slots, self.starts, list(self.parts), is_few, True, *norm)
 
 
@@ -111,12 +111,12 @@ def joined(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torc
     weight, h, gate_up = tensors["norm"], tensors["o x"], LINEARS["gate_up"]
     products = LINEARS["o"].shrink(h, of["o"], slots, is_few=True)
     after_o = tensors["o y"], products, o_b, slots, h, weight, False, gate_up_a
-    h, _, squares, products = chained.lora_expand_norm(*after_o)
+    h, _, squares, products = OPS.lora_expand_norm(*after_o)
     norm = squares, EPS, HIDDEN
     of_gate_up = tensors["gate_up y"], products, gate_up_b, slots, gate_up.starts, list(gate_up.parts), *norm, down_a
-    _, products = chained.lora_expand_gated_chained(*of_gate_up)
+    _, products = OPS.lora_expand_gated_chained(*of_gate_up)
     after_down = tensors["down y"], products, down_b, slots, h, weight, False, qkv_a
-    _, _, squares, products = chained.lora_expand_norm(*after_down)
+    _, _, squares, products = OPS.lora_expand_norm(*after_down)
     LINEARS["qkv"].expand(tensors["qkv y"], products, of["qkv"], slots, squares, EPS, HIDDEN, is_few=True)
 
 
@@ -157,6 +157,8 @@ def main() -> None:
     parser.add_argument("--rank", type=positive, default=16)
     arguments = parser.parse_args()
     need_hopper()
+    from mllm_compile.runtime.ops.lora import chained, expand, shrink  # define the ops, with Triton
+
     for module in (shrink, expand, chained):
         module.wrap_triton = _Early  # type: ignore[attr-defined]
     rate, adapters = read_rate() * 1e3, arguments.adapters

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
-from benchmarks.steps.update_sender import random_tensors
 from benchmarks.steps.update_speed import Given
+from benchmarks.update_sender import random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime

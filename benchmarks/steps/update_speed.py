@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.script import greedy, names_of, parser_of, positive, told_in_one_line
-from benchmarks.steps.update_sender import random_tensors
+from benchmarks.update_sender import random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
@@ -67,7 +67,7 @@ class Given:
     def handles(self) -> dict[str, Any]:
         """The object for /update_weights, of another process."""
         asked = json.dumps([self.shapes, str(self.dtype).removeprefix("torch."), str(self.device)])
-        command = [sys.executable, "-m", "benchmarks.steps.update_sender"]
+        command = [sys.executable, "-m", "benchmarks.update_sender"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._stack.callback(process.communicate)  # it ends with its input
         assert process.stdin is not None and process.stdout is not None, "they are pipes"

@@ -99,7 +99,7 @@ def test_every_field_has_a_docstring():
         (
             {"model": {"path": "m"}, "runtime": {"without": ["copied_prefix"]}},
             "runtime.without is 'copied_prefix'; expected 'split_decode', 'hopper_decode', 'sample_in_graph', "
-            "'whole_prompts', 'copy_prefix', 'divide_prefix' or 'paged_attention'",
+            "'whole_prompts', 'copy_prefix', 'divide_prefix', 'paged_attention' or 'any_rows'",
         ),
         (
             {"model": {"path": "m"}, "runtime": {"without": ["copy_prefix", "copy_prefix"]}},
