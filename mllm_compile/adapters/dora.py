@@ -91,5 +91,5 @@ def _norms(weight: str, down: torch.Tensor, up: torch.Tensor, base: BaseModel, p
                 f"{path}: {weight} is not stored in rows of numbers, whose norms DoRA needs. Merge the adapter into "
                 "its model"
             )
-        norms.append(torch.linalg.vector_norm(stored.float().addmm_(some, down.float()), dim=1))
+        norms.append(torch.linalg.vector_norm(stored.float().addmm(some, down.float()), dim=1))
     return torch.cat(norms)
