@@ -52,9 +52,10 @@ def test_memory_stays_while_another_thread_reads_it():
     arena = machine.arena()
     (held,) = arena.zeros([((64,), torch.float64)])
     with arena.staying() as is_awake:
-        sleeper = threading.Thread(target=arena.sleep)
+        begun = threading.Event()
+        sleeper = threading.Thread(target=lambda: (begun.set(), arena.sleep()))
         sleeper.start()
-        sleeper.join(0.01)
+        assert begun.wait(HANG_S)
         assert is_awake and sleeper.is_alive() and machine.taken == 512 and not held.any()
     sleeper.join(HANG_S)
     with arena.staying() as is_awake:
