@@ -115,7 +115,7 @@ class DraftChain:
         descriptor = BatchDescriptor(total, total, GraphKind.VERIFY)
         output = head.program.run(self._batch(total), tokens, drafted, CUDAGraphMode.FULL, descriptor, all_rows)
         positions = (lengths[:, None] + torch.arange(1, 1 + count, device=head.device)).flatten().int()
-        of_rows = rows[:, None].expand(-1, count).flatten()
+        of_rows = rows.repeat_interleave(count)  # not a view of one row, of which kernels read what is behind it
         self._keep(rows, lengths, self._choose(output.next_token_logits, of_rows, positions).view(num_requests, count))
 
     def fault(self, step: StepTensors, width: int) -> str | None:

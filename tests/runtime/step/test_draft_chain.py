@@ -48,8 +48,8 @@ def chained_runner(head: BlockHead, section: SpeculativeSection, **options):
 
 
 def look_up_bounds(runner: ModelRunner, seen: list[int]) -> None:
-    """Has each run of a program compare all that it is given as an index with the memory behind it, as kernels on a GPU
-    do not; notes the tokens of each."""
+    """Has each run of a program, and of the kernels behind it, compare all that it is given as an index with the memory
+    behind it, as kernels on a GPU do not; notes the tokens of each."""
     run, page_size = runner.program.run, runner.config.runtime.page_size
     table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
     least_id = NO_TOKEN if runner.model.reads_hidden_states else 0
@@ -79,6 +79,19 @@ def look_up_bounds(runner: ModelRunner, seen: list[int]) -> None:
         return run(batch, tokens, logits_indices, *how, **others)
 
     runner.program.run = checked
+    loop, num_parameters = runner.model.decode_loop, len(runner.row_state.sampling.tables[0])
+    if loop is None:
+        return
+
+    def end(arguments):
+        assert all(one.is_contiguous() for one in arguments), "kernels read a row behind another"
+        logits, floats, _, rows, places, _, last_tokens, chosen = arguments
+        assert len(logits) == len(rows) == len(places) <= chosen.shape[1]
+        assert len(floats) == num_parameters
+        assert ((rows >= 0) & (rows < min(floats.shape[1], len(last_tokens)))).all()
+        return loop.end(arguments)
+
+    runner.model = replace(runner.model, decode_loop=replace(loop, end=end))
 
 
 def serve(requests: Sequence[dict], head: BlockHead | None = None, joining: int = 0, **options) -> Loop:
