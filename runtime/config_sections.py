@@ -75,6 +75,7 @@ class RuntimeSection:
     state_dtype: DtypeName
     mem_fraction_static: float
     max_model_len: int
+    max_total_tokens: int | None
     max_running_requests: int
     max_num_batched_tokens: int
     enable_prefix_cache: bool

@@ -370,7 +370,16 @@ def _runtime(
         "max_step_ms": _max_step_ms(asked, any_rows, choices),
         "cascade_attention": False,  # see _cascade_attention
     }
+    _check_total_tokens(asked.max_total_tokens, resolved_values["max_model_len"])
     return RuntimeSection(**asked.model_dump() | resolved_values)  # the other keys have no `auto`
+
+
+def _check_total_tokens(total: int | None, of_request: int) -> None:
+    if total is not None and total < of_request:
+        raise ConfigError(
+            f"runtime.max_total_tokens is {total}, which one request of runtime.max_model_len ({of_request}) exceeds. "
+            "Raise it, or lower max_model_len"
+        )
 
 
 def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo) -> bool:

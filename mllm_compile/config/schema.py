@@ -182,6 +182,9 @@ class RuntimeConfig(Section):
     max_model_len: Auto | Annotated[int, Field(ge=2)] = "auto"
     """Most tokens of one request, prompt and answer together."""
 
+    max_total_tokens: PositiveInt | None = None
+    """Most tokens in the KV cache, at least max_model_len; none given: as many as fit."""
+
     max_running_requests: Auto | PositiveInt = "auto"
     """Most requests in one step; more of them wait."""
 

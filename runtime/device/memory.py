@@ -97,7 +97,7 @@ class KVBudget:
         return KVBudget(self.kv_bytes - num_bytes, f"{self.explanation}, {what} {_gib(num_bytes)}")
 
     def num_pages(self, bytes_per_page: int, runtime: RuntimeSection) -> int:
-        """Pages with the dummy page: what fits, at most what all requests can use together.
+        """Pages with the dummy page: what fits, at most what all requests can use together, or max_total_tokens.
 
         Raises:
             DeviceMemoryError: not even one request of max_model_len tokens fits.
@@ -115,6 +115,8 @@ class KVBudget:
                 f"(now {runtime.max_running_requests}), or raise runtime.mem_fraction_static "
                 f"(now {runtime.mem_fraction_static})."
             )
+        if runtime.max_total_tokens is not None:
+            useful = min(useful, 1 + -(-runtime.max_total_tokens // runtime.page_size))
         return min(fitting, useful)
 
 

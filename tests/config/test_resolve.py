@@ -258,9 +258,17 @@ def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
     assert (told.runtime, told.cudagraph) == (config.runtime, config.cudagraph)
 
 
+def test_a_cache_smaller_than_a_request_is_refused():
+    keys = {"max_model_len": 100, "max_total_tokens": 99}
+    with pytest.raises(ConfigError, match=r"max_total_tokens is 99, .*max_model_len \(100\) exceeds"):
+        resolved(runtime=keys)
+    assert resolved(runtime=keys | {"max_total_tokens": 100}).runtime.max_total_tokens == 100
+
+
 def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
+        "max_total_tokens": 1 << 20,
         "enable_prefix_cache": False,
         "without": ("copy_prefix", "divide_prefix"),
         "enable_sleep_mode": False,

@@ -118,6 +118,7 @@ DEFAULTS = RuntimeSection(
     kv_cache_dtype="float32",
     state_dtype="float32",
     mem_fraction_static=0.9,
+    max_total_tokens=None,
     max_model_len=CONTEXT,
     max_running_requests=8,
     max_num_batched_tokens=64,
