@@ -1,20 +1,23 @@
 """Microseconds of linears of few tokens by shape and by division of the work, and the rate of reading weights.
 
     python -m benchmarks.kernels.stream_linears_speed [--tokens 1,8] [--linears 4096x21504:residual …]
-        [--rows 4,66,8,2 …]
+        [--rows 4,66,8,2 …] [--sweep] [--library]
 
 Needs a Hopper GPU. A linear is NxK, with `residual` (and the sums for a norm behind it), `norm` (ahead of it), `gated`
 or `squared_relu`, joined by +; by default Nemotron-H-8B's. A CUDA graph runs it with one weight after another, a
 gigabyte of them and more, so that they come from the GPU's memory. --rows are divisions of rows.cu besides the chosen
 one: SPLIT,CLUSTERS,WARPS,RESIDENT. The last line of each runs all linears one behind another, as layers do. An error is
-    the worst token's distance from float32 over torch's in bfloat16.
+    the worst token's distance from float32 over torch's in bfloat16. With more than 8 tokens --sweep times divisions of
+    tiles.cu and wide.cu besides, and all linears with each its fastest, by turns with the chosen ones. --library times
+    the product alone by torch, without what is ahead of it and behind.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -24,10 +27,11 @@ from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.runtime.ops.stream_linear import rows
+from mllm_compile.runtime.ops.stream_linear import rows, tiles
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
+from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
 NEMOTRON_H = (
     "18560x4096:norm",
@@ -119,11 +123,21 @@ def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | No
     return tiling if 4 * steps <= MOST_LANE_INPUTS else None
 
 
+def divisions(kind: LinearKind, bucket: int) -> list[LinearTiling]:
+    """The chosen tiling, and other divisions of tiles.cu and wide.cu for a bucket of more than 8 tokens."""
+    found: list[LinearTiling] = [choose_tiling(kind, bucket), *WideTiling.all_of(kind, bucket)]
+    if bucket <= tiles.MAX_TOKENS:
+        found += tiles.all_of(kind, bucket)
+    return list(dict.fromkeys(found))
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--linears", nargs="+", default=list(NEMOTRON_H))
     parser.add_argument("--rows", nargs="*", default=[], help="divisions of rows.cu besides the chosen one")
+    parser.add_argument("--sweep", action="store_true", help="divisions of tiles.cu and wide.cu too")
+    parser.add_argument("--library", action="store_true", help="torch's products too")
     options = parser.parse_args(arguments)
     need_hopper()
     torch.manual_seed(0)
@@ -150,7 +164,53 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             for tokens in counts:
                 _measure(linears, tilings, tokens, division, limit)
+                if division == CHOSEN and options.library:
+                    _measure_library(linears, tokens)
+                if division == CHOSEN and options.sweep and tokens > rows.MAX_TOKENS:
+                    _sweep(compiler, linears, tokens)
     return 0
+
+
+def _measure_library(linears: Sequence[Linear], tokens: int) -> None:
+    for linear in linears:
+        time = graph_us(lambda one=linear: [one.x @ weight.T for weight in one.weights]) / len(linear.weights)
+        print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':20}  by the library", flush=True)
+
+
+def _sweep(compiler: KernelCompiler, linears: Sequence[Linear], tokens: int) -> None:
+    """Times each linear in each division, then all of them in the chosen and in the fastest ones, by turns."""
+    bucket, chosen, fastest = bucket_of(tokens), [], []
+    of_all = [divisions(linear.kind, bucket) for linear in linears]
+    compiler.start(tiling for tilings in of_all for tiling in tilings)
+    for linear, tilings in zip(linears, of_all, strict=True):
+        found = []
+        for tiling in tilings:
+            try:
+                load(compiler, [tiling], STREAMED.load_kernels)
+                found.append((graph_us(linear.run) / len(linear.weights), tiling, linear.error()))
+            except (DeviceError, CompileError) as reason:
+                print(f"{'':32}{_division_of(tiling)}: {reason}", flush=True)
+        for time, tiling, error in sorted(found, key=lambda one: one[0]):
+            mark = " (chosen)" if tiling == tilings[0] else ""
+            print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':13}{error:7.2f}  {_division_of(tiling)}{mark}", flush=True)
+        chosen.append(tilings[0])
+        fastest.append(min(found, key=lambda one: one[0])[1])
+    for name, tilings in (("chosen", chosen), ("fastest", fastest)) * 2:
+        load(compiler, tilings, STREAMED.load_kernels)
+        time = graph_us(lambda: _chain(linears)) / CHAINED_LAYERS
+        print(f"{'all, one behind another':32}{tokens:7}{time:8.1f}{'':20}  {name}", flush=True)
+    load(compiler, chosen, STREAMED.load_kernels)
+
+
+def _division_of(tiling: LinearTiling) -> str:
+    names = [field.name for field in fields(tiling) if field.name not in ("kind", "tokens")]
+    return ", ".join([Path(tiling.source).name, *(f"{name} {getattr(tiling, name)}" for name in names)])
+
+
+def _chain(linears: Sequence[Linear]) -> None:
+    for layer in range(CHAINED_LAYERS):
+        for linear in linears:
+            linear.run_one(linear.weights[layer])
 
 
 def _measure(
@@ -162,17 +222,9 @@ def _measure(
             continue
         time, error = graph_us(linear.run) / len(linear.weights), linear.error()
         rate = linear.weights[0].nbytes / time / 1e3
-        shown = {name: value for name, value in vars(tiling).items() if isinstance(value, int) and name != "tokens"}
-        of_shape = ", ".join(f"{name} {value}" for name, value in shown.items())
         line = f"{linear.name:32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
-        print(f"{line}  {of_shape}", flush=True)
-
-    def run() -> None:
-        for layer in range(CHAINED_LAYERS):
-            for linear in linears:
-                linear.run_one(linear.weights[layer])
-
-    time = graph_us(run) / CHAINED_LAYERS
+        print(f"{line}  {_division_of(tiling)}", flush=True)
+    time = graph_us(lambda: _chain(linears)) / CHAINED_LAYERS
     rate = sum(linear.weights[0].nbytes for linear in linears) / time / 1e3
     print(
         f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{'':9}{division}", flush=True

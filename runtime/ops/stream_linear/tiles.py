@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
@@ -116,6 +117,18 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _M_TOKENS and pairs >= _LEAST_PAIRS:
         return TileTiling(kind, tokens, rows, split, 2, pairs)
     return TileTiling(kind, tokens, rows, split, 1, _num_stages(rows, split, 1, tokens, panels))
+
+
+def all_of(kind: LinearKind, tokens: int) -> Iterator[TileTiling]:
+    """The tilings of one wave for a bucket of tokens, with rings of one and of two panels; for measurements."""
+    for split in _CLUSTERS:
+        rows = _rows_of(kind, split, tokens)
+        panels = kind.columns // split // _PANEL
+        for each in (1, 2):
+            if rows and kind.columns % (split * _PANEL * each) == 0:
+                stages = _num_stages(rows, split, each, tokens, panels // each)
+                if stages > 1:
+                    yield TileTiling(kind, tokens, rows, split, each, stages)
 
 
 def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
