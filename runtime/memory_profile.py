@@ -98,22 +98,22 @@ def _graph_bytes(runners: Sequence[ProfiledModel]) -> int:
     """Bytes of all graphs of a model and its draft model, whose passes behind verify steps are graphs too."""
     total, num_verifies = 0, 0
     for runner in runners:
-        block = runner.model.block
-        num_behind = num_verifies if block is not None and block.sees_ahead else 0  # cuda_graph/draft_chain.py
-        num_bytes, num_verifies = _estimate_graph_bytes(runner, num_behind)
+        num_bytes, num_verifies = _estimate_graph_bytes(runner, num_verifies)
         total += num_bytes
     return total
 
 
-def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, int]:
+def _estimate_graph_bytes(runner: ProfiledModel, num_steps: int) -> tuple[int, int]:
     """Bytes of a model's graphs, from the two largest of each kind, captured on a pool of the dummy page alone, and of
-    `num_behind` passes behind another model's steps; and how many graphs of verify steps it has."""
+    its passes behind `num_steps` verify steps of another model; and how many graphs of verify steps it has."""
+    from mllm_compile.runtime.cuda_graph.draft_chain import chain_obstacle
     from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
     from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
     runner.token_to_kv_pool = runner.make_kv_pool(1)
     runner.init_attention_backend()
     dispatcher = dispatcher_of(runner)
+    num_behind = num_steps if chain_obstacle(runner) is None else 0
     num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind)
     del runner.token_to_kv_pool, runner.attn_backend
     give_back_unused(runner.device)

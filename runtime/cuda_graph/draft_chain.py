@@ -25,9 +25,6 @@ from mllm_compile.runtime.speculation.block import DraftBlock
 
 logger = logging.getLogger(__name__)
 
-# On an H200 (torch 2.11) an engine with this pass ended in an illegal memory access at the start's check. Until the
-# reason is known drafts are made beside verify steps there: docs/lab/serving.md.
-_FAULTS_ON_GPUS = True
 _LEAST_SAME = 0.5  # of drafts: bfloat16's last bits change some, of a head of random weights
 
 
@@ -204,7 +201,7 @@ class DraftChain:
     def _choose(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[S] int64: the tokens that the model would choose of these logits."""
         loop = self._head.model.decode_loop
-        assert loop is not None, "chain_of has looked"
+        assert loop is not None, "chain_obstacle has looked"
         floats, ints = self._head.row_state.sampling.tables
         arguments = [logits, floats, ints, rows, positions, self._replay_slot, self._last_tokens, self._chosen]
         return loop.end(arguments)[0]
@@ -217,19 +214,24 @@ class DraftChain:
         self._made_at[rows] = lengths.int()
 
 
+def chain_obstacle(head: CapturableModel) -> str | None:
+    """Why a draft model, whose attention is there, makes its drafts beside verify steps; None: it can behind them."""
+    if head.model.block is None or not head.model.block.sees_ahead or not head.config.most_chained:
+        return "it does not draft a block of tokens that see each other"
+    if head.model.decode_loop is None:
+        return "it has no kernels that choose tokens"
+    if head.attn_backend.verifies is None or head.attn_backend.decodes is None:
+        return "it has no kernels that attend in every layer"
+    return None
+
+
 def chain_of(head: CapturableModel | None) -> DraftChain | None:
     """The chain of a draft model whose attention and graphs are there; None: it drafts on its own."""
-    if head is None or head.model.block is None or not head.model.block.sees_ahead or not head.config.most_chained:
+    if head is None:
         return None
-    backend = head.attn_backend
-    obstacle = None
-    if _FAULTS_ON_GPUS and head.device.type == "cuda":
-        obstacle = "its captured pass ends in an illegal memory access on GPUs"
-    elif head.model.decode_loop is None:
-        obstacle = "the head has no kernels that choose tokens"
-    elif backend.verifies is None or backend.decodes is None:
-        obstacle = "the head has no kernels that attend in every layer"
+    obstacle = chain_obstacle(head)
     if obstacle is not None:
-        logger.info("drafts are made beside verify steps: %s", obstacle)
+        logger.info("a draft model drafts beside verify steps: %s", obstacle)
         return None
+    assert head.model.block is not None, "chain_obstacle has looked"
     return DraftChain(head, head.model.block, head.config.most_chained)

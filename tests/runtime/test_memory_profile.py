@@ -1,14 +1,11 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
-from mllm_compile.runtime.cuda_graph import graph_runner, kinds
+from mllm_compile.runtime.cuda_graph import draft_chain, graph_runner, kinds
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.memory_pool import RoutePool
 from mllm_compile.runtime.memory_profile import _graph_bytes, count_pages, run_largest_batch
-from mllm_compile.runtime.speculation.block import DraftBlock
 from tests.runtime.runner_cases import TinyModel, make_runner
 
 
@@ -43,15 +40,10 @@ def test_the_largest_step_has_all_requests_and_all_tokens_and_leaves_neither_pag
     assert not hasattr(runner, "token_to_kv_pool") and not hasattr(runner, "attn_backend")
 
 
-HEAD = DraftBlock(9, 7, sees_ahead=True, from_newest=False)
-
-
-@pytest.mark.parametrize(("block", "num_loras", "behind"), [(None, 0, 0), (HEAD, 0, 4), (HEAD, 2, 8)])
-def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(block, num_loras, behind, monkeypatch):
-    head = TinyModel(1)
-    load = head.load
-    head.load = lambda device: replace(load(device), block=block)
-    runner, counted = make_runner(draft_model=head), []
+@pytest.mark.parametrize(("obstacle", "num_loras", "behind"), [("no kernels", 0, 0), (None, 0, 4), (None, 2, 8)])
+def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(obstacle, num_loras, behind, monkeypatch):
+    runner, counted = make_runner(draft_model=TinyModel(1)), []
+    monkeypatch.setattr(draft_chain, "chain_obstacle", lambda head: obstacle)
     monkeypatch.setattr(kinds, "dispatcher_of", lambda _: GraphDispatcher({GraphKind.VERIFY: (4, 8, 8, 16)}, num_loras))
     monkeypatch.setattr(graph_runner, "estimate_graph_bytes", lambda one, _, num: counted.append((one, num)) or 5)
     assert _graph_bytes([runner, runner.drafter]) == 10

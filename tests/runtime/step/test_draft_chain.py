@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph import verify_check
-from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_of
+from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_obstacle, chain_of
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
@@ -256,6 +256,17 @@ def test_no_index_of_a_pass_is_outside_of_memory(played, page_size, monkeypatch)
     loop = serve(requests, BlockHead(), page_size=page_size, num_pages=100)
     assert counts(loop)[1] > 50
     assert len(seen) > at_start + 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"), [({}, None), ({"decode_loop": None}, "choose"), ({"block": None}, "block")]
+)
+def test_what_keeps_a_draft_model_from_drafting_behind_steps_is_named(played, changes, obstacle):
+    head = chained_runner(BlockHead(), SpeculativeSection(method="dflash", num_speculative_tokens=MOST)).drafter
+    head.model = replace(head.model, **changes)
+    found = chain_obstacle(head)
+    assert found is None if obstacle is None else obstacle in found
+    assert (chain_of(head) is None) is (obstacle is not None)
 
 
 def fails(self, batch):
