@@ -14,7 +14,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.batch_builder import NO_TOKENS
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.pages.prefix_cache import Salt
+from mllm_compile.runtime.schedule.pages.page_run import Salt
 from mllm_compile.runtime.schedule.pages.tables import PageTables, StatePrefix
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 

@@ -3,49 +3,26 @@
 Owns the pages of its runs until it evicts them. tables.py and ../rows.py know which pages a request holds privately,
 and when KV counts as written. Free of torch.
 
-A node is a *run* of pages that were published together, and is divided where a prefix ends in its midst or goes on
-otherwise. So a prefix of thousands of pages is found and locked in a few comparisons: a first token waits for them.
+A node is a *run* of pages (page_run.py) that were published together, and is divided where a prefix ends in its midst
+or goes on otherwise. So a prefix of thousands of pages is found and locked in a few comparisons: a first token waits
+for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.pages.eviction_order import EvictionOrder, Link
+from mllm_compile.runtime.schedule.pages.eviction_order import EvictionOrder
+from mllm_compile.runtime.schedule.pages.page_keys import PageKeys
+from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
+from mllm_compile.runtime.schedule.pages.watch import CacheWatcher
 
-Salt = tuple[Hashable, ...]
-
-_NO_TOKENS = np.empty(0, dtype=np.int64)
 _NO_PAGES = np.empty(0, dtype=np.int32)
-for _none in (_NO_TOKENS, _NO_PAGES):
-    _none.setflags(write=False)
-
-
-class PageRun(Link):
-    """Cached pages, one behind another; their tokens follow the parent's. All of them have the same users.
-
-    A lock on it is a lock on the whole path to the root. Its children are known by the tokens of their first pages.
-    """
-
-    __slots__ = ("children", "key", "locks", "pages", "parent", "token_ids")
-
-    def __init__(self, parent: PageRun | None, key: Hashable, token_ids: np.ndarray, pages: np.ndarray) -> None:
-        super().__init__()
-        self.parent = parent  # None for a root
-        self.key = key  # the first page's token ids as bytes; the salt for a root
-        self.token_ids = token_ids  # [n * page_size] int64
-        self.pages = pages  # [n] int32
-        self.children: dict[Hashable, PageRun] = {}
-        self.locks = 0
-
-    @classmethod
-    def root(cls, salt: Salt) -> PageRun:
-        """The root of a tree, which has no pages."""
-        return cls(None, salt, _NO_TOKENS, _NO_PAGES)
+_NO_PAGES.setflags(write=False)
 
 
 class RadixCache:
@@ -55,12 +32,17 @@ class RadixCache:
     unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use, children before their parents
         (unlocking walks from the leaf to the root). So its first run is always a leaf; a leaf's last pages are given up
         first.
+
+    Attributes:
+        watchers: told of runs that come and go.
     """
 
     def __init__(self, page_size: int, states: StateSnapshots | None = None) -> None:
         """Args: states: after the last pages of runs, for models whose layers carry one."""
         self.page_size = page_size
         self.states = states or StateSnapshots()
+        self.watchers: list[CacheWatcher] = []
+        self._keys: PageKeys | None = None
         self._roots: dict[Salt, PageRun] = {}
         self._unlocked = EvictionOrder(PageRun.root(()))
         self._num_pages = 0
@@ -75,6 +57,12 @@ class RadixCache:
     def evictable_pages(self) -> int:
         """Cached pages without a request's lock on them."""
         return self._num_unlocked
+
+    def use_keys(self, secret: bytes) -> PageKeys:
+        """The keys of the cache's pages; all watchers use the same, which the first one's secret makes."""
+        if self._keys is None:
+            self._keys = PageKeys(secret, self.page_size)
+        return self._keys
 
     def match_prefix(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageRun | None, np.ndarray]:
         """The longest cached prefix of `token_ids` [n] int64 in full pages: the run that ends with it (None: no hit)
@@ -163,6 +151,9 @@ class RadixCache:
             at.children[added.key] = added
             self._num_pages += added.pages.size
             at = added
+            if self.watchers and self._is_found(added):
+                for watcher in self.watchers:
+                    watcher.stored(added)
         return (at if at.parent is not None else None), pages[:num_present].copy()
 
     def evict(self, count: int) -> np.ndarray:
@@ -179,6 +170,8 @@ class RadixCache:
     def flush(self) -> np.ndarray:
         """Forget every prefix; returns the unused pages. Locked ones come back by eviction once unlocked."""
         self._roots = {}
+        for watcher in self.watchers:
+            watcher.cleared()
         return self.evict(self._num_unlocked)
 
     def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> np.ndarray:
@@ -194,6 +187,8 @@ class RadixCache:
         top = root.children.pop(key)
         if not root.children:
             del self._roots[salt]
+        for watcher in self.watchers:
+            watcher.forgotten(top)
         top.parent = PageRun.root(salt)
         top.parent.children[key] = top
         unlocked, runs = [_NO_PAGES], [top]
@@ -233,6 +228,8 @@ class RadixCache:
         run.parent, run.token_ids, run.pages = start, _part(run.token_ids, num_tokens), _part(run.pages, num_pages)
         if start.parent is not None:
             start.parent.children[start.key] = start
+        if run.keys is not None:
+            start.keys, run.keys = run.keys[:num_pages], run.keys[num_pages:]
         run.key = self._key_of(run.token_ids)
         start.children[run.key] = run
         if not run.locks:
@@ -244,6 +241,9 @@ class RadixCache:
         parent = run.parent
         if parent is None or run.children:
             raise RuntimeError(f"internal error: the prefix cache evicts page {run.pages[-1]}, which others go on from")
+        if self.watchers and self._is_found(run):
+            for watcher in self.watchers:
+                watcher.removed(run, num_kept)
         self.states.drop(run)
         num_dropped = run.pages.size - num_kept
         self._num_pages -= num_dropped
@@ -251,6 +251,8 @@ class RadixCache:
         if num_kept:
             run.token_ids = _part(run.token_ids, 0, num_kept * self.page_size)
             run.pages = _part(run.pages, 0, num_kept)
+            if run.keys is not None:
+                del run.keys[num_kept:]
             return
         self._unlocked.remove(run)
         del parent.children[run.key]
@@ -258,6 +260,14 @@ class RadixCache:
         salt: Any = parent.key  # of a root
         if parent.parent is None and not parent.children and self._roots.get(salt) is parent:
             del self._roots[salt]
+
+    def _is_found(self, run: PageRun) -> bool:
+        """False of a run that was forgotten or cleared while it was locked."""
+        at = run
+        while at.parent is not None:
+            at = at.parent
+        salt: Any = at.key  # of a root
+        return self._roots.get(salt) is at
 
     def _key_of(self, token_ids: np.ndarray) -> bytes:
         """The key of a run that begins with these tokens [n] int64; no run's if they do not fill a page."""

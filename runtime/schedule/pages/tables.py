@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun, RadixCache, Salt
+from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 # Tokens of a prompt whose pages are to follow each other: behind fewer, attention gains little by it.

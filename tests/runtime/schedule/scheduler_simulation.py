@@ -17,7 +17,7 @@ from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pace import load_of
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun
+from mllm_compile.runtime.schedule.pages.page_run import PageRun
 from mllm_compile.runtime.schedule.pages.tables import PageTables
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns

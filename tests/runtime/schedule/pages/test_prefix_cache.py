@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun, RadixCache
+from mllm_compile.runtime.schedule.pages.page_run import PageRun
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 SALT = ("lora", 3)
