@@ -1,4 +1,4 @@
-"""Makes fields.md: which fields of other servers' requests are refused or taken. `python docs/fields.py`"""
+"""Makes lab/fields.md: which fields of other servers' requests are refused or taken. `python docs/fields.py`"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES, OF_RESP
 
 _HEAD = """# Fields of requests
 
-Made by `python docs/fields.py` from the server's own table. [The server's page](server.md#fields) has the fields that
+Made by `python docs/fields.py` from the server's own table. [The server's page](../server.md#fields) has the fields that
 are served, and `/openapi.json` lists each by its path. A field of another path is refused by its name. An unknown name
 is listed in the header `x-mllm-ignored`.
 """
@@ -48,4 +48,4 @@ def _items(fields: ForeignFields, where: str = "") -> list[str]:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("fields.md").write_text(page(), encoding="utf-8")
+    (Path(__file__).parent / "lab" / "fields.md").write_text(page(), encoding="utf-8")

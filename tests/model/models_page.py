@@ -30,11 +30,11 @@ A model that fails either is refused with the reason. So it is a model's config 
 *Served right* means here: a small random model of the architecture, in float32 on a CPU, gives Transformers'
 log-probabilities within {tolerance:g} (Transformers {transformers}, torch {torch}, {date}). No published checkpoint
 is meant by it, and no speed. Through Inductor {by_inductor} were tried too, and {on_gpu} on a GPU in bfloat16. [The
-lab](lab/models.md) has each architecture's error, kinds of layers, attention on a GPU, and reason of refusal.
+lab](lab/models.md#served) lists all with their error, kinds of layers, attention on a GPU, and reason of refusal.
 
 | | architectures |
 |---|---|
-| **served** | {served} |
+| **served** | all but these |
 {others}
 
 These are Transformers' causal language models, by the `model_type` in `config.json`. Of models with images or sound
@@ -156,7 +156,6 @@ def render_summary(record: Record) -> str:
     by_status = _by_status(record)
     return _SUMMARY.format(
         counts=_counts(by_status),
-        served=", ".join(o.architecture for o in by_status["served"]),
         others="\n".join(_named(by_status)),
         group=MAX_GROUP,
         by_inductor=len({o.architecture for o in record.outcomes if _is_served_by_inductor(o)}),

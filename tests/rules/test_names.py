@@ -1,4 +1,4 @@
-"""docs/names.md is true: each name that it calls present is there, and no name that it calls absent is."""
+"""docs/lab/names.md is true: each name that it calls present is there, and no name that it calls absent is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "names.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lab" / "names.md"
 PRESENT = ("names", "kept for it")  # heads of the second column; of the third table's one more, which says why
 ABSENT = ("not there yet", "names, why")
 
@@ -59,7 +59,7 @@ def test_the_page_has_names_of_both_kinds():
 @pytest.mark.parametrize("are_present", [True, False], ids=["present", "absent"])
 def test_names_are_where_the_page_says(are_present: bool):
     wrong = [f"{home}.{name}" for home, name in rows(are_present) if has(home_of(home), name) is not are_present]
-    assert not wrong, f"docs/names.md is wrong of {wrong}"
+    assert not wrong, f"docs/lab/names.md is wrong of {wrong}"
 
 
 def test_a_name_is_found_in_any_form():

@@ -329,4 +329,4 @@ def test_seed_minus_one_asks_for_another_answer_each_time(server):
 def test_the_page_of_fields_is_made_of_the_table():
     folder = Path(__file__).parents[2] / "docs"
     made = runpy.run_path(str(folder / "fields.py"))["page"]()
-    assert (folder / "fields.md").read_text(encoding="utf-8") == made, "python docs/fields.py"
+    assert (folder / "lab" / "fields.md").read_text(encoding="utf-8") == made, "python docs/fields.py"
