@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import EXPERT_RANKS, VARIANTS, GraphPass, PassResult
+from mllm_compile.passes.base import ANY_ROWS, EXPERT_RANKS, VARIANTS, GraphPass, PassResult
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, replace_by_op
@@ -18,6 +18,7 @@ from mllm_compile.passes.variants import copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import (
     ONE_ROW,
+    ROWS_IN_ANY_STEP,
     VARIANT_TOKENS,
     most_blocks,
     rows_at_once,
@@ -46,7 +47,8 @@ class GroupExperts(GraphPass):
 
     Any other activation stays between two products. Quantised weights get `quantised_grouped_linear`. A piece with
     experts gets variants for 1, 64 and 256 tokens where it has none, as a block's size depends on the step's; and the
-    input `slots`, which tells padding apart.
+    input `slots`, which tells padding apart. With ANY_ROWS it gets no variants: one size of block, and one order of
+    sums, is for all steps.
 
     Requires: pieces on CUDA with all their variants.
     Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
@@ -58,13 +60,16 @@ class GroupExperts(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
+        has_one_form = gm.meta.get(ANY_ROWS, False)
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
             if any(_expert_linears(piece.graph)):
-                _add_variants(gm, name)
+                if not has_one_form:
+                    _add_variants(gm, name)
                 num_ranks = gm.meta.get(EXPERT_RANKS, 1)  # of as many ranks' tokens, if experts are spread
                 give_slots(gm, name, num_ranks)
-                matches += sum(_group(variant, most, num_ranks) for variant, most in _with_variants(gm, name))
+                block = ROWS_IN_ANY_STEP if has_one_form else None
+                matches += sum(_group(variant, most, num_ranks, block) for variant, most in _with_variants(gm, name))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -85,12 +90,16 @@ def _add_variants(gm: fx.GraphModule, name: str) -> None:
 def _with_variants(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None]]:
     """The piece and its variants, each with its most tokens."""
     yield gm.get_submodule(name), None
-    for size, variant in gm.meta[VARIANTS][name].items():
+    for size, variant in gm.meta.get(VARIANTS, {}).get(name, {}).items():
         yield gm.get_submodule(variant), size
 
 
-def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int) -> int:
-    """Groups the linears of one piece or variant; returns how many there were."""
+def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int, rows: int | None) -> int:
+    """Groups the linears of one piece or variant; returns how many there were.
+
+    Args:
+        rows: of each block; None: by the number of tokens.
+    """
     graph = piece.graph
     slots = slots_in(graph, num_ranks)
     most_tokens = most_tokens and most_tokens * num_ranks
@@ -99,7 +108,7 @@ def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int) -> in
     for node in linears:
         linear: Any = match_expert_linear(node)
         ids, num_chosen, num_experts = linear.ids, linear.num_chosen, linear.num_experts
-        block = rows_of_block(most_tokens, num_chosen, num_experts)
+        block = rows or rows_of_block(most_tokens, num_chosen, num_experts)
         if (ids, num_experts) not in orders:
             most_rows = rows_at_once(most_tokens, num_chosen)
             with graph.inserting_before(node):
@@ -107,14 +116,14 @@ def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int) -> in
             orders[ids, num_experts] = order
         activated = _activated(node)
         place = activated or node
-        rows = linear.x, *orders[ids, num_experts], linear.weight
+        operands = linear.x, *orders[ids, num_experts], linear.weight
         how = (linear.of_tokens, activated is not None, block)
         if linear.scales is None:
             plain = linear.bias, num_chosen, linear.is_transposed
-            replace_by_op(graph, place, op("grouped_linear"), *rows, *plain, *how)
+            replace_by_op(graph, place, op("grouped_linear"), *operands, *plain, *how)
         else:
             quantised = linear.scales, linear.zeros, linear.bias, linear.kind, linear.group, num_chosen
-            replace_by_op(graph, place, op("quantised_grouped_linear"), *rows, *quantised, *how)
+            replace_by_op(graph, place, op("quantised_grouped_linear"), *operands, *quantised, *how)
     drop_dead_nodes(piece)
     piece.recompile()
     return len(linears)

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult
+from mllm_compile.passes.base import ANY_ROWS, VARIANTS, GraphPass, PassResult
 from mllm_compile.passes.match.experts import match_weighted_sum
-from mllm_compile.passes.match.nodes import is_call, replace_by_op, rewrite_pieces
+from mllm_compile.passes.match.nodes import called_pieces, is_call, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
 
 
@@ -28,8 +28,7 @@ class SumExperts(GraphPass):
         y = mllm.sum_experts(rows, w)
 
     Requires: deduplicated pieces on CUDA that have variants for fewer tokens: in those Inductor's sum takes 1.5 µs,
-    with
-        the residual.
+        with the residual. With ANY_ROWS no piece has variants, and all are taken.
     Preserves: products are rounded where the model rounds them, and are added in float32 as torch adds them.
     """
 
@@ -38,7 +37,8 @@ class SumExperts(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = rewrite_pieces(gm, list(gm.meta.get(VARIANTS, {})), _fuse)
+        names = called_pieces(gm) if gm.meta.get(ANY_ROWS) else list(gm.meta.get(VARIANTS, {}))
+        matches = rewrite_pieces(gm, names, _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

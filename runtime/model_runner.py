@@ -155,7 +155,7 @@ class ModelRunner(RunnerSizes):
         if self._meet is not None:
             with stage("meet ranks"):
                 self.communicator = self._meet()
-                self.communicator.use_kernels(model.kernels)
+                self.communicator.use_kernels(model.kernels, in_one_order=self.config.runtime.deterministic)
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         interval_s = self.config.forward_times_interval_s

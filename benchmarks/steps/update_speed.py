@@ -36,6 +36,7 @@ from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.transfer.transfers import Transfers
 
 _FILE_BYTES = 4 << 30
+_OF_ENGINE = 0.6  # of the GPU's memory: the rest is for the tensors that are sent, and for staging
 
 
 class Given:
@@ -136,7 +137,9 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=8)
     parser.add_argument("--ways", type=names_of(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
-    parts = assemble(EngineConfig.from_yaml(arguments.config), Timeline())
+    config = EngineConfig.from_yaml(arguments.config)
+    runtime = config.runtime.model_copy(update={"mem_fraction_static": _OF_ENGINE})
+    parts = assemble(config.model_copy(update={"runtime": runtime}), Timeline())
     live = parts.live
     if isinstance(live, str):
         raise WeightUpdateError(live)

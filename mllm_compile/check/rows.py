@@ -16,12 +16,13 @@ from torch import fx
 
 from mllm_compile.errors import CompileError
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, linear_operands
+from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.open import sum_in_one_order
 
 _MOST_ROWS = 2048
 # Of decodes that are captured, of prompts, and odd ones between.
-_COUNTS = (LEAST_ROWS, 17, 24, 31, *range(32, 257, 16), 201, 300, 384, 511, 700, 1024, 1537)
+_COUNTS = (*range(LEAST_ROWS, 257, 16), 65, 127, 201, 300, 384, 511, 700, 1024, 1537)
 
 
 _OTHER_PRODUCTS = (operator.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
@@ -61,7 +62,7 @@ def check_rows(graph: fx.GraphModule, device: str) -> None:
 
 
 def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
-    """Each linear of the pieces once.
+    """Each linear of the pieces once, those whose weights are dequantised ahead of the library's product among them.
 
     Raises:
         CompileError: a piece has another product.
@@ -70,8 +71,9 @@ def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
     for name in called_pieces(graph):
         piece: Any = graph.get_submodule(name)
         for node in piece.graph.nodes:
-            if is_call(node, LINEAR):
-                source, _, bias = linear_operands(node)
+            quantised = match_quantised_linear(node)
+            if is_call(node, LINEAR) or quantised is not None:
+                source, bias = (quantised.source, quantised.bias) if quantised else linear_operands(node)[::2]
                 output: Any = node.meta["val"]
                 sizes = int(output.shape[-1]), int(source.meta["val"].shape[-1])
                 found[_Linear(*sizes, output.dtype, bias is not None)] = None

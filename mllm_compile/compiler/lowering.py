@@ -247,8 +247,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
         program, pieces = add_attention(config, program)
         written += pieces
     own = {name for name, kernels in program.layer_kernels.items() if kernels.decode}
-    others = {"layers with a state": program.state_layers, "experts": program.expert_weights}
-    check_any_rows(config, program.layers, own, [what for what, found in others.items() if found])
+    check_any_rows(config, program.layers, own)
     made = layers_with_made_constants(graph, program.state_layers)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph), made)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")

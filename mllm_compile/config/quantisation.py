@@ -58,6 +58,11 @@ class Scheme:
         """True where no weight is quantised."""
         return not self.formats
 
+    @property
+    def has_fp8_rows(self) -> bool:
+        """True where all weights are fp8 with one scale, or with one a row."""
+        return self.kinds == _FP8 and set(self.settings.blocks) <= {WEIGHT, ROW}
+
 
 _PLAIN_WEIGHTS = Scheme("plain weights and scales of its KV cache or activations", ())
 

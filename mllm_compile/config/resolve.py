@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
@@ -68,33 +68,8 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 # Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
 DETERMINISTIC_ANY_TOKENS = 2048
 DETERMINISTIC_ATTENTION_BLOCKS = 512
-# Beginnings of names in config.json of models with images, latents, states, or products that are no linears
-# or were not seen to give a row the same bits among any number.
-_OF_OTHER_LAYERS = (
-    "vision",
-    "image",
-    "audio",
-    "kv_lora",
-    "q_lora",
-    "compress",
-    "altup",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_",
-    "mamba",
-    "ssm",
-    "linear_",
-    "conv_",
-    "time_step",
-    "state_",
-    "d_state",
-    "rwkv",
-    "attn_layer",
-    "attn_type",
-    "shortconv",
-    "expand",
-)
+# Beginnings of names in config.json of models with images, latents, or products that are no linears.
+_OF_OTHER_LAYERS = ("vision", "image", "audio", "kv_lora", "q_lora", "compress", "altup", "rwkv")
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
@@ -387,43 +362,39 @@ def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: Mod
 
     check_any_rows has the layers, which are known after the trace.
     """
-    runtime, quantization = config.runtime, config.model.quantization
-    kept = model.scheme is not None and not model.scheme.is_plain and quantization != "dequantize"
-    is_plain = not kept and quantization in ("auto", "none", "dequantize") and not config.lora.max_adapters
+    runtime = config.runtime
     has_kernels = device.is_hopper and dtype == "bfloat16" and backend == "flashinfer"
     takes_own = config.compile.backend != "eager" and "split_decode" not in runtime.without
-    one_rank = runtime.tensor_parallel_size * runtime.expert_parallel_size == 1
-    of_model = runtime.kv_cache_dtype != "fp8_e4m3" and not runtime.skip_compiled and _attends_plainly(model)
+    of_model = runtime.kv_cache_dtype != "fp8_e4m3" and not runtime.skip_compiled and _has_alike_products(config, model)
     budget = runtime.max_num_batched_tokens
     has_room = budget == "auto" or budget >= LEAST_ROWS
     wanted = runtime.deterministic and "any_rows" not in runtime.without and has_room
-    return wanted and has_kernels and takes_own and is_plain and one_rank and of_model
+    return wanted and has_kernels and takes_own and of_model
 
 
-def _attends_plainly(model: ModelFolder) -> bool:
-    """True if config.json names layers of attention alone: no images, latents, states or experts."""
-    kinds = str(model.text_config_value("layer_types", "layers_block_type", "block_types") or "").split(",")
-    is_attention = kinds == [""] or all("attention" in kind and "linear" not in kind for kind in kinds)
+def _has_alike_products(config: EngineConfig, model: ModelFolder) -> bool:
+    """True if weights are in 16 bits, or in fp8 with scales of rows; and there are no adapters, images or latents."""
+    quantization, scheme = config.model.quantization, model.scheme
+    if scheme is None or scheme.is_plain or quantization == "dequantize":
+        has_weights = quantization in ("auto", "none", "dequantize", "fp8")
+    else:
+        has_weights = scheme.has_fp8_rows
     sections = (model.config, model.config.get("text_config") or {})
     names = {str(name) for section in sections for name in section}
-    return is_attention and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
+    return has_weights and not config.lora.max_adapters and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
 
 
-def check_any_rows(
-    config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str], others: Sequence[str]
-) -> None:
+def check_any_rows(config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str]) -> None:
     """Refuses steps of any number of rows for a model with layers that may depend on it.
 
     Args:
         layers: all that attend; with_own: those that decode by kernels of the program.
-        others: what else the model has that does.
     """
-    without = (layer.name for layer in layers if layer.name not in with_own)
-    found = [*others, *(f"{name}, whose decodes are not by kernels of the program" for name in without)]
-    if config.runtime.any_rows and found:
+    without = next((layer.name for layer in layers if layer.name not in with_own), None)
+    if config.runtime.any_rows and without is not None:
         raise ConfigError(
-            f"runtime.deterministic would make steps of any number of rows, and the model has {found[0]}. Set "
-            "runtime.without: [any_rows], which makes all steps alike."
+            f"runtime.deterministic would make steps of any number of rows, and the model has {without}, whose decodes "
+            "are not by kernels of the program. Set runtime.without: [any_rows], which makes all steps alike."
         )
 
 

@@ -68,12 +68,13 @@ class Communicator(Protocol):
     def least(self, value: int) -> int:
         """The least of a number of each rank; waits for it."""
 
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded.
 
         Args:
             kernels: the runtime's, the same on all ranks. A process may have other runtimes' kernels too: a rank that
                 took one of them would wait for ranks without it.
+            in_one_order: a number's sum does not depend on how many others there are, nor on its place among them.
         """
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:
@@ -99,6 +100,15 @@ def add_and_norm(
     summed = residual + total
     wide = summed.float()
     return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
+
+
+def sum_by_gather(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Return what Communicator.all_reduce does, in the order of ranks, whatever the place of a number in x."""
+    first, *others = communicator.all_gather(x).unbind()
+    total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return total.to(x.dtype)
 
 
 def part_of_sum(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:

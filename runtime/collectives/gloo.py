@@ -6,14 +6,16 @@ torch's own process group, without torch.distributed's globals: a process may ha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from mllm_compile.runtime.collectives.base import sum_by_gather
 from mllm_compile.runtime.collectives.plain import PlainCommunicator
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # a rank that hangs is seen by another way, and killed; a rank may be idle for long
@@ -47,6 +49,7 @@ class GlooCommunicator(PlainCommunicator):
         from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
         self.rank, self.size = rank, size
+        self._in_one_order = False
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -60,7 +63,12 @@ class GlooCommunicator(PlainCommunicator):
             raise
         self._group._set_default_timeout(_TIMEOUT)
 
+    def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
+        self._in_one_order = in_one_order and self.size > 2  # two numbers have one sum
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._in_one_order:
+            return sum_by_gather(self, x)
         total = x.to(_WIDER.get(x.dtype, x.dtype), copy=True)
         if total.numel():
             with _told("a sum"):

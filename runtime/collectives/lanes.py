@@ -75,7 +75,7 @@ class Lane:
     def least(self, value: int) -> int:
         return self._whole.least(value)
 
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         """The whole step's communicator has them."""
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:

@@ -78,6 +78,7 @@ class NcclCommunicator:
         with torch.cuda.device(device):
             check(_settled().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
         self._handle = handle
+        self._in_one_order = False
         self._pushed: PushedSums | None = None
         self._sent: SentSums | None = None
         self._choice: TokenChoice | None = None
@@ -87,11 +88,13 @@ class NcclCommunicator:
             tuple[bool, PeerMemory]
         ] = []  # what sums store into and load from, and whether it is this rank's
 
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         self._kernels = frozenset(kernels)
+        self._in_one_order = in_one_order and self.size > 2  # two numbers have one sum
         if self.size > MOST_RANKS or not self.least(PushKernel() in self._kernels and self._sees_all()):
             return
-        self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
+        places = self._shared(buffer_bytes(self.size), NOTHING)
+        self._pushed = PushedSums(self.rank, places, self._device, takes_all=self._in_one_order)
         if sent_bytes(self.size):
             self._sent = SentSums(self.rank, self._shared(sent_bytes(self.size), 0), self._device)
         if any(isinstance(kernel, ChooseKernel) for kernel in self._kernels):
@@ -131,6 +134,8 @@ class NcclCommunicator:
             if sums is not None and sums.takes(x):
                 self._open()  # raises where it was given up
                 return sums.sum(x)
+        if self._in_one_order:
+            return base.sum_by_gather(self, x)
         total = torch.empty_like(x)
         if x.numel():
             kind = TYPES[x.dtype]

@@ -37,7 +37,7 @@ class PlainCommunicator(Communicator, ABC):
     def least(self, value: int) -> int:
         return int(self.all_gather(torch.tensor([value])).amin())
 
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         """None are for it."""
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:

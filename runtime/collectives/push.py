@@ -84,7 +84,7 @@ class _Sums:
 
     def takes(self, x: torch.Tensor) -> bool:
         """True if this sums x, where a runtime brought the kernel."""
-        return x.dtype is torch.bfloat16 and 0 < x.nbytes <= self._most_bytes and _is_of_chunks(x)
+        return x.nbytes <= self._most_bytes and _is_taken(x)
 
     def give_up(self) -> None:
         """Ends waits for ranks that are gone; from any thread."""
@@ -98,18 +98,38 @@ class _Sums:
 class PushedSums(_Sums):
     """Small sums: a rank stores into the memory of all others."""
 
-    def __init__(self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[int],
+        device: torch.device,
+        most_blocks: int = BLOCKS,
+        takes_all: bool = False,
+    ) -> None:
         """
         Args:
             places: the addresses on this device of each rank's memory (buffer_bytes), which their owners keep.
             most_blocks: that all run at once.
+            takes_all: larger sums too, in parts.
         """
         super().__init__(rank, places, device, most_bytes(len(places)))
-        self._most_blocks = most_blocks
+        self._most_blocks, self._takes_all = most_blocks, takes_all
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return super().takes(x) or (self._takes_all and _is_taken(x))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of x, which `takes` allows."""
-        total, chunks, kernel = torch.empty_like(x), x.nbytes // CHUNK_BYTES, PushKernel()
+        total = torch.empty_like(x)
+        if x.nbytes <= self._most_bytes:
+            self._push(x, total)
+        else:
+            for part, there in _parts(self._most_bytes // x.itemsize, x.view(-1), total.view(-1)):
+                self._push(part, there)
+        return total
+
+    def _push(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        chunks, kernel = x.nbytes // CHUNK_BYTES, PushKernel()
         arguments = (
             address_of(x),
             address_of(total),
@@ -118,7 +138,6 @@ class PushedSums(_Sums):
             self._most_chunks,
         )
         kernel_on(kernel, self._device).launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
-        return total
 
     def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
         """The residual and the sum over ranks of x, which `takes` allows, and the RMS norm of that.
@@ -126,8 +145,11 @@ class PushedSums(_Sums):
         Args:
             x, residual: [T, N]; weight: [N].
         """
-        rows = ctypes.c_int(x.shape[0]), self._most_chunks
-        return _normed(PushNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
+        summed, normed, kernel = torch.empty_like(x), torch.empty_like(x), PushNormKernel(x.shape[1])
+        for part, rest, *there in _parts(self._most_bytes // (x.shape[1] * x.itemsize), x, residual, summed, normed):
+            rows = ctypes.c_int(part.shape[0]), self._most_chunks
+            _launch_norm(kernel, (part, rest, weight, *there), eps, (*self._group, *rows), self._most_blocks)
+        return summed, normed
 
 
 class SentSums(_Sums):
@@ -145,7 +167,7 @@ class SentSums(_Sums):
         self._most_blocks = most_blocks
 
     def takes(self, x: torch.Tensor) -> bool:
-        return x.dtype is torch.bfloat16 and x.nbytes > 0 and _is_of_chunks(x)
+        return _is_taken(x)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of x, which `takes` allows."""
@@ -180,30 +202,32 @@ def _parts(most: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ..
     return (tensors,) if len(tensors[0]) <= most else zip(*(one.split(most) for one in tensors), strict=True)
 
 
-def _is_of_chunks(x: torch.Tensor) -> bool:
-    return x.nbytes % CHUNK_BYTES == 0 and x.data_ptr() % CHUNK_BYTES == 0
+def _is_taken(x: torch.Tensor) -> bool:
+    """True if x is of whole chunks, of numbers that kernels sum."""
+    is_of_chunks = x.nbytes % CHUNK_BYTES == 0 and x.data_ptr() % CHUNK_BYTES == 0
+    return x.dtype is torch.bfloat16 and x.nbytes > 0 and is_of_chunks
 
 
 def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
     """Returns what PushedSums.sum_and_norm does, of a sum that was made otherwise, where a runtime has its kernel."""
     nowhere, zero = address_of(None), ctypes.c_int(0)
     rows = Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero
-    return _normed(PushNormKernel(total.shape[1]), total, residual, weight, eps, rows, BLOCKS)
+    summed, normed = torch.empty_like(total), torch.empty_like(total)
+    tensors = (total, residual, weight, summed, normed)
+    _launch_norm(PushNormKernel(total.shape[1]), tensors, eps, rows, BLOCKS)
+    return summed, normed
 
 
-def _normed(
+def _launch_norm(
     kernel: PushNormKernel,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     eps: float,
     rest: tuple[Argument, ...],
     most_blocks: int,
-) -> Summed:
-    summed, normed = torch.empty_like(x), torch.empty_like(x)
-    tensors = (address_of(one) for one in (x, residual, weight, summed, normed))
-    launch_rows(kernel, x, (*tensors, ctypes.c_float(eps), *rest), most_blocks)
-    return summed, normed
+) -> None:
+    """Launches it on (x, residual, weight, summed, normed), and writes the last two."""
+    arguments = (*map(address_of, tensors), ctypes.c_float(eps), *rest)
+    launch_rows(kernel, tensors[0], arguments, most_blocks)
 
 
 def launch_rows(kernel: SumKernel, x: torch.Tensor, arguments: Sequence[Argument], most_blocks: int = BLOCKS) -> None:

@@ -58,8 +58,8 @@ def make_backend(
     pieces, without = of_kind(model.layer_kernels, "state"), _without_kernel(model)
     if is_deterministic and device.type == "cuda" and without is not None:
         raise UnsupportedModelError(
-            f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
-            "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
+            f"runtime.deterministic makes each token a row of its own, which layer {without} cannot take: no kernel "
+            "has states of its size, and the host would have to see which tokens are of one request. Set "
             "runtime.deterministic: false."
         )
     states: StateBackend = TorchStateBackend(state_pool, is_deterministic)
@@ -83,7 +83,7 @@ def draft_obstacle(config: RunnerConfig, model: StatefulModel, device: torch.dev
     if device.type != "cuda":
         return None
     if config.runtime.deterministic:
-        return "runtime.deterministic makes every step one captured decode, which leaves its states"
+        return "runtime.deterministic makes each token a row of its own, and a step leaves its states"
     if (without := _without_kernel(model)) is not None:
         return f"no kernel serves the states of {without}, and the device alone knows how many tokens hold"
     return None

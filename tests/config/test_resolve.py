@@ -24,6 +24,7 @@ from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, RuntimeSection
+from mllm_compile.runtime.weights.formats.settings import Settings
 
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
@@ -518,22 +519,23 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     [
         (H200, {}, {}, True),
         (H200, {"layer_types": ["full_attention", "sliding_attention"]}, {}, True),
-        (H200, {"num_experts": 8}, {}, False),
+        (H200, {"num_experts": 8}, {}, True),
         (H200, {}, {"speculative": {"method": "ngram"}}, True),
         (H200, {}, {"runtime": {"without": ["any_rows"]}}, False),
-        (H200, {}, {"runtime": {"max_num_batched_tokens": 15}}, False),
+        (H200, {}, {"runtime": {"max_num_batched_tokens": 63}}, False),
         (H200, {}, {"runtime": {"without": ["split_decode"]}}, False),
         (H200, {}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
-        (H200, {}, {"runtime": {"tensor_parallel_size": 2}}, False),
+        (H200, {}, {"runtime": {"tensor_parallel_size": 2}}, True),
         (H200, {}, {"runtime": {"deterministic": False}}, False),
         (H200, {}, {"compile": {"backend": "eager"}}, False),
         (H200, {}, {"lora": {"max_adapters": 1}}, False),
-        (H200, {}, {"model": {"path": "m", "quantization": "fp8"}}, False),
+        (H200, {}, {"model": {"path": "m", "quantization": "fp8"}}, True),
+        (H200, {}, {"model": {"path": "m", "quantization": "int4"}}, False),
         (H200, {}, {"model": {"path": "m", "dtype": "float16"}}, False),
-        (H200, {"layer_types": ["full_attention", "linear_attention"]}, {}, False),
+        (H200, {"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2}, {}, True),
         (H200, {"kv_lora_rank": 512}, {}, False),
         (H200, {"vision_config": {}}, {}, False),
-        (H200, {"text_config": {"mamba_d_state": 16}}, {}, False),
+        (H200, {"text_config": {"mamba_d_state": 16}}, {}, True),
         (A100, {}, {}, False),
         (CPU, {}, {}, False),
     ],
@@ -550,19 +552,35 @@ def test_deterministic_steps_have_any_number_of_rows_where_no_product_depends_on
         assert config.as_config().runtime.deterministic
 
 
+@pytest.mark.parametrize(
+    ("kinds", "blocks", "asked", "expected"),
+    [
+        (("fp8",), ((0, 0), (1, 0)), "auto", True),
+        (("fp8",), ((128, 128),), "auto", False),
+        (("fp8",), ((128, 128),), "dequantize", True),
+        (("int4",), (), "auto", False),
+    ],
+)
+def test_weights_in_fp8_with_scales_of_rows_have_steps_of_any_number_of_rows(kinds, blocks, asked, expected):
+    scheme = Scheme("a scheme", ("fp8",), Settings(blocks=blocks), kinds)
+    sections = {"model": {"path": "m", "quantization": asked}, "runtime": {"deterministic": True}}
+    folder = ModelFolder(Path("/models/m"), QWEN, (), scheme=scheme)
+    assert resolve(EngineConfig.from_dict(sections), folder, H200).runtime.any_rows is expected
+
+
 def test_products_of_any_rows_have_at_least_so_many():
-    for most, sizes in ((4, (16,)), (16, (16,)), (30, (16, 24, 30))):
+    for most, sizes in ((4, (64,)), (64, (64,)), (90, (64, 80, 90))):
         config = resolved(H200, runtime={"deterministic": True, "max_running_requests": most})
-        assert config.cudagraph.decode_requests == sizes and config.cudagraph.piecewise_tokens[0] == 16
-    with pytest.raises(CaptureSizeError, match=r"holds 8, but with .* a product has at least 16 rows"):
-        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 32]})
+        assert config.cudagraph.decode_requests == sizes and config.cudagraph.piecewise_tokens[0] == 64
+    with pytest.raises(CaptureSizeError, match=r"holds 8, but with .* a product has at least 64 rows"):
+        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 96]})
 
 
 def test_a_layer_without_a_kernel_of_the_program_is_no_surprise_of_any_rows():
-    config = resolved(H200, runtime={"deterministic": True})
-    check_any_rows(config, [], set(), [])
-    with pytest.raises(ConfigError, match=r"the model has experts.*without: \[any_rows\]"):
-        check_any_rows(config, [], set(), ["experts"])
+    config, layer = resolved(H200, runtime={"deterministic": True}), LayerSpec("l", 0, 4, 2, 64, 64, 0.1, 0.0, -1, None)
+    check_any_rows(config, [layer], {"l"})
+    with pytest.raises(ConfigError, match=r"the model has l, whose decodes are not by .*without: \[any_rows\]"):
+        check_any_rows(config, [layer], set())
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_captured_graph_finds_the_memory_again():
     assert float(total) == 0.0 and not bool(x.any())
     del graph, x, total, copy
     assert arena.num_bytes == 0
-    assert free_bytes() >= free - 64 * MIB  # kernels were loaded
+    assert free_bytes() >= free - taken // 2  # kernels were loaded, which took 162 MiB of an H200
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)

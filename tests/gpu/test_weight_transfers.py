@@ -64,7 +64,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def engine(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     config = config_of(folders[0], tmp_path_factory.mktemp("cache"), "auto")
-    config |= {"compile": {"backend": "eager"}, "cudagraph": {"mode": "none"}}  # updates under graphs are tested alone
+    # Updates under graphs are tested alone. For pieces as traced FlashInfer would compile kernels for minutes.
+    config |= {"compile": {"backend": "eager"}, "cudagraph": {"mode": "none"}}
+    config["runtime"] |= {"attention_backend": "torch"}
     with Engine(config) as engine:
         yield engine
 

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from mllm_compile.passes.add_lora import AddLora
-from mllm_compile.passes.base import LORA, LORA_LAYOUT, VARIANTS, WEIGHT_SCHEMES, LoraWish, WeightSchemes
+from mllm_compile.passes.base import ANY_ROWS, LORA, LORA_LAYOUT, VARIANTS, WEIGHT_SCHEMES, LoraWish, WeightSchemes
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match import nodes
-from mllm_compile.passes.match.nodes import is_op
-from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, VARIANT_TOKENS, most_blocks, rows_of_block
+from mllm_compile.passes.match.nodes import called_pieces, is_op
+from mllm_compile.runtime.ops.experts.shapes import (
+    ONE_ROW,
+    ROWS_IN_ANY_STEP,
+    VARIANT_TOKENS,
+    most_blocks,
+    rows_of_block,
+)
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
@@ -31,9 +37,14 @@ def kernels_on_cpu():
         yield
 
 
-def grouped(make):
-    """The graph with no other kernels than these, and what it computed as traced."""
+def grouped(make, **facts):
+    """The graph with no other kernels than these, and what it computed as traced.
+
+    Args:
+        facts: more of gm.meta.
+    """
     gm = make()
+    gm.meta |= facts
     numbers = run(gm, 7)
     for graph_pass in FOR_GPUS:
         if not graph_pass.needs or graph_pass is GroupExperts:
@@ -63,6 +74,15 @@ def test_a_piece_with_experts_has_a_variant_for_each_size_of_block():
             assert len(calls(piece, "order_experts")) == (block != ONE_ROW), "both linears have one order"
             assert not calls(piece, "expert_linear")
             assert [node.target for node in piece.graph.nodes if node.target is torch.nn.functional.silu] == []
+
+
+@pytest.mark.parametrize("make", [decoder_of_experts, decoder_of_experts_with_biases])
+def test_steps_of_any_number_of_rows_have_one_form(make):
+    gm, numbers = grouped(make, **{ANY_ROWS: True})
+    assert not gm.meta.get(VARIANTS)
+    found = [args for name in called_pieces(gm) for args in calls(gm.get_submodule(name), "grouped_linear")]
+    assert found and {args[-1] for args in found} == {ROWS_IN_ANY_STEP}
+    torch.testing.assert_close(run(gm, 7), numbers)
 
 
 def test_an_activation_of_the_models_own_stays_between_two_products():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import VARIANTS
+from mllm_compile.passes.base import ANY_ROWS, VARIANTS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.sum_experts import SumExperts
 from tests.passes.support.graph_builder import run
@@ -50,6 +50,14 @@ def test_pieces_for_many_tokens_have_the_op_and_compute_what_was_traced(make):
     torch.testing.assert_close(run(gm, 7), run(make(), 7))
     variants = [variant for variants in gm.meta[VARIANTS].values() for variant in variants.values()]
     assert not any(has_sum(gm.get_submodule(variant)) for variant in variants), "Inductor's is as fast there"
+
+
+def test_with_steps_of_any_number_of_rows_all_pieces_have_the_op():
+    gm = decoder_of_experts()
+    gm.meta[ANY_ROWS] = True
+    gm, matches = summed(gm)
+    assert matches > 0 and not gm.meta.get(VARIANTS)
+    torch.testing.assert_close(run(gm, 7), run(decoder_of_experts(), 7))
 
 
 def test_products_that_others_read_too_are_left_alone():

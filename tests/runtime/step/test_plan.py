@@ -92,13 +92,13 @@ def test_any_rows_are_a_decode_of_one_token_each_and_padded_where_they_are_few(m
 
 def test_steps_of_any_rows_give_the_model_s_tokens():
     model = TinyModel()
-    runner = make_runner(model, deterministic=True, any_rows=True, max_num_batched_tokens=24, max_running_requests=4)
+    runner = make_runner(model, deterministic=True, any_rows=True, max_num_batched_tokens=90, max_running_requests=5)
     loop = Loop(runner)
-    prompts = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
+    prompts = [[3, 9, 27, 20, 60], [1, 2], [7] * 50, [9, 8] * 22, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
     requests = [loop.add(prompt, logprobs=2, prompt_logprobs=2) for prompt in prompts]
     loop.run()
     assert [request.output_token_ids for request in requests] == [model.greedy(prompt, 8) for prompt in prompts]
-    assert len({tokens for tokens, _ in model.calls}) > 2  # steps have as many rows as they need
+    assert len({tokens for tokens, _ in model.calls}) > 1  # steps have as many rows as they need
     assert min(map(min, model.calls)) >= LEAST_ROWS
     for request, prompt in zip(requests, prompts, strict=True):
         expected = model.logits([*prompt, *request.output_token_ids]).log_softmax(-1)
