@@ -9,9 +9,9 @@ from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES, OF_RESP
 
 _HEAD = """# Fields of requests
 
-Made by `python docs/fields.py` from the server's own table. [The server's page](../server.md#fields) has the fields that
-are served, and `/openapi.json` lists each by its path. A field of another path is refused by its name. An unknown name
-is listed in the header `x-mllm-ignored`.
+Made by `python docs/fields.py` from the server's own table. [The server's page](../server.md#fields) has the fields
+that are served, and `/openapi.json` lists each by its path. A field of another path is refused by its name. An unknown
+name is listed in the header `x-mllm-ignored`.
 """
 _PATHS: tuple[tuple[str, ForeignFields], ...] = (
     ("all paths", FOREIGN),

@@ -62,7 +62,7 @@ _INSTEAD = {
     "there is one process for HTTP, and one for the engine": """
         api-server-count headless disable-frontend-multiprocessing worker-cls scheduler-cls""",
     "how much of the device's memory is used is runtime.mem_fraction_static; the rest follows": """
-        swap-space num-gpu-blocks-override kv-cache-memory-bytes max-total-tokens preemption-mode""",
+        swap-space num-gpu-blocks-override kv-cache-memory-bytes preemption-mode""",
     "what is captured is cudagraph: {mode: …, decode_requests: …}": """
         max-seq-len-to-capture compilation-config cuda-graph-sizes cudagraph-mode""",
     "scales of a KV cache in fp8 are the checkpoint's": "calculate-kv-scales",
