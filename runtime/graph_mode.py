@@ -71,11 +71,6 @@ class GraphKind(Enum):
     CASCADE_GREEDY_ACROSS_RANKS = auto()
     VERIFY = auto()  # decodes with drafts alone, all padded to as many tokens
 
-    @property
-    def takes_lora(self) -> bool:
-        """True if steps with adapters have graphs of the kind, beside those without."""
-        return self in (GraphKind.PIECEWISE, GraphKind.DECODE, GraphKind.VERIFY)
-
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a call of Python for each piece
 
     @property

@@ -174,7 +174,7 @@ class DecodeGraphs(BatchGraphs):
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
             common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
             greedy_across_ranks: all take their likeliest token and nothing else is wanted. All ranks have it.
-            has_lora: some have an adapter, which is known of their rows; then without common_prefix_len.
+            has_lora: some have an adapter, which is known of their rows.
 
         Raises:
             RuntimeError: there is no decode loop, or no graph holds so many requests.

@@ -24,12 +24,20 @@ class GraphDispatcher:
     Attributes:
         sizes: ascending, requests of decodes and tokens of other kinds; () of a kind that is not captured.
         num_loras: adapters that are in memory at once; 0 without adapters.
+        forms: of each size: whether it is of steps with adapters.
     """
 
-    def __init__(self, sizes: Mapping[GraphKind, Sequence[int]], num_loras: int = 0) -> None:
+    def __init__(
+        self, sizes: Mapping[GraphKind, Sequence[int]], num_loras: int = 0, always_takes_adapters: bool = False
+    ) -> None:
+        """
+        Args:
+            always_takes_adapters: steps without adapters run the program for adapters, too.
+        """
         self.sizes = {kind: tuple(sorted(set(sizes.get(kind, ())))) for kind in GraphKind}
         self._num_shapes = {kind: len(sizes.get(kind, ())) for kind in GraphKind}
         self.num_loras = num_loras
+        self.forms = (True,) if always_takes_adapters else (False, True) if num_loras else (False,)
 
     @property
     def decode_requests(self) -> tuple[int, ...]:
@@ -44,7 +52,7 @@ class GraphDispatcher:
     def find(self, kind: GraphKind, size: int, has_lora: bool = False) -> BatchDescriptor | None:
         """The smallest graph of a kind that holds so many requests of decodes, or tokens; None: none does."""
         padded = next_size(self.sizes[kind], size)
-        if padded is None or (has_lora and not kind.takes_lora):
+        if padded is None or has_lora not in self.forms:
             return None
         return self._descriptor(kind, padded, has_lora)
 
@@ -69,21 +77,18 @@ class GraphDispatcher:
             self._descriptor(kind, size, has_lora)
             for kind, of_kind in self.sizes.items()
             for size in of_kind
-            for has_lora in (False, True)[: self.forms(kind)]
+            for has_lora in self.forms
         ]
         return sorted(found, key=lambda descriptor: -descriptor.num_tokens)
 
     def largest(self, count: int, kinds: Sequence[GraphKind]) -> GraphDispatcher:
         """The `count` largest sizes of each of these kinds."""
-        return GraphDispatcher({kind: self.sizes[kind][-count:] for kind in kinds}, self.num_loras)
-
-    def forms(self, kind: GraphKind) -> int:
-        """Graphs of each size of a kind: without adapters, and with some."""
-        return 2 if self.num_loras and kind.takes_lora else 1
+        sizes = {kind: self.sizes[kind][-count:] for kind in kinds}
+        return GraphDispatcher(sizes, self.num_loras, self.forms == (True,))
 
     def num_graphs(self, kind: GraphKind) -> int:
         """Graphs of a kind: several shapes of verify steps may have as many tokens."""
-        return self._num_shapes[kind] * self.forms(kind)
+        return self._num_shapes[kind] * len(self.forms)
 
     def _descriptor(self, kind: GraphKind, size: int, has_lora: bool) -> BatchDescriptor:
         num_reqs, num_loras = size if kind.is_decode else None, self.num_loras if has_lora else 0

@@ -146,5 +146,5 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher, n
     for kind, sizes in dispatcher.sizes.items():
         mib = [figure.mib for figure in graphs.figures if figure.kind is tried[kind]]
         captured = mib if kind is tried[kind] else []
-        total += sum(captured) + (len(sizes) * dispatcher.forms(kind) - len(captured)) * (mib[-1] if mib else 0.0)
+        total += sum(captured) + (len(sizes) * len(dispatcher.forms) - len(captured)) * (mib[-1] if mib else 0.0)
     return int(total * 2**20)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.attention.capture import needed
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
@@ -104,8 +105,8 @@ def capture_body(
     Args:
         is_first: they are run once ahead: cuBLAS takes its workspace of the capture stream, and kernels are loaded.
     """
-    size, padded = descriptor.num_tokens, setting.padded
-    whole = PaddedBatch(padded.prompts(size), padded.tokens(size), padded.all_rows(size))
+    size, has_lora, padded = descriptor.num_tokens, descriptor.has_lora, setting.padded
+    whole = PaddedBatch(padded.prompts(size, has_lora), padded.tokens(size, has_lora), padded.all_rows(size))
 
     def run() -> list[Any]:
         begin()
@@ -114,4 +115,5 @@ def capture_body(
     if is_first:
         run()
     graph, body = setting.capturer.capture(run)
-    return BodyGraph(graph, whole, setting.executor.map_body(body, lambda value: WeakTensor(value).tensor()))
+    executor = needed(setting.of_lora) if has_lora else setting.executor
+    return BodyGraph(graph, whole, executor.map_body(body, lambda value: WeakTensor(value).tensor()))

@@ -35,4 +35,4 @@ def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
     """
     mode = CUDAGraphMode.from_name(runner.config.cudagraph.mode)
     sizes = {kind: graphs.sizes(runner, kind) for kind, graphs in KINDS.items() if mode.captures(kind)}
-    return GraphDispatcher(sizes, runner.config.lora.max_adapters)
+    return GraphDispatcher(sizes, runner.config.lora.max_adapters, runner.always_takes_adapters)

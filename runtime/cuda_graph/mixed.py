@@ -23,7 +23,7 @@ class MixedGraphs(BatchGraphs):
     def __init__(self, setting: GraphSetting) -> None:
         super().__init__(setting)
         self._attention = needed(setting.runner.attn_backend.mixed)
-        self._graphs: dict[int, BodyGraph] = {}
+        self._graphs: dict[tuple[int, bool], BodyGraph] = {}  # by tokens, and whether some have an adapter
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
@@ -55,7 +55,8 @@ class MixedGraphs(BatchGraphs):
         def begin() -> None:
             attention.begin_captured_mixed(size, self._padded.inputs.req_pool_indices)
 
-        self._graphs[size] = capture_body(self._setting, descriptor, begin, is_first=not self._graphs)
+        is_first = not any(has_lora == descriptor.has_lora for _, has_lora in self._graphs)
+        self._graphs[size, descriptor.has_lora] = capture_body(self._setting, descriptor, begin, is_first)
 
     def serves(self, batch: ForwardBatch) -> bool:
         return self._attention.runs_well_captured(batch)
@@ -74,4 +75,4 @@ class MixedGraphs(BatchGraphs):
         self._padded.take_tokens(batch, size)
         inputs.take_requests(batch, min(size, inputs.max_requests))
         self._attention.init_forward_metadata_replay_mixed(size, batch)
-        return self._graphs[size]
+        return self._graphs[size, descriptor.has_lora]

@@ -62,6 +62,9 @@ class CapturableModel(Protocol):
     def always_takes_features(self) -> bool: ...
 
     @property
+    def always_takes_adapters(self) -> bool: ...
+
+    @property
     def dp_size(self) -> int: ...
 
     def prepare_forward_batch_decode(

@@ -60,15 +60,13 @@ class PaddedInputs:
             if dispatcher.sizes[kind]:
                 is_cached = kind is GraphKind.PREFILL_CACHED
                 work_bytes = max(work_bytes, needed(backend.prompts).prompt_work_bytes(is_cached))
-        self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes)
-        self._long_inputs = TokenPlaces.zeros(most_tokens, runner.device)
+        takes_adapters = runner.model.lora is not None
+        self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes, takes_adapters)
+        self._long_inputs = TokenPlaces.zeros(most_tokens, runner.device, takes_adapters)
         if runner.model.reads_hidden_states:
             for places in (self.inputs, self._long_inputs):
                 places.take_hidden_states(runner.model.hidden_size, runner.config.dtype)
         self._all_rows = torch.arange(most_tokens, device=runner.device)
-        self._adapter_slots: torch.Tensor | None = None
-        if runner.model.lora is not None:
-            self._adapter_slots = torch.full((most_tokens,), -1, dtype=torch.int32, device=runner.device)
         self._all_slots: torch.Tensor | None = None
         if self.num_ranks > 1:
             self._all_slots = torch.ones(self.num_ranks * most_tokens, dtype=torch.int64, device=runner.device)
@@ -76,10 +74,6 @@ class PaddedInputs:
     def take_tokens(self, batch: ForwardBatch, size: int) -> None:
         """Puts a step's tokens in their places, and padding behind them."""
         self._places(size).take_tokens(batch, size)
-        if batch.adapter_slots is not None:
-            places = needed(self._adapter_slots)
-            places[: batch.num_tokens].copy_(batch.adapter_slots)
-            places[batch.num_tokens : size].fill_(-1)
 
     def take_adapters(self, size: int) -> None:
         """Puts the slots of the rows' adapters in their places, for tokens that are a row each; within a capture."""
@@ -88,7 +82,7 @@ class PaddedInputs:
 
     def adapter_slots(self, size: int) -> torch.Tensor:
         """[size] int32, the places of the slots of tokens' adapters, of a model that takes some."""
-        return needed(self._adapter_slots)[:size]
+        return needed(self._places(size).adapter_slots)[:size]
 
     def mark_tokens(self, across: DPMetadata, size: int) -> None:
         """Notes which tokens of all ranks are real, in a step of `size` tokens a rank."""

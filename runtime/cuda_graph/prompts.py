@@ -49,7 +49,10 @@ class PromptGraphs(KindGraphs):
         self._attention = needed(setting.runner.attn_backend.prompts)
         self._dispatcher = setting.dispatcher
         self._slots = PromptSlots(self._padded.inputs)
-        self._graphs: dict[GraphKind, dict[int, BodyGraph]] = {kind: {} for kind in _SIZES}
+        # By kind, and whether some request has an adapter.
+        self._graphs: dict[tuple[GraphKind, bool], dict[int, BodyGraph]] = {
+            (kind, has_lora): {} for kind in _SIZES for has_lora in (False, True)
+        }
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
@@ -62,23 +65,25 @@ class PromptGraphs(KindGraphs):
         return [size for size in _SIZES[kind] if size <= runner.config.runtime.max_num_batched_tokens]
 
     def capture(self, descriptor: BatchDescriptor) -> None:
-        size, kind, work = descriptor.num_tokens, descriptor.kind, self._padded.inputs.work
+        size, kind, has_lora = descriptor.num_tokens, descriptor.kind, descriptor.has_lora
         is_cached = kind is GraphKind.PREFILL_CACHED
-        self._attention.init_forward_metadata_capture_prompts(size, work, is_cached)
-        is_first = not any(self._graphs.values())
-        self._graphs[kind][size] = capture_body(self._setting, descriptor, self._slots.begin, is_first)
+        self._attention.init_forward_metadata_capture_prompts(size, self._padded.inputs.work, is_cached)
+        is_first = not any(of_kind for (_, is_such), of_kind in self._graphs.items() if is_such == has_lora)
+        captured = capture_body(self._setting, descriptor, self._slots.begin, is_first)
+        self._graphs[kind, has_lora][size] = captured
 
     def end_captures(self) -> None:
         self._slots.captured()
 
-    def find(self, num_tokens: int, prefix_lens: np.ndarray) -> BatchDescriptor | None:
+    def find(self, num_tokens: int, prefix_lens: np.ndarray, has_lora: bool) -> BatchDescriptor | None:
         """The graph for prompts of so many tokens together; None: none holds them.
 
         Args:
             prefix_lens: [R] tokens of each that the cache has.
+            has_lora: they run the program for adapters.
         """
         kind = GraphKind.PREFILL_CACHED if prefix_lens.any() else GraphKind.PREFILL_NEW
-        return self._dispatcher.find(kind, num_tokens)
+        return self._dispatcher.find(kind, num_tokens, has_lora)
 
     def launch(
         self, descriptor: BatchDescriptor, fields: StepFields[np.ndarray], prompts: StepPrompts
@@ -87,7 +92,7 @@ class PromptGraphs(KindGraphs):
 
         Args:
             descriptor: as `find` gives it.
-            fields: of the step, logits_indices among them.
+            fields: of the step, logits_indices among them, and adapter_slots of the program for adapters.
 
         Returns:
             None: the graph's kernels do not serve these prompts well.
@@ -98,7 +103,7 @@ class PromptGraphs(KindGraphs):
             return None
         self._padded.inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
-        entry, times = self._graphs[descriptor.kind][size], self._runner.forward_times
+        entry, times = self._graphs[descriptor.kind, descriptor.has_lora][size], self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
             entry.graph.replay()
             slots.replayed()  # before anything can fail: the device has taken the slot

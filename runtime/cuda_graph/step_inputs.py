@@ -21,6 +21,7 @@ from mllm_compile.runtime.step_fields import StepFields
 _KNOWN_LAYOUTS = 64
 _WORK_ALIGNMENT = 256  # bytes, as torch aligns whole tensors
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
+_NO_VALUES = np.zeros(0, dtype=np.int32)
 
 
 class TokenPlaces:
@@ -32,6 +33,7 @@ class TokenPlaces:
         media: features; None: the graphs' program takes none.
         mrope_positions: [axes, M] int64 where that has axes.
         hidden_states: [M, hidden]; None: the graphs' program reads none.
+        adapter_slots: [M] int32, -1 of padding; None: there is no program for adapters.
     """
 
     def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
@@ -42,11 +44,16 @@ class TokenPlaces:
         self.media: MediaInputs | None = None
         self.mrope_positions: torch.Tensor | None = None
         self.hidden_states: torch.Tensor | None = None
+        self.adapter_slots: torch.Tensor | None = None
         self._has_rope_lens = False
 
     @classmethod
-    def zeros(cls, max_tokens: int, device: torch.device) -> TokenPlaces:
-        return cls(*(torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)))
+    def zeros(cls, max_tokens: int, device: torch.device, takes_adapters: bool = False) -> TokenPlaces:
+        """Places of that many tokens; with `takes_adapters` of their adapters, too."""
+        places = cls(*(torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)))
+        if takes_adapters:
+            places.adapter_slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        return places
 
     def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
         """Token inputs of `batch`, and padding up to `padded`.
@@ -54,14 +61,15 @@ class TokenPlaces:
         Values that are in their places already came by StepInputs.upload, which has written the padding as well.
         """
         num_tokens = batch.num_tokens
-        for place, values in (
-            (self.input_ids, batch.input_ids),
-            (self.positions, batch.positions),
-            (self.out_cache_loc, batch.out_cache_loc),
+        for place, values, padding in (
+            (self.input_ids, batch.input_ids, 0),
+            (self.positions, batch.positions, 0),
+            (self.out_cache_loc, batch.out_cache_loc, 0),
+            (self.adapter_slots, batch.adapter_slots, -1),
         ):
-            if values.data_ptr() != place.data_ptr():
+            if place is not None and values is not None and values.data_ptr() != place.data_ptr():
                 place[:num_tokens].copy_(values)
-                place[num_tokens:padded].zero_()
+                place[num_tokens:padded].fill_(padding)
         self.clear_rope_lens()
         if batch.rope_lens is not None:
             self.rope_lens[:num_tokens].copy_(batch.rope_lens)
@@ -116,13 +124,20 @@ class StepInputs(TokenPlaces):
     """
 
     def __init__(
-        self, max_tokens: int, max_requests: int, padding_len: int, device: torch.device, work_bytes: int = 0
+        self,
+        max_tokens: int,
+        max_requests: int,
+        padding_len: int,
+        device: torch.device,
+        work_bytes: int = 0,
+        takes_adapters: bool = False,
     ) -> None:
         """
         Args:
             padding_len: keys that padding requests have: what attention asks for
                 (CapturesDecodes.get_cuda_graph_seq_len_fill_value).
             work_bytes: of `work`.
+            takes_adapters: there are places for the slots of tokens' adapters.
         """
         self.max_tokens = max_tokens
         self.max_requests = max_requests
@@ -134,7 +149,7 @@ class StepInputs(TokenPlaces):
             req_pool_indices=max_requests,
             seq_lens=max_requests,
         )
-        self._layout = FieldLayout(largest.inputs())
+        self._layout = FieldLayout(largest.inputs() | ({"adapter_slots": max_tokens} if takes_adapters else {}))
         work_start = -(-self._layout.end // _WORK_ALIGNMENT) * _WORK_ALIGNMENT
         self._work = slice(work_start, work_start + work_bytes)
         self.block = torch.zeros(self._work.stop + _OTHER_BYTES, dtype=torch.uint8, device=device)
@@ -143,13 +158,16 @@ class StepInputs(TokenPlaces):
         super().__init__(places.input_ids, places.positions, places.out_cache_loc)
         self.req_pool_indices, self.seq_lens = places.req_pool_indices, places.seq_lens
         self.seq_lens.fill_(padding_len)
+        if places.adapter_slots is not None:
+            self.adapter_slots = places.adapter_slots.fill_(-1)
+        self._padding = {"seq_lens": padding_len, "adapter_slots": -1}  # 0 of others
         self._seq_lens_on_host = np.full(max_requests, padding_len, dtype=np.int32)
         self.seq_lens_cpu = torch.from_numpy(self._seq_lens_on_host)
         self._staging = StagingRing(device)
         self._known_layouts: dict[tuple[tuple[str, int], ...], tuple[FieldLayout, dict[str, torch.Tensor]]] = {}
         self._host_blocks: dict[int, HostBlock] = {}  # by address of a staging buffer
         # Layout of the last step: a steady decode has the same shape as the one before.
-        self._last_shape = (0, 0)
+        self._last_shape = (0, 0, 0)
         self._last_fields = places
 
     @property
@@ -167,7 +185,7 @@ class StepInputs(TokenPlaces):
         Returns:
             The places, as long as the values; and what else the step has, by the same copy, until the next upload.
         """
-        others = fields.others()
+        inputs, others = self._divided(fields)
         packed, places = self._packed(others)
         beside = {}
         if packed.end > self.block.nbytes:
@@ -176,13 +194,13 @@ class StepInputs(TokenPlaces):
         buffer = self._staging.next(self.block.nbytes)
         host = self.host_block(buffer.memory)
         packed.write(others, host.block)
-        written = self._write(fields, host)
+        written = self._write(inputs, host)
         if self.block.is_cuda:
             copy_pinned(buffer.memory, self.block, packed.end)
         else:
             self.block[: packed.end].copy_(buffer.memory[: packed.end])
         buffer.record()
-        return StepFields(**written.inputs(), **beside, **places) if others or beside else written
+        return _with(written, beside | places) if others or beside else written
 
     def write(self, fields: StepFields[np.ndarray], host: HostBlock) -> StepFields[torch.Tensor] | None:
         """Write a step's inputs, and padding behind them, into memory that a graph will copy to the places.
@@ -190,21 +208,27 @@ class StepInputs(TokenPlaces):
         Returns:
             As `upload` does, once it has; None: there is no room for what the step has beside its inputs.
         """
-        others = fields.others()
+        inputs, others = self._divided(fields)
         packed, places = self._packed(others)
         if packed.end > host.block.nbytes:
             return None
         packed.write(others, host.block)
-        return StepFields(**self._write(fields, host).inputs(), **places)
+        return _with(self._write(inputs, host), places)
 
-    def _write(self, fields: StepFields[np.ndarray], host: HostBlock) -> StepFields[torch.Tensor]:
-        values = fields.inputs()
+    def _divided(self, fields: StepFields[np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """A step's arrays that have places here, and those that come beside them, by name."""
+        inputs, others = fields.inputs(), fields.others()
+        if self.adapter_slots is not None and fields.adapter_slots is not None:
+            inputs["adapter_slots"] = others.pop("adapter_slots")
+        return inputs, others
+
+    def _write(self, values: dict[str, np.ndarray], host: HostBlock) -> StepFields[torch.Tensor]:
         for name, array in host.inputs.items():
-            value = values[name]
+            value = values.get(name, _NO_VALUES)
             array[: value.size] = value
-            array[value.size :] = self.padding_len if name == "seq_lens" else 0
+            array[value.size :] = self._padding.get(name, 0)
         self._seq_lens_on_host[:] = host.inputs["seq_lens"]
-        shape = (fields.positions.size, fields.seq_lens.size)
+        shape = (values["positions"].size, values["seq_lens"].size, len(values))
         if shape != self._last_shape:
             self._last_shape = shape
             self._last_fields = StepFields(
@@ -247,3 +271,7 @@ class StepInputs(TokenPlaces):
             self.seq_lens[size:padded].fill_(self.padding_len)
             self.seq_lens_cpu[:size] = batch.seq_lens_cpu
             self.seq_lens_cpu[size:padded] = self.padding_len
+
+
+def _with(places: StepFields[torch.Tensor], others: dict[str, torch.Tensor]) -> StepFields[torch.Tensor]:
+    return StepFields(**places.inputs(), **places.others(), **others)

@@ -38,6 +38,7 @@ class _Steps:
 
     def __init__(self, runner: CapturableModel, verifies: VerifyGraphs, decodes: DecodeGraphs) -> None:
         self._runner, self._verifies, self._decodes = runner, verifies, decodes
+        self._has_lora = runner.always_takes_adapters  # of graphs that there are
         self._num_tokens = max(verifies.request_sizes)  # C of the longest drafts
         runtime = runner.config.runtime
         self._page_size = runtime.page_size
@@ -67,7 +68,7 @@ class _Steps:
             self._runner.row_state.last_tokens[1] = self._tokens[place]
             slot = self._page_size + position  # its pages are the first ones
             one, length = np.ones(1, dtype=np.int64), np.array([position + 1])
-            step = self._decodes.launch(one, length, np.array([slot]))
+            step = self._decodes.launch(one, length, np.array([slot]), has_lora=self._has_lora)
             logits.append(step.logits[:1].to(torch.float32, copy=True))
             self._tokens[place + 1] = step.tokens[0].clamp(min=0)
             self._states[place + 1] = [states[1].to(torch.float32, copy=True) for states in self._all_states()]
@@ -83,7 +84,7 @@ class _Steps:
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
         fields[:, DRAFT_FIELD : DRAFT_FIELD + drafts.size] = drafts
-        step, tensors = self._verifies.launch(fields, width), self._verifies.loop.tensors(num_requests)
+        step, tensors = self._verifies.launch(fields, width, self._has_lora), self._verifies.loop.tensors(num_requests)
         logits = step.logits.view(num_requests, *expected.shape)
         own = torch.cat((tensors.results.flatten(), tensors.lengths.long(), tensors.last_tokens))
         of_first = own.clone()

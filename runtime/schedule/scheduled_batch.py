@@ -81,6 +81,11 @@ class ScheduledBatch:
         return bool((self.adapter_slots >= 0).any())
 
     @property
+    def num_adapters(self) -> int:
+        """Different adapters of its requests."""
+        return np.unique(self.adapter_slots[self.adapter_slots >= 0]).size
+
+    @property
     def has_drafts(self) -> bool:
         """True of a verify step: some decodes bring drafts, or the device makes them some."""
         return self.verify_token_ids.size > 0 or self.device_lens is not None

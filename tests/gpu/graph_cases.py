@@ -91,7 +91,7 @@ def launch_prompts(runner: ModelRunner, fields: StepFields[np.ndarray], prompts:
     """Prompts alone in one launch; None where they are not captured, or not served well."""
     graphs = graphs_of(runner).prompts
     assert graphs is not None
-    descriptor = graphs.find(fields.positions.size, prompts.prefix_lens)
+    descriptor = graphs.find(fields.positions.size, prompts.prefix_lens, fields.adapter_slots is not None)
     return None if descriptor is None else graphs.launch(descriptor, fields, prompts)
 
 

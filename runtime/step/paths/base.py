@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -61,6 +62,18 @@ class StepPath(ABC):
     def plan(self, batch: ScheduledBatch) -> StepPlan:
         """Plans a step whose new pages are entered on the host."""
         return self._planner.plan(batch)
+
+    def _add_adapters(self, whole: ScheduledBatch, batch: ScheduledBatch, plan: StepPlan) -> bool:
+        """Adds the slots of tokens' adapters to a step that runs the program for adapters; says whether it does.
+
+        Args:
+            whole: of all ranks, which all run the same program; batch: of this one.
+        """
+        if self._runner.row_state.adapters is None or not self._takes_adapters(whole):
+            return False
+        plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
+        plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)
+        return True
 
     def _follow_adapters(self, batch: ScheduledBatch) -> bool:
         """Brings the adapters of a captured step's rows to the device; True if it runs the program for adapters."""

@@ -31,7 +31,6 @@ class StepPaths:
         decodes = None if graphs is None else graphs.decodes
         prompts = None if graphs is None else graphs.prompts
         drafter = parts.runner.drafter
-        self._has_adapters = parts.runner.model.lora is not None
         self._reads_hidden_states = drafter is not None and drafter.model.reads_hidden_states
         self._most_decodes = 0 if decodes is None else decodes.most_requests
         self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
@@ -49,8 +48,6 @@ class StepPaths:
             count = self._planner.most_requests(batch)
             return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward
         if self._prompts is None or batch.num_decodes or batch.prompt_logprob_rows.any():
-            return self.forward
-        if self._has_adapters and batch.has_adapters:
             return self.forward
         return self.forward if self._media.has_images(batch) else self._prompts
 

@@ -41,7 +41,7 @@ class DecodePath(StepPath):
         """Writes the step's inputs to the host's memory of the next replay, and launches it."""
         batch, plan, shared = step.batch, step.plan, 0
         has_lora = self._follow_adapters(batch)
-        if not has_lora and batch.num_requests <= self._graphs.most_sharing:
+        if batch.num_requests <= self._graphs.most_sharing:
             shared = self._common_prefix.num_tokens(batch, is_captured=True)
         return self._graphs.launch(
             plan.fields.req_pool_indices,

@@ -48,7 +48,7 @@ class ForwardPath(StepPath):
         self._pools.add_new_pages(plan.fields, step.batch)
         batch = plan.rank_batch or step.batch
         self._follow_lengths(batch, plan)
-        num_adapters = self._add_adapters(step.batch, batch, plan)
+        has_lora = self._add_adapters(step.batch, batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self._media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
@@ -61,7 +61,9 @@ class ForwardPath(StepPath):
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
-        forward_batch.adapter_slots, forward_batch.num_active_loras = fields.adapter_slots, num_adapters
+        if has_lora:
+            forward_batch.adapter_slots = fields.adapter_slots
+            forward_batch.num_active_loras = step.batch.num_adapters
         forward_batch.dp_metadata = plan.across
         forward_batch.num_verify_tokens = batch.verify_token_ids.size
         forward_batch.greedy_across_ranks = step.choice is SamplingMode.GREEDY_ACROSS_RANKS
@@ -78,18 +80,6 @@ class ForwardPath(StepPath):
         if self._runner.model.rope is not None and batch.num_decodes < batch.num_requests:
             plan.fields.rope_lens = np.zeros_like(plan.fields.positions)
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
-
-    def _add_adapters(self, whole: ScheduledBatch, batch: ScheduledBatch, plan: StepPlan) -> int:
-        """Adds the slots of tokens' adapters, where a request of any rank has one: all ranks run the same program.
-
-        Returns:
-            How many adapters there are.
-        """
-        if self._runner.row_state.adapters is None or not self._takes_adapters(whole):
-            return 0
-        plan.fields.adapter_slots = np.full(plan.fields.positions.size, -1, dtype=np.int32)
-        plan.fields.adapter_slots[: batch.num_tokens] = np.repeat(batch.adapter_slots, batch.num_new)
-        return np.unique(whole.adapter_slots[whole.adapter_slots >= 0]).size
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
         """The arrays on the device; inputs of the model in the graphs' own places if they fit."""

@@ -26,7 +26,8 @@ class PromptPath(StepPath):
     def run(self, step: Step) -> StepResults | None:
         """Launches a step; None: no graph holds it, or the graph's kernels do not serve it well."""
         batch, fields = step.batch, step.plan.fields
-        descriptor = self._graphs.find(batch.num_tokens, batch.prefix_lens)
+        has_lora = self._add_adapters(batch, batch, step.plan)
+        descriptor = self._graphs.find(batch.num_tokens, batch.prefix_lens, has_lora)
         if descriptor is None:
             return None
         starts = np.zeros(batch.num_requests + 1, dtype=np.int32)

@@ -6,13 +6,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from mllm_compile.check import verify_reference
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.config_sections import CudaGraphSection, SpeculativeSection
-from mllm_compile.runtime.cuda_graph import decode_loop, decodes, graph_runner, verifies
+from mllm_compile.runtime.cuda_graph import decode_loop, decodes, graph_runner, kind, prompt_slots, verifies
 from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, VerifyPieces
@@ -30,6 +32,9 @@ class Model(TinyModel):
     def wrap_pieces(self, wrap):
         self.wrap = wrap
 
+    def map_body(self, body, change):
+        return body
+
 
 class Graph:
     """Runs what was captured again, into the places of the first results."""
@@ -38,7 +43,8 @@ class Graph:
         self._run, self.results = run, run()
 
     def replay(self):
-        for place, value in zip(self.results or (), self._run() or (), strict=True):
+        results = self._run()
+        for place, value in () if results is None else zip(self.results, results, strict=True):
             if place is not None:
                 place.copy_(value)
 
@@ -60,10 +66,42 @@ class Capturer:
 
 
 class Attention(TorchAttnBackend):
-    """Captures decodes: it plans them as they are replayed, by lengths on the device."""
+    """Captures decodes, and prompts alone: it plans them as they are replayed, decodes by lengths on the device.
+
+    `shared` has the shared tokens of each cascade.
+    """
 
     page_table = torch.zeros(64, 64, dtype=torch.int32)
     prepared = 0
+    step: StepPrompts | None = None  # of the next replay
+    shared: tuple[int, ...] = ()
+
+    @property
+    def prompts(self):
+        return self
+
+    @property
+    def captured_cascades(self):
+        return self
+
+    def cascade_pays(self, num_requests, num_tokens, is_captured=False):
+        return num_requests > 1 and num_tokens > 0
+
+    def use_cascade(self):
+        pass
+
+    def share_prefix(self, num_tokens):
+        self.shared = (*self.shared, num_tokens)
+
+    def prompt_work_bytes(self, has_prefix):
+        return 16
+
+    def init_forward_metadata_capture_prompts(self, *step):
+        pass
+
+    def write_prompt_work(self, num_tokens, work, prompts):
+        self.step = prompts
+        return True
 
     @property
     def decodes(self):
@@ -92,12 +130,31 @@ class Attention(TorchAttnBackend):
         self.prepared += 1
 
     def forward(self, inputs):
-        batch, count = inputs.batch, inputs.batch.num_tokens
+        batch = inputs.batch
         if batch.forward_mode.is_decode():
             batch = replace(batch, seq_lens_cpu=batch.seq_lens.clamp(min=1), common_attn_metadata=None)
+        elif self.step is not None and not batch.req_pool_indices.any():
+            batch = self._with_prompts(batch, self.step)
+        count = batch.num_tokens
         self.init_forward_metadata(batch)
         parts = {name: getattr(inputs, name)[:count] for name in ("q", "k", "v", "out")}
         super().forward(replace(inputs, batch=batch, **parts))
+
+    def _with_prompts(self, batch, step):
+        """The captured batch with a step's prompts in the place of padding; no table has their pages yet."""
+        ids, size = step.list_pages(), batch.token_to_kv_pool.page_size
+        for row, num_keys in zip(step.rows.tolist(), step.num_keys.tolist(), strict=True):
+            slots, ids = (
+                (ids[: -(-num_keys // size), None] * size + np.arange(size)).ravel(),
+                ids[-(-num_keys // size) :],
+            )
+            batch.req_to_token_pool.req_to_token[row, : slots.size] = torch.from_numpy(slots.astype(np.int32))
+        lens = {"extend_seq_lens": step.query_lens, "extend_prefix_lens": step.prefix_lens, "seq_lens": step.num_keys}
+        of_host = {name: torch.from_numpy(values.astype(np.int32)) for name, values in lens.items()}
+        tokens = {name: getattr(batch, name)[: step.starts[-1]] for name in ("input_ids", "positions", "out_cache_loc")}
+        rows, of_cpu = torch.from_numpy(step.rows), {f"{name}_cpu": values for name, values in of_host.items()}
+        sizes = {"batch_size": len(rows), "req_pool_indices": rows.long(), "common_attn_metadata": None}
+        return replace(batch, **sizes, **tokens, **of_host, **of_cpu)
 
 
 class Hybrid(HybridAttnBackend):
@@ -119,7 +176,7 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=list, synchronize=list))
     monkeypatch.setattr(graph_runner, "GraphCapturer", Capturer)
     monkeypatch.setattr(graph_runner, "ProgramExecutor", Model)
-    for module in (decodes, decode_loop, verifies):
+    for module in (decodes, decode_loop, verifies, kind, prompt_slots):
         monkeypatch.setattr(module, "WeakTensor", lambda tensor: SimpleNamespace(tensor=lambda: tensor))
 
 
@@ -143,9 +200,10 @@ def capture_on_cpu(
     decode_requests: tuple[int, ...],
     sample_in_graph: bool = True,
     piecewise_tokens: tuple[int, ...] = (8, 16),
+    whole_prompts: bool = False,
 ) -> None:
     """Captures steps of a runner that has none; within `played`."""
-    sizes = {"decode_requests": decode_requests, "piecewise_tokens": piecewise_tokens}
+    sizes = {"decode_requests": decode_requests, "piecewise_tokens": piecewise_tokens, "whole_prompts": whole_prompts}
     graphs = CudaGraphSection(mode="full_and_piecewise", sample_in_graph=sample_in_graph, **sizes)
     runner.config = replace(runner.config, cudagraph=graphs)
     page_size = runner.config.runtime.page_size

@@ -56,15 +56,23 @@ class BaseModel(Model):
         return replace(super().load(device), lora=LoadedLora(self.beside, pool))  # type: ignore[arg-type]
 
 
-def runner_of(model: Model, section: SpeculativeSection, sample_in_graph: bool = True) -> ModelRunner:
-    runner = make_runner(model)
+def runner_of(
+    model: Model,
+    section: SpeculativeSection,
+    sample_in_graph: bool = True,
+    whole_prompts: bool = False,
+    **runtime,
+) -> ModelRunner:
+    runner = make_runner(model, **runtime)
     runner.config = replace(runner.config, speculative=section, lora=LoraSection(max_adapters=NUM_SLOTS))
-    capture_on_cpu(runner, (1, 2, 4), sample_in_graph)
+    capture_on_cpu(runner, (1, 2, 4), sample_in_graph, whole_prompts=whole_prompts)
     return runner
 
 
-def answers(loop: Loop, slots: Sequence[int], count: int = 7) -> list[list[int]]:
-    requests = [loop.add(prompt, max_tokens=count) for prompt in PROMPTS]
+def answers(
+    loop: Loop, slots: Sequence[int], count: int = 7, prompts: Sequence[list[int]] = PROMPTS
+) -> list[list[int]]:
+    requests = [loop.add(prompt, max_tokens=count) for prompt in prompts]
     for request, slot in zip(requests, slots, strict=True):
         request.adapter_slot = slot
     with torch.inference_mode():
@@ -72,9 +80,9 @@ def answers(loop: Loop, slots: Sequence[int], count: int = 7) -> list[list[int]]
     return [request.output_token_ids for request in requests]
 
 
-def expected(slots: Sequence[int], count: int = 7) -> list[list[int]]:
+def expected(slots: Sequence[int], count: int = 7, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
     model = AdapterModel()
-    return [model.answer(prompt, count, slot) for prompt, slot in zip(PROMPTS, slots, strict=True)]
+    return [model.answer(prompt, count, slot) for prompt, slot in zip(prompts, slots, strict=True)]
 
 
 @pytest.mark.parametrize("sample_in_graph", [True, False])
@@ -89,6 +97,46 @@ def test_replayed_steps_give_each_request_its_own_adapter(played, sample_in_grap
     num_ran = len(model.beside.ran)
     assert answers(loop, (-1,) * 4) == expected((-1,) * 4)
     assert len(model.beside.ran) == num_ran, "without adapters nothing of them runs"
+
+
+def test_prompts_in_one_launch_do_so_too(played):
+    model = BaseModel()
+    runner = runner_of(model, SpeculativeSection(), whole_prompts=True)
+    whole = [figure.num_tokens for figure in runner.graph_runner.figures if figure.kind is GraphKind.PREFILL_NEW]
+    assert whole == [64, 64], "with adapters and without"
+    loop, ran = Loop(runner, enable_prefix_cache=True), model.beside.ran
+    ran.clear()
+    assert answers(loop, SLOTS) == expected(SLOTS)
+    assert ran[0] == 64, "the prompts are one launch"
+    ran.clear()
+    assert answers(loop, SLOTS) == expected(SLOTS)
+    assert ran[0] == 16, "so they are behind what the cache has"
+    ran.clear()
+    assert answers(loop, (-1,) * 4) == expected((-1,) * 4)
+    assert not ran, "without adapters nothing of them runs"
+
+
+def test_decodes_that_share_a_prefix_read_it_once_with_an_adapter_too(played):
+    prompts = [[5, 9, 2, 31, 8, 8, 17, 4, last] for last in (11, 3, 60, 21)]
+    runner = runner_of(BaseModel(), SpeculativeSection(), cascade_attention=True)
+    loop = Loop(runner, enable_prefix_cache=True)
+    first = loop.add(prompts[0], max_tokens=1)
+    first.adapter_slot = 1
+    with torch.inference_mode():
+        loop.run()
+    assert answers(loop, (1,) * 4, prompts=prompts) == expected((1,) * 4, prompts=prompts)
+    assert set(runner.attn_backend.shared) == {8}, "two pages of four tokens"
+
+
+@pytest.mark.parametrize("slots", [SLOTS, (-1,) * 4], ids=str)
+def test_all_steps_replay_the_graphs_for_adapters_where_only_those_are_captured(played, slots):
+    model = BaseModel()
+    runner = make_runner(model, deterministic=True, max_num_batched_tokens=16)
+    runner.config = replace(runner.config, lora=LoraSection(max_adapters=NUM_SLOTS))
+    capture_on_cpu(runner, (16,), piecewise_tokens=(16,))
+    figures = [(figure.kind, figure.num_tokens) for figure in runner.graph_runner.figures]
+    assert figures == [(GraphKind.PIECEWISE, 16), (GraphKind.DECODE, 16)]
+    assert answers(Loop(runner), slots) == expected(slots)
 
 
 @pytest.mark.parametrize("slots", [SLOTS, (-1,) * 4], ids=str)

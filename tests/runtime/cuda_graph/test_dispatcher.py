@@ -125,3 +125,18 @@ def test_the_dispatcher_decides_without_torch():
     code += "; d = G({K.PIECEWISE: [4, 8]}); print(d.find(K.PIECEWISE, 5).num_tokens, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["8", "False"]
+
+
+@pytest.mark.parametrize("kind", GraphKind)
+def test_each_size_has_a_graph_with_adapters_and_one_without_unless_all_steps_take_adapters(kind):
+    both, one = (GraphDispatcher({kind: (4, 8)}, 3, always_takes_adapters=always) for always in (False, True))
+    assert [(found.num_tokens, found.has_lora) for found in both.descriptors()] == [
+        (8, False), (8, True), (4, False), (4, True),
+    ]  # fmt: skip
+    assert (
+        one.descriptors()
+        == one.largest(2, [kind]).descriptors()
+        == [both.find(kind, 8, True), both.find(kind, 4, True)]
+    )
+    assert one.find(kind, 4) is GraphDispatcher({kind: (4, 8)}).find(kind, 4, has_lora=True) is None
+    assert (both.num_graphs(kind), one.num_graphs(kind)) == (4, 2)

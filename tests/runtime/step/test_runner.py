@@ -401,7 +401,7 @@ def launched_at_once(runner, most: int, launches: list[int]):
 def capture_prompts(runner, most: int, launch) -> None:
     """Gives the runner captured prompts of up to `most` tokens, which `launch` plays."""
 
-    def find(num_tokens: int, prefix_lens: np.ndarray) -> int | None:
+    def find(num_tokens: int, prefix_lens: np.ndarray, has_lora: bool) -> int | None:
         return most if num_tokens <= most else None
 
     runner.graph_runner = GraphsOf(prompts=SimpleNamespace(find=find, launch=launch))
