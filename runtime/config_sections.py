@@ -61,6 +61,25 @@ class CudaGraphSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVEventsSection:
+    """`runtime.kv_events_config`."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        """True if events are published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeSection:
     """`runtime`. `device` is `cpu` or `cuda:N`. No key sets `any_rows`: with `deterministic`, a row's numbers do not
     depend on how many rows its step has, so that steps have as many as they need."""
@@ -79,6 +98,7 @@ class RuntimeSection:
     max_running_requests: int
     max_num_batched_tokens: int
     enable_prefix_cache: bool
+    kv_events_config: KVEventsSection
     deterministic: bool
     any_rows: bool
     enable_sleep_mode: bool

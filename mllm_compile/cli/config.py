@@ -42,9 +42,12 @@ def _lines(name: str, section: Any) -> Iterator[str]:
         yield from (f"  # {line}" for line in textwrap.wrap(" ".join(told[key].split()), _WIDTH))
         if field.is_required():
             yield f"  {key}: Qwen/Qwen3-0.6B"
-        else:
-            values = _values(field.annotation, field.metadata)
-            yield f"  # {key}: {_shown(field.default)}{f'  # {values}' if values else ''}"
+            continue
+        inner = _docstrings(field.annotation) if hasattr(field.annotation, "model_fields") else {}
+        for name_inside, text in inner.items():
+            yield from (f"  #   {line}" for line in textwrap.wrap(f"{name_inside}: {' '.join(text.split())}", _WIDTH))
+        values = _values(field.annotation, field.metadata)
+        yield f"  # {key}: {_shown(field.default)}{f'  # {values}' if values else ''}"
     yield ""
 
 
@@ -104,4 +107,6 @@ def _shown(value: Any) -> str:
     """A default as YAML has it."""
     if isinstance(value, tuple):
         value = list(value)
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
     return value if isinstance(value, str) else json.dumps(value)

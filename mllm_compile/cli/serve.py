@@ -13,11 +13,19 @@ import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
+from mllm_compile.config.sources import (
+    config_or_runtime,
+    json_object,
+    runtime_settings,
+    with_lora,
+    with_runtime,
+    with_speculative,
+)
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import user_path
+from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.runtime.config_sections import LOGPROBS_MODES
+from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
 
 if TYPE_CHECKING:
     from mllm_compile.server.options import ServeOptions
@@ -121,6 +129,9 @@ def serve_command(
         str | None,
         typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
     ] = None,
+    kv_events_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="The config's runtime.kv_events_config: events for routers.")
+    ] = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -133,6 +144,8 @@ def serve_command(
     runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
     if enable_sleep_mode:
         runtime["enable_sleep_mode"] = True
+    if kv_events_config is not None:
+        runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
     source = with_runtime(with_lora(source, lora), runtime)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -166,6 +179,7 @@ def serve_command(
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
         runtime=runtime,
+        **_kv_events(source),
         enable_rl=enable_rl,
         rl_hosts=tuple(rl_host or ()),
         rl_folders=tuple(rl_folder or ()),
@@ -180,6 +194,19 @@ def serve_command(
         return
     start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
     run_server(options)
+
+
+def _kv_events(source: EngineConfig | Path) -> dict[str, Any]:
+    """The settings of KV events, which this process publishes."""
+    settings = runtime_settings(source)
+    if settings is None:
+        return {}
+    own = settings.kv_events_config
+    section = own if isinstance(own, KVEventsSection) else KVEventsSection(**own.model_dump())
+    if not section.is_on:
+        return {}
+    check_installed()
+    return {"kv_events": section, "kv_event_ranks": settings.expert_parallel_size}
 
 
 def check_adapters(source: EngineConfig, options: ServeOptions) -> None:

@@ -109,6 +109,10 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
         # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
         meant = closest(key[0], list(sections)) or key_meant_by(key[0], config)
         listed = f"known sections: {', '.join(sections)}"
+    elif len(key) > 2:
+        inner = sections[key[0]][key[1]].annotation.model_fields
+        near = closest(key[2], list(inner))
+        return f"{'.'.join(key)} is not a known key{f'; did you mean {near}?' if near else ''} ({listed})"
     else:
         near = closest(key[1], list(sections[key[0]]))
         meant = f"{key[0]}.{near}" if near else None

@@ -43,6 +43,7 @@ from mllm_compile.runtime.config_sections import (
     BackendName,
     CudaGraphSection,
     KVDtypeName,
+    KVEventsSection,
     LoraSection,
     MaxStepMs,
     RuntimeSection,
@@ -327,6 +328,11 @@ def _runtime(
             "runtime.enable_sleep_mode and runtime.skip_compiled are set: Transformers' own model keeps its memory. "
             "Set one of them alone."
         )
+    if asked.kv_events_config.enable_kv_cache_events and not asked.enable_prefix_cache:
+        raise ConfigError(
+            "runtime.kv_events_config is set, and runtime.enable_prefix_cache is false: there are no blocks to tell "
+            "of. Set one of them alone."
+        )
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
     any_rows = _any_rows(config, dtype, backend, model, device)
@@ -343,6 +349,7 @@ def _runtime(
         "max_num_batched_tokens": tokens,
         "any_rows": any_rows,
         "max_step_ms": _max_step_ms(asked, any_rows, choices),
+        "kv_events_config": KVEventsSection(**asked.kv_events_config.model_dump()),
         "cascade_attention": False,  # see _cascade_attention
     }
     _check_total_tokens(asked.max_total_tokens, resolved_values["max_model_len"])

@@ -139,6 +139,42 @@ class CudaGraphConfig(Section):
         return "auto" if sizes == "auto" else tuple(sorted(_without_repeats(sizes)))
 
 
+class KVEventsConfig(Section):
+    """Events on the blocks of the prefix cache, for routers (docs/sessions.md)."""
+
+    enable_kv_cache_events: bool = False
+    """Tell which blocks are stored and removed, with their token ids: all who reach the endpoint read prompts."""
+
+    publisher: Literal["zmq", "null"] = "zmq"
+    """null: none are published."""
+
+    endpoint: str = "tcp://*:5557"
+    """The address of the ZMQ socket. With `*` or `::`, and of ipc:// and inproc://, subscribers connect to it; else it
+    is a subscriber's. Rank n of experts over ranks has the port n higher."""
+
+    replay_endpoint: str | None = None
+    """The address at which past events are sent again."""
+
+    buffer_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Steps whose events are kept for that."""
+
+    hwm: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
+    """Steps that wait for a slow subscriber; later ones are dropped for it."""
+
+    max_queue_size: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
+    """Steps that wait to be published; where there are more, all blocks are told as removed."""
+
+    topic: str = ""
+    """The first part of each message; llm-d reads kv@POD@MODEL."""
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _address(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(r"tcp://\S+:(\d{1,5}|\*)|(ipc|inproc)://\S+", address):
+            raise ValueError("an address such as tcp://*:5557")
+        return address
+
+
 class RuntimeConfig(Section):
     """The device, the memory and the batches of serving."""
 
@@ -198,6 +234,9 @@ class RuntimeConfig(Section):
 
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
+
+    kv_events_config: KVEventsConfig = KVEventsConfig()
+    """Events on what it keeps, for routers (docs/sessions.md): {enable_kv_cache_events: true, endpoint: …, …}."""
 
     cascade_attention: Auto | bool = "auto"
     """Decodes of requests that begin with the same cached tokens read these once, in steps where that is estimated to

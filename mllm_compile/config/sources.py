@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,23 @@ def with_speculative(source: EngineConfig | Path, text: str | None) -> EngineCon
         return source
     if isinstance(source, Path):
         raise ConfigError(f"--speculative-config: {source} is a compiled runtime, whose config it has; give its model")
+    keys = json_object("--speculative-config", text, '{"method": "ngram", "num_speculative_tokens": 3}')
+    return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"speculative": keys})
+
+
+def json_object(option: str, text: str, example: str) -> dict[str, Any]:
+    """The JSON object of an option.
+
+    Raises:
+        ConfigError: the text is none, or a key is there twice.
+    """
     try:
-        keys = json.loads(text, object_pairs_hook=_keys_once)
+        keys = json.loads(text, object_pairs_hook=partial(_keys_once, option))
     except json.JSONDecodeError:
         keys = None
     if not isinstance(keys, dict):
-        raise ConfigError(
-            f"--speculative-config is {show(text)}; expected a JSON object such as "
-            '{"method": "ngram", "num_speculative_tokens": 3}'
-        )
-    return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"speculative": keys})
+        raise ConfigError(f"{option} is {show(text)}; expected a JSON object such as {example}")
+    return keys
 
 
 def with_lora(source: EngineConfig | Path, keys: Mapping[str, Any]) -> EngineConfig | Path:
@@ -120,14 +128,14 @@ def with_runtime(source: EngineConfig | Path, keys: Mapping[str, Any]) -> Engine
     return EngineConfig.from_dict(source.model_dump(exclude_unset=True) | {"runtime": section})
 
 
-def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _keys_once(option: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     Raises:
         ConfigError: a key is there twice.
     """
     names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"--speculative-config has {show(twice[0])} twice; give it once")
+        raise ConfigError(f"{option} has {show(twice[0])} twice; give it once")
     return dict(pairs)
 
 

@@ -23,6 +23,12 @@ def request_salt(cache_salt: str | None, adapter: Adapter | None) -> tuple[Hasha
     return salt if adapter is None else (*salt, ("adapter", adapter.digest))  # no text is equal to a tuple
 
 
+def read_salt(salt: tuple[Hashable, ...]) -> tuple[str | None, str | None, int]:
+    """The caller's own salt, the digest of the adapter, and the epoch that a salt was made of."""
+    parts = {part[0]: part[1] for part in salt if isinstance(part, tuple)}
+    return next((part for part in salt if isinstance(part, str)), None), parts.get("adapter"), parts.get(_EPOCH, 0)
+
+
 def at_epoch(salt: tuple[Hashable, ...], epoch: int) -> tuple[Hashable, ...]:
     """The same under other weights: those of the `epoch`th update from which on prefixes are kept apart; 0: those that
     were loaded."""

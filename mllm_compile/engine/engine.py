@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -38,10 +38,13 @@ if TYPE_CHECKING:
 
     from mllm_compile.adapters.peft_folder import Matrices
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
+    from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
+    from mllm_compile.engine.page_events import TellNews
     from mllm_compile.engine.sleep import EngineSleep
     from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
+    from mllm_compile.kv_events.publisher import KVEventPublisher
 
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
@@ -96,6 +99,7 @@ class Engine:
         forward_times: measure every forward, for `stats().forward_times`; the host then waits for the device around
             each.
         load_adapters: False: those of the config are not loaded.
+        publish_kv_events: False: those of the config are not published; `watch_pages` tells them.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
@@ -110,6 +114,7 @@ class Engine:
         log_interval_s: float = 10.0,
         forward_times: bool = False,
         load_adapters: bool = True,
+        publish_kv_events: bool = True,
     ) -> None:
         from mllm_compile.config.sources import config_or_runtime
         from mllm_compile.ranks.early_start import early_ranks
@@ -120,17 +125,17 @@ class Engine:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
             parts = assemble(source, self.timeline, forward_times=forward_times, early=early)
-        self._start(parts, log_interval_s, load_adapters)
+        self._start(parts, log_interval_s, load_adapters, publish_kv_events)
 
     @classmethod
     def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
         """An engine over parts that are there already."""
         engine = cls.__new__(cls)
         engine.timeline = Timeline()
-        engine._start(parts, log_interval_s, load_adapters=True)
+        engine._start(parts, log_interval_s, load_adapters=True, publish_kv_events=True)
         return engine
 
-    def _start(self, parts: EngineParts, log_interval_s: float, load_adapters: bool) -> None:
+    def _start(self, parts: EngineParts, log_interval_s: float, load_adapters: bool, publish_kv_events: bool) -> None:
         self.config = parts.config
         self.folder = parts.folder
         self.tokenizer_files = parts.tokenizer_files
@@ -140,12 +145,13 @@ class Engine:
         self.default_params = parts.default_params
         self.media = parts.media
         self.tower = parts.tower
+        publisher = _publisher(parts.config) if publish_kv_events else None
         self.core = EngineCore(
             parts.scheduler,
             parts.step_runner,
             check_device=parts.check_device,
             check_idle=parts.check_idle,
-            shutdown=parts.shutdown,
+            shutdown=parts.shutdown if publisher is None else _in_order(parts.shutdown, publisher.close),
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
             experts_chosen=parts.experts_chosen,
@@ -171,6 +177,8 @@ class Engine:
         )
         try:
             self.core.start()
+            if publisher is not None:
+                self.watch_pages(publisher.take)
             if self.adapters is not None and parts.config is not None and load_adapters:
                 for name, folder in parts.config.lora.adapters.items():
                     self.load_adapter(name, folder)
@@ -475,6 +483,17 @@ class Engine:
         """
         return self.core.stats()
 
+    def watch_pages(self, tell: TellNews) -> None:
+        """Tells how the prefix cache changes from now on; nobody was told before.
+
+        Args:
+            tell: takes a rank and the news of a step, on the engine's thread; it does not wait.
+        """
+        from mllm_compile.engine.page_events import PageEvents
+
+        adapters = tuple if self.adapters is None else self.adapters.all
+        self.core.watch_pages(lambda caches: PageEvents(caches, adapters, tell).flush)
+
     def flush_prefix_cache(self) -> None:
         """Forgets all cached prefixes.
 
@@ -515,6 +534,25 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
                 done = total - countdown.remaining
                 stage.advance(done - shown)
                 shown = done
+
+
+def _publisher(config: ResolvedConfig | None) -> KVEventPublisher | None:
+    """Makes the publisher of the KV events that a config asks for."""
+    if config is None or not config.runtime.kv_events_config.is_on:
+        return None
+    from mllm_compile.kv_events.installed import make_publisher
+
+    return make_publisher(config.runtime.kv_events_config, config.runtime.expert_parallel_size)
+
+
+def _in_order(*functions: Callable[[], None]) -> Callable[[], None]:
+    """Calls all of them."""
+
+    def call() -> None:
+        for function in functions:
+            function()
+
+    return call
 
 
 def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:

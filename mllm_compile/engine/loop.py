@@ -27,6 +27,7 @@ from mllm_compile.engine.steps import Steps, StepSubmitter
 from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -144,6 +145,14 @@ class EngineCore:
     def tell_steps(self, sink: StepSink) -> None:
         """Tells `sink` of every step from now on; before the first submission."""
         self._steps.sink = sink
+
+    def watch_pages(self, watch: Callable[[list[RadixCache]], Callable[[], None]]) -> None:
+        """Has the prefix caches of all ranks watched; what `watch` gives is called behind each step from now on."""
+
+        def begin() -> None:
+            self._steps.tell_pages = watch(self._scheduler.caches)
+
+        self.between_steps(begin)
 
     @property
     def end_error(self) -> EngineDeadError | None:

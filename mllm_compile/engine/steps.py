@@ -68,6 +68,7 @@ class Steps:
 
     Attributes:
         sink: told of every step; None: nobody is.
+        tell_pages: tells how the prefix cache has changed; None: nobody is told.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Steps:
         self._recorder = recorder
         self._check_device = check_device
         self.sink: StepSink | None = None
+        self.tell_pages: Callable[[], None] | None = None
         self._in_flight: _Step | None = None
         # time.monotonic() when the tokens of the last step came, or when there was work again after that.
         self._busy_since = 0.0
@@ -143,6 +145,8 @@ class Steps:
         """Has the sink pass on what it was told."""
         if self.sink is not None:
             self.sink.flush()
+        if self.tell_pages is not None:
+            self.tell_pages()
 
     def _finish(self, step: _Step) -> None:
         """Waits for a step and hands its tokens out; the one launched after it stays in flight."""

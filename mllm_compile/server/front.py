@@ -32,11 +32,12 @@ from mllm_compile.server.rl.calls import RolloutCalls
 from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
-from mllm_compile.server.wire.messages import AdaptersChanged
+from mllm_compile.server.wire.messages import AdaptersChanged, PagesChanged
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+    from mllm_compile.kv_events.publisher import KVEventPublisher
     from mllm_compile.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger("mllm_compile.server")
@@ -57,10 +58,18 @@ class Front:
     Args:
         command_of: the engine's command line.
         tracing: makes spans of requests, or None.
+        events: publishes KV events, or None.
     """
 
-    def __init__(self, options: ServeOptions, command_of: CommandLine, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        command_of: CommandLine,
+        tracing: Tracing | None = None,
+        events: KVEventPublisher | None = None,
+    ) -> None:
         self.options = options
+        self._events = events
         self.tracing = tracing
         self.names = ModelNames(options)
         self.bodies = Bodies(options.most_body_bytes)
@@ -82,6 +91,7 @@ class Front:
             on_adapters=self._adapters_changed,
             adapters=lambda: self.names.adapters,
             on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
+            on_pages=self._pages_changed,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)
@@ -116,6 +126,14 @@ class Front:
     def _adapters_changed(self, event: AdaptersChanged) -> None:
         self.names.set_adapters(event.adapters)
         self.adapter_changes.over(event)
+
+    def _pages_changed(self, event: PagesChanged | None) -> None:
+        if self._events is None:
+            return
+        if event is None:
+            self._events.engine_is_gone()
+        else:
+            self._events.take(event.rank, event.news)
 
     @property
     def is_idle(self) -> bool:

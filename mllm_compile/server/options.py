@@ -9,6 +9,7 @@ from typing import Any
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import FORMATS
+from mllm_compile.runtime.config_sections import KVEventsSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class ServeOptions:
         lora: keys of the section lora that options give.
         allow_runtime_lora: clients may load and unload adapters.
         runtime: keys of the section runtime that options give.
+        kv_events: how KV events are published; None: they are not.
+        kv_event_ranks: ranks that have prefix caches of their own.
         enable_rl: clients may pause the engine, and replace its weights.
         rl_hosts: hosts beside this machine whose groups the engine may join.
         rl_folders: below these folders are those that weights may be read from.
@@ -69,6 +72,8 @@ class ServeOptions:
     lora: Mapping[str, Any] = field(default_factory=dict)
     allow_runtime_lora: bool = False
     runtime: Mapping[str, Any] = field(default_factory=dict)
+    kv_events: KVEventsSection | None = None
+    kv_event_ranks: int = 1
     enable_rl: bool = False
     rl_hosts: tuple[str, ...] = ()
     rl_folders: tuple[str, ...] = ()

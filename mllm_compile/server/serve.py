@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.kv_events.installed import make_publisher
 from mllm_compile.server.app import make_app
 from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_facts import EngineFacts
@@ -49,12 +50,15 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     _check_tls(options)
     listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
     tracing = make_tracing(options.otlp_traces_endpoint)
-    front = Front(options, command_of or command_line(options), tracing)
+    events = None if options.kv_events is None else make_publisher(options.kv_events, options.kv_event_ranks)
+    front = Front(options, command_of or command_line(options), tracing, events)
     try:
         uvloop.run(_serve(front, listener))
     finally:
         if tracing is not None:
             tracing.close()
+        if events is not None:
+            events.close()
         if options.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(options.uds)

@@ -23,6 +23,7 @@ from mllm_compile.server.wire.messages import (
     EngineEvent,
     Failed,
     Hello,
+    PagesChanged,
     Pulse,
     Stage,
 )
@@ -55,6 +56,7 @@ class Supervisor:
         on_adapters: told of loads and unloads that are over.
         adapters: those that the next engine is to have, where another one was ready before it.
         on_controlled: told of calls that are over.
+        on_pages: told how an engine's prefix cache has changed; None where an engine is gone.
 
     Attributes:
         stage, stage_since_s: of the start that is on.
@@ -75,6 +77,7 @@ class Supervisor:
         on_adapters: Callable[[AdaptersChanged], None],
         adapters: Callable[[], list[AdapterCard]],
         on_controlled: Callable[[Controlled], object],
+        on_pages: Callable[[PagesChanged | None], None],
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -86,6 +89,7 @@ class Supervisor:
         self._on_adapters = on_adapters
         self._adapters = adapters
         self._on_controlled = on_controlled
+        self._on_pages = on_pages
         self.state = STARTING
         self.stage = "start"
         self.stage_since_s = time.monotonic()
@@ -183,6 +187,7 @@ class Supervisor:
         finally:
             self._link = None
             link.kill()
+            self._on_pages(None)
 
     async def _started(self, link: EngineLink, hello: asyncio.Future[Hello]) -> bool:
         ends: list[asyncio.Future[Any]] = [
@@ -255,6 +260,8 @@ class Supervisor:
             self.stage = event.name
         elif isinstance(event, AdaptersChanged):
             self._on_adapters(event)
+        elif isinstance(event, PagesChanged):
+            self._on_pages(event)
         elif isinstance(event, Controlled):
             self._on_controlled(event)
         elif isinstance(event, Failed):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -93,6 +94,11 @@ class DataParallelScheduler:
     def has_work(self) -> bool:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         return any(scheduler.has_work() for scheduler in self._schedulers)
+
+    @property
+    def caches(self) -> list[RadixCache]:
+        """The prefix cache of each rank."""
+        return [scheduler.pages.cache for scheduler in self._schedulers]
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on with the pages they hold."""

@@ -39,6 +39,7 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
 from mllm_compile.runtime.schedule.drafts import Drafts
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.prompts import PromptPlan, PromptQueue
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
@@ -137,6 +138,11 @@ class Scheduler:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         self.finish_update()
         return bool(self._requests or self.rows.leaving)
+
+    @property
+    def caches(self) -> list[RadixCache]:
+        """The prefix cache of each rank."""
+        return [self.pages.cache]
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on with the pages they hold."""

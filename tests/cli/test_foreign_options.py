@@ -43,7 +43,7 @@ max-seq-len-to-capture mm-processor-kwargs limit-mm-per-prompt disable-mm-prepro
 max-lora-rank device otlp-traces-endpoint collect-detailed-traces speculative-config served-model-name
 num-scheduler-steps enable-chunked-prefill no-enable-chunked-prefill max-num-batched-tokens max-num-seqs
 long-prefill-token-threshold scheduling-policy preemption-mode disable-cascade-attn generation-config
-override-generation-config enable-sleep-mode kv-transfer-config kv-events-config compilation-config additional-config
+override-generation-config enable-sleep-mode kv-transfer-config compilation-config additional-config
 enable-eplb structured-outputs-config attention-backend api-server-count headless config stream-interval
 async-scheduling nnodes node-rank all2all-backend
 """.split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import check_any_rows, check_cascade_layers, resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, RuntimeConfig
+from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, KVEventsConfig, RuntimeConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, RuntimeSection
+from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, KVEventsSection, RuntimeSection
 from mllm_compile.runtime.weights.formats.settings import Settings
 
 CPU = DeviceInfo("cpu", "x86_64")
@@ -287,11 +287,23 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic", "expert_parallel_size"}
+    assert without_auto == {*keys, "deterministic", "expert_parallel_size", "kv_events_config"}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic
     assert resolved(runtime={"expert_parallel_size": 2}).runtime.expert_parallel_size == 2
+
+
+def test_the_section_of_kv_events_goes_over_whole():
+    asked = {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events", "buffer_steps": 7, "topic": "kv@a@b"}
+    config = resolved(runtime={"kv_events_config": asked})
+    section = config.runtime.kv_events_config
+    assert section == KVEventsSection(**asked) and section.is_on
+    assert {field.name for field in fields(KVEventsSection)} == set(KVEventsConfig.model_fields)
+    assert KVEventsConfig().model_dump() == asdict(KVEventsSection())
+    assert ResolvedConfig.model_validate(config.model_dump(mode="json")).runtime.kv_events_config == section
+    with pytest.raises(ConfigError, match="enable_prefix_cache is false: there are no blocks to tell"):
+        resolved(runtime={"kv_events_config": asked, "enable_prefix_cache": False})
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ def test_make_installs_the_torch_of_the_constraints():
 
 def test_what_is_imported_is_declared():
     declared = {canonicalize_name(one.name) for one in DEPENDENCIES}
-    for extra in ("cuda", "bench", "serve", "structured", "images", "ray", "otel"):
+    for extra in ("cuda", "bench", "serve", "structured", "images", "ray", "otel", "events"):
         declared |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"][extra]}
     # With torch: Triton where it has CUDA, SymPy for sizes.
     own = set(sys.stdlib_module_names) | {"mllm_compile", "triton", "sympy", "cuda"}
     distributions = {"flashinfer": ["flashinfer-python"], "tvm_ffi": ["apache-tvm-ffi"]}  # where there is a GPU alone
-    distributions |= {"PIL": ["pillow"], "pynvml": ["nvidia-ml-py"]}
+    distributions |= {"PIL": ["pillow"], "pynvml": ["nvidia-ml-py"], "zmq": ["pyzmq"]}
     distributions |= packages_distributions()
     for folder in ("mllm_compile", "passes", "runtime"):
         for path in (ROOT / folder).rglob("*.py"):

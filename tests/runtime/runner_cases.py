@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mllm_compile.runtime.config_sections import RuntimeSection
+from mllm_compile.runtime.config_sections import KVEventsSection, RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -124,6 +124,7 @@ DEFAULTS = RuntimeSection(
     max_num_batched_tokens=64,
     max_step_ms="none",
     enable_prefix_cache=True,
+    kv_events_config=KVEventsSection(),
     cascade_attention=False,
     without=(),
     deterministic=False,

@@ -118,6 +118,8 @@ class EngineServer:
         with engine:
             events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
+            if engine.config is not None and engine.config.runtime.kv_events_config.is_on:
+                engine.watch_pages(lambda rank, news: self._tell(messages.PagesChanged(rank, news)))
             _load_again(engine, begin.adapters or ())
             if engine.is_alive:  # else the front would forget the adapters that it could not load
                 self._tell(_hello(engine, timeline))
@@ -302,7 +304,7 @@ def _make_engine(model: str, speculative: str, lora: str, runtime: str) -> MakeE
 
         source = with_speculative(config_or_runtime(model), speculative or None)
         source = with_runtime(with_lora(source, json.loads(lora)), json.loads(runtime))
-        return Engine(source, reporter=reporter, load_adapters=load_adapters)
+        return Engine(source, reporter=reporter, load_adapters=load_adapters, publish_kv_events=False)
 
     return make
 

@@ -39,6 +39,7 @@ _Read = Callable[[Mapping[str, Any]], float]
 _GAUGES: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("requests_running", "num_requests_running", "Completions that hold KV pages.", lambda s: s["running"]),
     ("kv_usage", "kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", lambda s: _share(s)),
+    ("prefix_hit_rate", "gpu_prefix_cache_hit_rate", "Share of prompt tokens found, 0 to 1.", lambda s: _hit_rate(s)),
     ("tokens_per_second", None, "Generated tokens a second, of the last ten.", lambda s: s["tokens_per_second"]),
     ("inter_token_latency_longest_seconds", None, "The longest such gap since the start.", lambda s: _longest_gap(s)),
 )
@@ -51,6 +52,12 @@ _COUNTERS: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that were drafted.", lambda s: s["drafted_tokens"]),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Those accepted.", lambda s: s["accepted_tokens"]),
 )
+# Of vLLM's names, the older ones that routers still read.
+_OLDER = {
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "time_to_first_token", "From arrival at the engine to the first token."),
     ("inter_token_latency_seconds", "time_between_tokens", "From one token of a request to its next."),
@@ -59,6 +66,11 @@ _HISTOGRAMS = (
 
 def _share(stats: Mapping[str, Any]) -> float:
     share: float = stats["kv_pages_used"] / max(1, stats["kv_pages_total"])
+    return share
+
+
+def _hit_rate(stats: Mapping[str, Any]) -> float:
+    share: float = stats["prefix_hit_tokens"] / max(1, stats["prefix_query_tokens"])
     return share
 
 
@@ -238,8 +250,8 @@ def _both(
     label: dict[str, str],
 ) -> Iterator[Metric]:
     yield family(f"mllm:{name}", what, value=value)
-    if alias is not None:
-        of_vllm = family(f"vllm:{alias}", what, labels=list(label))
+    for of_theirs in filter(None, (alias, _OLDER.get(alias or ""))):
+        of_vllm = family(f"vllm:{of_theirs}", what, labels=list(label))
         of_vllm.add_metric(list(label.values()), value)
         yield of_vllm
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from mllm_compile.errors import MllmError
+from mllm_compile.kv_events.news import News
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
@@ -155,6 +156,13 @@ class Controlled(msgspec.Struct, tag=6, array_like=True):
     error_kind: str = ""  # name of the MllmError
 
 
+class PagesChanged(msgspec.Struct, tag=7, array_like=True):
+    """A rank's prefix cache has changed, for KV events."""
+
+    rank: int
+    news: list[News]
+
+
 class Admitted(msgspec.Struct, array_like=True):
     """A completion got a row; again after a preemption. `scheduled` is time.monotonic(), which all processes share."""
 
@@ -202,7 +210,7 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged
 
 _STEP = b"S"
 _EVENT = b"T"

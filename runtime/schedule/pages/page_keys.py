@@ -26,15 +26,15 @@ class PageKeys:
     """
 
     def __init__(self, secret: bytes, page_size: int) -> None:
-        self._secret, self._page_bytes = secret, 8 * page_size
+        self.secret, self._page_bytes = secret, 8 * page_size
 
     def root(self, salt: Hashable) -> bytes:
         """The parent of first pages under a salt."""
-        return blake2b(repr(salt).encode(errors="surrogatepass"), digest_size=KEY_BYTES, key=self._secret).digest()
+        return blake2b(repr(salt).encode(errors="surrogatepass"), digest_size=KEY_BYTES, key=self.secret).digest()
 
     def chain(self, parent: bytes, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
         """The keys of full pages of `token_ids` [n], which follow the page `parent`."""
-        data, size, secret = memoryview(np.asarray(token_ids, dtype=np.int64).tobytes()), self._page_bytes, self._secret
+        data, size, secret = memoryview(np.asarray(token_ids, dtype=np.int64).tobytes()), self._page_bytes, self.secret
         keys = []
         for start in range(0, len(data) - size + 1, size):
             page = blake2b(parent, digest_size=KEY_BYTES, key=secret)
