@@ -76,7 +76,7 @@ def count_pages(runner: ProfiledModel) -> int:
         bytes_each: list[int] = []
         budget = cuda_kv_budget(config.runtime, runner.device, partial(_run_largest_batches, runners, bytes_each))
         if runner.drafters:
-            num_bytes = config.num_kept_hidden_states * bytes_each[0]
+            num_bytes = config.num_kept_hidden_states(len(runner.drafters)) * bytes_each[0]
             budget = budget.without(num_bytes, "hidden states that drafts are made of")
         if graph_bytes := _graph_bytes([one for one in runners if one.captures_graphs]):
             budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")

@@ -58,11 +58,14 @@ class RunnerConfig:
             return 0
         return min(MOST_VERIFIED, runtime.max_running_requests * (1 + depths[-1]), runtime.max_num_batched_tokens)
 
-    @property
-    def num_kept_hidden_states(self) -> int:
-        """Most tokens whose hidden states are kept for a drafter that reads them; as it makes room for longer drafts it
-        has the room before as well."""
-        longest = 1 + self.speculative.most_drafted
+    def longest_kept(self, num_layers: int) -> int:
+        """Most tokens of a request whose hidden states a drafter of so many layers keeps."""
+        return self.speculative.most_drafted + num_layers
+
+    def num_kept_hidden_states(self, num_layers: int) -> int:
+        """Most tokens whose hidden states a drafter of so many layers keeps; as it makes room for longer drafts it has
+        the room before as well."""
+        longest = self.longest_kept(num_layers)
         of_row = LEAST_KEPT_HIDDEN_STATES + (longest if longest > LEAST_KEPT_HIDDEN_STATES else 0)
         return of_row * (self.runtime.max_running_requests + 1)
 

@@ -54,6 +54,7 @@ class HiddenDrafter(ModelDrafter):
         super().__init__(model, pages)
         self.keys_reach = self._num_layers = len(self._models)
         self._most_tokens = model.config.runtime.max_num_batched_tokens
+        self._longest = model.config.longest_kept(self._num_layers)
         self._kept = KeptHiddenStates(model.req_to_token_pool.req_to_token.shape[0])
         self._left: list[Part] = []  # of requests that gave up their pages
         self._carried: torch.Tensor  # [R, hidden]: the drafter's own, of its last pass
@@ -66,7 +67,8 @@ class HiddenDrafter(ModelDrafter):
             self._computed.pop(request, None)
             self._kept.forget(request)
         most = int(batch.num_new[: batch.num_decodes].max(initial=1)) + self._num_layers - 1
-        self._kept.make_room(hidden_states, max(LEAST_KEPT_HIDDEN_STATES, most))
+        is_long = most > LEAST_KEPT_HIDDEN_STATES  # then the room grows once: it is held twice meanwhile
+        self._kept.make_room(hidden_states, max(self._longest, most) if is_long else LEAST_KEPT_HIDDEN_STATES)
         self._catch_up(batch)
         prompts: list[Part] = []
         read: list[np.ndarray] = []  # of the step's hidden states

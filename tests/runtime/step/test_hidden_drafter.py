@@ -118,7 +118,7 @@ def test_right_hidden_states_give_right_drafts(most, chunk):
     drafted, accepted = counts(loop)
     assert drafted == accepted > 0
     section = SpeculativeSection(method="eagle3", num_speculative_tokens=most)
-    most_kept = replace(loop.runner.config, speculative=section).num_kept_hidden_states
+    most_kept = replace(loop.runner.config, speculative=section).num_kept_hidden_states(1)
     kept = loop.steps.drafter._kept.states
     assert kept.shape[:2].numel() <= most_kept
     assert run_largest_batch(loop.runner) == kept[0, 0].nbytes
@@ -162,6 +162,9 @@ def test_layers_that_draft_a_token_each_are_right(num_layers, most, chunk):
     )
     drafted, accepted = counts(loop)
     assert drafted == accepted > 0
+    section = SpeculativeSection(method="mtp", num_speculative_tokens=most)
+    most_kept = replace(loop.runner.config, speculative=section).num_kept_hidden_states(num_layers)
+    assert loop.steps.drafter._kept.states.shape[:2].numel() <= most_kept
     if chunk == 64:
         assert len(loop.batches) == 1 + -(-11 // (min(most, num_layers) + 1))
 
