@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from math import prod
 from pathlib import PurePath
 from typing import Literal, NamedTuple
 
@@ -146,6 +147,8 @@ class Places:
             return Found(name, found[0])
         if faults:
             raise WeightUpdateError(f"tensor {name!r}: {' or '.join(dict.fromkeys(faults))}. Send it as it was loaded.")
+        if name in self.factors and prod(shape) != 1:
+            raise WeightUpdateError(f"tensor {name!r}: expected one number, got shape {list(shape)}.")
         if name in self.factors or shape in self._unread.get(name, ()):
             return Found(name, ())
         if name in self._unread:

@@ -193,8 +193,6 @@ class WeightUpdate:
         factor = self._places.factors.get(name)
         if factor is None:
             return
-        if tensor.numel() != 1:
-            raise WeightUpdateError(f"tensor {name!r}: expected one number, got shape {list(tensor.shape)}.")
         if self._live.factors.get(factor) != factor.power_of(float(tensor)):
             raise WeightUpdateError(
                 f"tensor {name!r} is a scale of the KV cache, which cached keys and values have: expected the one that "

@@ -182,6 +182,10 @@ def test_a_scale_of_the_kv_cache_is_the_loaded_one():
         for scale, message in (([4.0, 4.0], r"'scale': expected one number, got shape \[2\]"), ([8.0], "is a scale")):
             with pytest.raises(WeightUpdateError, match=message):
                 engine.update_weights([("scale", torch.tensor(scale))])
+        engine.weights.start()
+        with pytest.raises(WeightUpdateError, match=r"expected one number, got shape \[1048576, 1024\]"):
+            engine.weights.check_announced(["scale"], [(1 << 20, 1024)], [torch.float32])
+        engine.weights.abandon("it was refused")
         engine.update_weights([("scale", torch.tensor([4.0])), ("key", torch.tensor([1.0, 2.0]))])
     assert live.tensors["key"].tolist() == [4.0, 8.0]
 
