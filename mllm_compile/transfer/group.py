@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mllm_compile.errors import DeviceMemoryError, TransferError
+from mllm_compile.transfer.gloo_group import GlooGroup
+from mllm_compile.transfer.gloo_process import Joining, first_line, named_store
 from mllm_compile.transfer.hosts import is_local
 from mllm_compile.transfer.nccl_group import NcclGroup, id_in
 
@@ -80,15 +82,14 @@ def join(
             f"rank {rank} of {world_size} at port {port}: expected a rank from 1 on below the size, and a port"
         )
     backend = backend or (_NCCL if device.type == "cuda" else _GLOO)
-    wait = timedelta(seconds=timeout_s)
+    if backend == _GLOO:
+        return GlooGroup(Joining(host, port, rank, world_size, timeout_s, silence_s, name))
     try:
-        store = TCPStore(host, port, world_size, is_master=False, timeout=wait)
-        if backend == _NCCL:
-            return _over_nccl(store, name, rank, world_size, device, timeout_s, silence_s)
-        return _over_gloo(store, name, rank, world_size, wait, silence_s)
+        store = TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return _over_nccl(store, name, rank, world_size, device, timeout_s, silence_s)
     except (RuntimeError, dist.DistError, OSError) as error:
         raise TransferError(
-            f"not all of {world_size} members have joined at {host}:{port} within {timeout_s:g} s ({_first(error)})"
+            f"not all of {world_size} members have joined at {host}:{port} within {timeout_s:g} s ({first_line(error)})"
         ) from None
 
 
@@ -112,60 +113,15 @@ def empty(group: Group, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         ) from error
 
 
-class _GlooGroup:
-    def __init__(self, group: Any, silence_s: float) -> None:
-        self.device = torch.device("cpu")
-        self._group = group
-        self._silence_s = silence_s
-
-    def begin(self, tensor: torch.Tensor, src: int = 0) -> Callable[[], None]:
-        options, wait = dist.BroadcastOptions(), timedelta(seconds=self._silence_s)
-        options.rootRank, options.rootTensor = src, 0
-        options.timeout = wait
-
-        def failed(error: RuntimeError) -> TransferError:
-            return TransferError(f"the sender is gone, or silent for {self._silence_s:g} s ({_first(error)})")
-
-        def finish() -> None:
-            try:
-                work.wait(wait)
-            except RuntimeError as error:
-                raise failed(error) from None
-
-        try:
-            work = self._group.broadcast([tensor], options)
-        except RuntimeError as error:
-            raise failed(error) from None
-        return finish
-
-    def close(self) -> None:
-        self._group = None
-
-
-def _over_gloo(
-    store: Any, name: str | None, rank: int, world_size: int, wait: timedelta, silence_s: float
-) -> _GlooGroup:
-    prefixed = PrefixStore("weights", store) if name is None else _named_store(store, name, "cpu")
-    group: Any = ProcessGroupGloo(prefixed, rank, world_size, wait)
-    if name is None:
-        group.allreduce([torch.zeros(1)]).wait(wait)
-    return _GlooGroup(group, silence_s)
-
-
 def _over_nccl(
     store: Any, name: str | None, rank: int, world_size: int, device: torch.device, timeout_s: float, silence_s: float
 ) -> NcclGroup:
     if name is not None:  # torch makes its communicator with the first collective
-        named = _named_store(store, name, "cuda")
+        named = named_store(store, name, "cuda")
         return NcclGroup(lambda: bytes(named.get(_TORCHS_KEY)), rank, world_size, device, timeout_s, silence_s)
     group = NcclGroup(lambda: id_in(store.get(_VLLMS_KEY)), rank, world_size, device, timeout_s, silence_s)
     group.add_one()
     return group
-
-
-def _named_store(store: Any, name: str, device: str) -> Any:
-    """The store as torch's named groups see it: a prefix of the name, of the backend's device, and of the name."""
-    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def packed(
@@ -214,7 +170,3 @@ def _begun(
 
 def _bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return prod(shape) * dtype.itemsize
-
-
-def _first(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

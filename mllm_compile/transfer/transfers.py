@@ -271,10 +271,15 @@ class Transfers:
     def receive_bucket(
         self, group_name: str, names: list[Any], dtypes: list[Any], shapes: list[Any], *, is_flat: bool
     ) -> int:
-        """Receives a bucket of /update_weights_from_distributed, tensor by tensor or as one buffer."""
+        """Receives a bucket of /update_weights_from_distributed, tensor by tensor or as one buffer.
+
+        Announced again in one update, nothing follows, as in vLLM's form.
+        """
         group_name = f"sglang {group_name}"
         group = self._group(group_name, _INIT_NAMED)
         announced = self._announced(names, dtypes, shapes)
+        if announced in self._received:
+            return len(announced.names)
         tensors = packed(group, *announced, sum(announced.sizes)) if is_flat else one_by_one(group, announced)
         return self._take(group_name, tensors, announced)
 
@@ -290,6 +295,9 @@ class Transfers:
                 with suppress(MllmError), counted(given):
                     pass
                 raise
+            if announced in self._received:
+                with counted(given):
+                    return len(given)
             return self._take_given(given, announced)
 
     # prime-rl's form --------------------------------------------------------------------------------------------------
