@@ -527,7 +527,7 @@ class ModelRunner(RunnerSizes):
                 "Give it to prepare_forward_batch_extend or prepare_forward_batch_decode."
             )
         any_token = torch.zeros(len(nums), dtype=torch.int64, device=logits.device)
-        found = token_logprobs(logits, any_token, max(nums, default=0))
+        found = token_logprobs(logits, any_token, max(nums, default=0), pieces=self.model.sampling)
         rows = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), nums, strict=True)
         return [list(zip(ids[:num], logprobs[:num], strict=True)) for ids, logprobs, num in rows]
 

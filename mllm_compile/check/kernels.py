@@ -20,9 +20,14 @@ from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.program.link import LinkedProgram
 from mllm_compile.runtime.program.spec import StoredSamplingPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
 _NUM_DRAWS = 32
+_SCORE_TOLERANCE = 1e-4
+_HINT_OF_SAMPLING = (
+    "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and report this."
+)
 
 
 def check_written_pieces(
@@ -88,6 +93,21 @@ def _check_sampling(variants: StoredSamplingPieces, pieces: SamplingPieces, logi
         if wrong > num_others:
             raise CompileError(
                 f"the kernels of {name} choose other tokens than torch's operations in {wrong} of {_NUM_DRAWS} rows: "
-                "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
-                "report this."
+                f"{_HINT_OF_SAMPLING}"
             )
+    _check_scores(pieces, logits, temperatures.reciprocal(), drawn)
+
+
+def _check_scores(pieces: SamplingPieces, logits: torch.Tensor, factors: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Checks log-probabilities and ranks of tokens [S]; of scores in float32 they are the same to the last bit."""
+    found = token_logprobs(logits, tokens, 1, factors, pieces)
+    wanted = token_logprobs(logits, tokens, 1, factors)
+    same = token_logprobs(logits.float(), tokens, 1, factors, pieces)
+    pairs = (found.logprobs, wanted.logprobs), (found.top_logprobs, wanted.top_logprobs)
+    error = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    is_right = error < _SCORE_TOLERANCE and torch.equal(found.ranks, wanted.ranks)
+    if not is_right or not torch.equal(found.logprobs, same.logprobs):
+        raise CompileError(
+            f"the kernels of log-probabilities differ from torch's operations by {error:.2g} (limit "
+            f"{_SCORE_TOLERANCE:g}), in a rank, or between two types: {_HINT_OF_SAMPLING}"
+        )

@@ -1,7 +1,7 @@
 """The choice of tokens as pieces of the program: kernels of runtime/, for the model's vocabulary.
 
-Three: the most probable tokens and draws, from the program's logits (ops/tokens/greedy.py, ops/tokens/draw.py); and
-draws from scores that filters or penalties have changed.
+The most probable tokens and draws, from the program's logits (ops/tokens/greedy.py, ops/tokens/draw.py); draws from
+scores that filters or penalties have changed; and log-probabilities of tokens from both (ops/tokens/score.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def add_sampling_pieces(
     return replace(program, sampling=StoredSamplingPieces(dtype, *(piece.name for piece in pieces))), pieces
 
 
-def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenPiece, WrittenPiece]:
-    """(greedy, draw from logits, draw from scores); logits are [S, vocab_size] of that type."""
+def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, ...]:
+    """(greedy, draw from logits, draw from scores, score by logits, score by scores), of logits [S, vocab_size]."""
     logits = PieceInput.contiguous(("S", vocab_size), dtype)
     scores = PieceInput.contiguous(("S", padded_vocab_size(vocab_size)), "float32")
     temperatures = PieceInput.contiguous(("S",), "float32")
     seeds = positions = PieceInput.contiguous(("S",), "int64")
+    of_tokens = {"factors": temperatures, "token_ids": seeds}
     return (
         _piece("greedy", "greedy_tokens", {"logits": logits}),
         _piece(
@@ -46,6 +47,12 @@ def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenP
             {"logits": logits, "temperatures": temperatures, "seeds": seeds, "positions": positions},
         ),
         _piece("draw_from_scores", "draw_tokens", {"logits": scores, "seeds": seeds, "positions": positions}),
+        _piece("score_by_logits", "score_tokens", {"scores": logits, **of_tokens}),
+        _piece(
+            "score_by_scores",
+            "score_tokens",
+            {"scores": PieceInput.contiguous(("S", vocab_size), "float32"), **of_tokens},
+        ),
     )
 
 

@@ -96,11 +96,13 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
                 used.setdefault((piece, what), []).append(positions[layer])
     names |= {piece: f"{_layers(sorted(found))}: {what}" for (piece, what), found in used.items()}
     if program.sampling is not None:
-        greedy, from_logits, from_scores = program.sampling.piece_ids()
+        greedy, from_logits, from_scores, score, score_floats = program.sampling.piece_ids()
         names |= {
             greedy: "choice of the most probable tokens",
             from_logits: "draw of tokens from logits",
             from_scores: "draw of tokens from scores",
+            score: "log-probabilities of tokens from logits",
+            score_floats: "log-probabilities of tokens from scores",
         }
     if program.decode_loop is not None:
         names |= {

@@ -22,7 +22,6 @@ from mllm_compile.runtime.memory_pool import TokenToKVPoolAllocator
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
-from mllm_compile.runtime.sampling.scored import DrawScores
 
 
 class Scores(NamedTuple):
@@ -86,7 +85,9 @@ class Scorer:
                     part = slice(done, done + count)
                     rows, positions, slots = tables.enter(spans)
                     logits = self._logits(token_ids[part], rows, positions, slots)
-                    found = token_logprobs(_tempered(logits, temperature), self._padded(targets[part]), 0)
+                    factors = _factors(logits, temperature)
+                    given = logits, self._padded(targets[part])
+                    found = token_logprobs(*given, 0, factors, runner.model.sampling)
                     scores[done + 1 : done + count + 1] = found.logprobs[:count]
                     if kept is not None:
                         routes.append(kept.read(slots))
@@ -123,12 +124,11 @@ class Scorer:
         return torch.from_numpy(padded).to(self._runner.device)
 
 
-def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits [N, V] divided by the temperature as a rollout has them divided."""
+def _factors(logits: torch.Tensor, temperature: float) -> torch.Tensor | None:
+    """[N]: by them a rollout's logits [N, V] are multiplied, so as to be divided by the temperature; None: not."""
     if temperature == 1.0:
-        return logits
-    ones = torch.full(logits.shape[:1], temperature, device=logits.device)
-    return DrawScores(logits, logits).of_modes(["tempered_logprobs"], ones, ones)
+        return None
+    return torch.full(logits.shape[:1], temperature, device=logits.device).reciprocal()
 
 
 def _steps(lengths: Sequence[int], num_rows: int, most_sequences: int) -> Iterator[list[_Span]]:

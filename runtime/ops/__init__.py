@@ -81,6 +81,7 @@ OPS = {
     "rows_decode": "attention.rows_decode",
     "scale_of_adapters": "lora.reference",
     "scaled_linear": "scaled_linear.ops",
+    "score_tokens": "tokens.score",
     "segment_attention": "segments.reference",
     "segment_attention_by_kernel": "segments.ops",
     "segment_attention_with_output": "segments.reference",

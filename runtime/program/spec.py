@@ -161,16 +161,18 @@ class PieceVariant:
 @dataclass(frozen=True)
 class StoredSamplingPieces:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
-    from float32 scores.
+    from float32 scores. Then those that score given tokens, from such logits and from float32 scores.
     """
 
     dtype: str
     greedy: str
     from_logits: str
     from_scores: str
+    score: str
+    score_floats: str
 
-    def piece_ids(self) -> tuple[str, str, str]:
-        return self.greedy, self.from_logits, self.from_scores
+    def piece_ids(self) -> tuple[str, str, str, str, str]:
+        return self.greedy, self.from_logits, self.from_scores, self.score, self.score_floats
 
 
 @dataclass(frozen=True)

@@ -59,23 +59,26 @@ class SamplingPieces:
         greedy: (logits [S, V] of that type,) → ([S] int64,), NO_TOKEN among them as above; likewise the next two.
         from_logits: (logits [S, V] of that type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
         from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
+        score, score_floats: as ScorePieces has them.
     """
 
     dtype: torch.dtype
     greedy: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     from_logits: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     from_scores: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    score: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    score_floats: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Sampler:
     """Chooses the tokens of a step; all it remembers is in the SamplingState that it is given.
 
-    Args:
+    Attributes:
         pieces: the program's own kernels; None: torch's.
     """
 
     def __init__(self, pieces: SamplingPieces | None = None) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
 
     def __call__(
         self,
@@ -109,7 +112,8 @@ class Sampler:
             token_ids = torch.where(are_forbidden, NONE_ALLOWED, token_ids)
         logprobs = None
         if flags.max_logprobs is not None:
-            logprobs = token_logprobs(state.scored(scores, rows), token_ids, flags.max_logprobs)
+            scored, factors = state.scored(scores, rows)
+            logprobs = token_logprobs(scored, token_ids, flags.max_logprobs, factors, self.pieces)
         return SamplerOutput(token_ids=token_ids, logprobs=logprobs, scores=scores)
 
     def _choose(
@@ -127,7 +131,7 @@ class Sampler:
             if flags.modes and flags.modes != ("raw_logprobs",):
                 state.flush()
             logits = logits if mask is None else mask.forbid_others(logits)
-            return _most_probable(self._pieces, logits), DrawScores(given, logits)
+            return _most_probable(self.pieces, logits), DrawScores(given, logits)
         state.flush()
         params = state.gather(rows)
         if flags.changes_logits:
@@ -135,10 +139,10 @@ class Sampler:
         if mask is not None:
             logits = mask.forbid_others(logits)
         if flags.all_greedy:
-            token_ids = _most_probable(self._pieces, logits)
+            token_ids = _most_probable(self.pieces, logits)
         else:
             token_ids, filtered = _draw(
-                self._pieces,
+                self.pieces,
                 logits,
                 params.temperature,
                 params.top_k if flags.needs_top_k else None,
@@ -148,7 +152,7 @@ class Sampler:
                 positions,
             )
             if flags.any_greedy:
-                token_ids = torch.where(params.is_greedy != 0, _most_probable(self._pieces, logits), token_ids)
+                token_ids = torch.where(params.is_greedy != 0, _most_probable(self.pieces, logits), token_ids)
         if flags.needs_penalties and drafted is None:
             state.counts.record(params.count_row, token_ids.clamp(min=0))
         if flags.needs_bad_words and drafted is None:

@@ -35,8 +35,9 @@ class DrawScores:
 
     def of_modes(
         self, modes: Sequence[LogprobsMode], row_modes: torch.Tensor, temperatures: torch.Tensor
-    ) -> torch.Tensor:
-        """The scores of each row by its mode, [S, V] of any float type. No sync.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of each row by its mode: [S, V] of any float type, and factors [S] float32, by which they are yet
+        to be multiplied. No sync.
 
         Args:
             modes: all that rows have, one at least.
@@ -44,18 +45,26 @@ class DrawScores:
             temperatures: [S] float32.
         """
         first, *others = modes
-        chosen = self._of(first, temperatures)
-        for mode in others:
-            has_mode = (row_modes == LOGPROBS_MODES.index(mode))[:, None]
-            chosen = torch.where(has_mode, self._of(mode, temperatures).float(), chosen.float())
-        return chosen
+        chosen, factors = self._source(first), self._factors(first, temperatures)
+        sources = [self._source(mode) for mode in others]
+        are_one = all(source is chosen for source in sources)
+        for mode, source in zip(others, sources, strict=True):
+            has_mode = row_modes == LOGPROBS_MODES.index(mode)
+            chosen = chosen if are_one else torch.where(has_mode[:, None], source.float(), chosen.float())
+            factors = torch.where(has_mode, self._factors(mode, temperatures), factors)
+        return chosen, factors
 
-    def _of(self, mode: LogprobsMode, temperatures: torch.Tensor) -> torch.Tensor:
+    def _source(self, mode: LogprobsMode) -> torch.Tensor:
         if mode == "raw_logprobs":
             return self.logits
         if mode == "tempered_logprobs" or self.filtered is None:
-            return self.adjusted * temperatures.reciprocal()[:, None]  # as padded_scores does
+            return self.adjusted
         return self.filtered[:, : self.logits.shape[1]]
+
+    def _factors(self, mode: LogprobsMode, temperatures: torch.Tensor) -> torch.Tensor:
+        """[S]: 1 / temperature, as padded_scores has it, where the mode's source is yet to be divided."""
+        is_divided = mode == "tempered_logprobs" or (mode == "processed_logprobs" and self.filtered is None)
+        return temperatures.reciprocal() if is_divided else torch.ones_like(temperatures)
 
 
 def packed_bits(is_kept: torch.Tensor) -> torch.Tensor:

@@ -248,11 +248,12 @@ class SamplingState:
         ints = dict(zip(_NEUTRAL_INTS, self._ints[:, rows].unbind(0), strict=True))
         return RowParams(rows=rows, **floats, **ints)
 
-    def scored(self, scores: DrawScores, rows: torch.Tensor) -> torch.Tensor:
-        """The scores that log-probabilities of these rows are of, [S, V]. Rows [S] int64, as of the last flush."""
+    def scored(self, scores: DrawScores, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores that log-probabilities of these rows are of, and their factors, as DrawScores.of_modes has them.
+        Rows [S] int64, as of the last flush."""
         modes = self.flags.modes
         if modes == ("raw_logprobs",):
-            return scores.logits
+            return scores.logits, None
         return scores.of_modes(modes, self._modes[rows], self._floats[TEMPERATURE][rows])
 
     def _release(self, row: int) -> None:

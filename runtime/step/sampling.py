@@ -178,7 +178,9 @@ class StepSampling:
         if most is None:
             return SampledScores()
         scores = DrawScores(logits, logits)  # a graph chooses plainly
-        return self._scores(batch, plan, token_logprobs(self.state.scored(scores, rows), tokens, most), scores, rows)
+        scored, factors = self.state.scored(scores, rows)
+        table = token_logprobs(scored, tokens, most, factors, self._sampler.pieces)
+        return self._scores(batch, plan, table, scores, rows)
 
     def follow(self, plan: StepPlan, output: LogitsProcessorOutput, fields: StepFields[torch.Tensor]) -> None:
         """Launches what ranks do together behind the model, on a rank that follows."""
@@ -205,9 +207,11 @@ class StepSampling:
         """The table, and what is of the whole vocabulary, for the sampled rows that want it."""
         flags, of_all, kept = self.state.flags, None, None
         if flags.needs_all_logprobs:
-            scored = self.state.scored(scores, rows)
+            scored, factors = self.state.scored(scores, rows)
             wanted, part = _rows_of(batch, plan, scored, lambda params: params.logprobs == ALL_LOGPROBS)
-            of_all = wanted, all_logprobs(part)
+            if factors is not None:
+                factors = _rows_of(batch, plan, factors, lambda params: params.logprobs == ALL_LOGPROBS)[1]
+            of_all = wanted, all_logprobs(part, factors, self._sampler.pieces)
         if flags.needs_masks and scores.filtered is not None:
             filtered = scores.filtered[:, : scores.logits.shape[1]]
             wanted, part = _rows_of(batch, plan, filtered, lambda params: params.has_sampling_mask)
@@ -256,12 +260,16 @@ class StepSampling:
         self, plan: StepPlan, fields: StepFields[torch.Tensor], targets: torch.Tensor, output: LogitsProcessorOutput
     ) -> TokenLogprobs:
         """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
+        pieces = self._sampler.pieces
         if fields.scored_indices is None or output.logits_of is None:
-            return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
+            return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top, pieces=pieces)
         scored = fields.scored_indices.split(self.scored_at_once)
         parts = zip(scored, targets.split(self.scored_at_once * self._runner.dp_size), strict=True)
         return TokenLogprobs.concatenate(
-            [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
+            [
+                token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top, pieces=pieces)
+                for part, wanted in parts
+            ]
         )
 
 

@@ -26,6 +26,7 @@ from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program, RopeInputNames, StoredSamplingPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
+from tests.runtime.sampling.sampling_cases import scored_by_torch
 
 Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -207,6 +208,8 @@ RIGHT: dict[str, Piece] = {
     "greedy": lambda inputs: [inputs[0].argmax(-1)],
     "from_logits": from_logits,
     "from_scores": lambda inputs: [draw_tokens(*inputs)],
+    "score": scored_by_torch,
+    "score_floats": scored_by_torch,
 }
 
 
@@ -253,6 +256,21 @@ def of_seeds_as_positions(inputs):
 def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, num_rows):
     with pytest.raises(CompileError, match=f"kernels of {piece} choose other tokens"):
         check_sampling(LOGITS[:num_rows], **{piece: wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"score": lambda inputs: [scored_by_torch(inputs)[0] + 1e-3]},
+        {"score": lambda inputs: [scored_by_torch(inputs)[0] + torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None]]},
+        {"score": lambda inputs: scored_by_torch([inputs[0], torch.ones_like(inputs[1]), inputs[2]])},
+        {"score_floats": lambda inputs: [scored_by_torch(inputs)[0] * (1 + 2e-7)]},
+    ],
+    ids=["sum", "rank", "temperature", "bits"],
+)
+def test_wrong_log_probabilities_are_refused(wrong):
+    with pytest.raises(CompileError, match="kernels of log-probabilities differ"):
+        check_sampling(**wrong)
 
 
 class SeesLaterTokens(RotatingAttention):

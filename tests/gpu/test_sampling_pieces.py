@@ -11,7 +11,7 @@ from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.sampling.params import NO_TOKEN, SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
-from tests.runtime.sampling.sampling_cases import assert_drawn_from, make_state, random_logits
+from tests.runtime.sampling.sampling_cases import assert_drawn_from, make_state, random_logits, scored_by_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -75,6 +75,21 @@ def test_greedy_tokens_match_torchs_argmax(pieces, kind, count):
     tokens = pieces.greedy([logits])[0]
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 300])
+def test_log_probabilities_match_torchs_and_are_the_same_alone_and_in_float32(pieces, kind, vocab, count):
+    logits, temperatures, seeds, _ = rows_of(count, kind)
+    factors, tokens = temperatures.reciprocal(), seeds % vocab
+    found, wanted = pieces.score([logits, factors, tokens])[0], scored_by_torch([logits, factors, tokens])[0]
+    torch.testing.assert_close(found[:3], wanted[:3], rtol=1e-6, atol=5e-6)
+    products = logits.float() * factors[:, None]
+    assert torch.equal(found[3].long() - 1, (products > products.gather(1, tokens[:, None])).sum(-1))
+    assert torch.equal(found, pieces.score_floats([logits.float(), factors, tokens])[0])
+    assert torch.equal(found, pieces.score_floats([products, torch.ones_like(factors), tokens])[0])
+    row = slice(count // 2, count // 2 + 1)
+    alone = pieces.score([logits[row].contiguous(), factors[row].clone(), tokens[row].clone()])[0]
+    assert torch.equal(found[:, row], alone)
 
 
 def test_of_equal_logits_the_lowest_id_is_taken(pieces, kind, vocab):

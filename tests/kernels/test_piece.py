@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,7 @@ CALLS = {
     **{piece.name: (piece, "split_decode") for piece in DECODES if "sinks" in piece.signature},
     **{piece.name: (piece, op) for piece, op in zip(LATENTS, LATENT_OPS, strict=True)},
     "greedy": (SAMPLING[0], "greedy_tokens"),
+    **{piece.name: (piece, "score_tokens") for piece in SAMPLING[3:]},
     "begin_decode": (LOOP[0], "begin_decode"),
     "end_decode": (LOOP[1], "end_decode"),
 }
@@ -101,7 +103,7 @@ def test_decodes_without_sinks_and_slopes_take_all_tensors_but_these():
 
 def test_draws_take_the_op_s_tensors_and_have_temperatures_behind_the_logits_or_not_at_all():
     """They are the op's last parameter, since it may be left out; alone of the small ones they are no integers."""
-    from_logits, from_scores = (list(piece.signature) for piece in SAMPLING[1:])
+    from_logits, from_scores = (list(piece.signature) for piece in SAMPLING[1:3])
     assert [*from_scores, "temperatures"] == list(parameters_of("draw_tokens"))
     assert from_logits == [from_scores[0], "temperatures", *from_scores[1:]]
 
@@ -167,7 +169,7 @@ def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():
         (SamplingParams(temperature=0.8), 1),
         (SamplingParams(temperature=0.8, top_p=0.9), 2),
     ],
-    ids=[piece.name for piece in SAMPLING],
+    ids=[piece.name for piece in SAMPLING[:3]],
 )
 def test_the_sampler_gives_what_its_pieces_are_compiled_for(params, index):
     calls = [Given(1) for _ in SAMPLING]
@@ -176,6 +178,22 @@ def test_the_sampler_gives_what_its_pieces_are_compiled_for(params, index):
     logits = torch.randn(3, VOCAB).bfloat16()
     Sampler(SamplingPieces(torch.bfloat16, *calls))(logits, state, rows, state.flags, positions)
     assert SAMPLING[index].mismatch(calls[index].tensors) is None
+
+
+@pytest.mark.parametrize(("presence_penalty", "index"), [(0.0, 3), (1.0, 4)])
+def test_scores_are_given_as_their_piece_is_compiled_for(presence_penalty, index):
+    given: dict[int, list[torch.Tensor]] = {}
+
+    def score(place: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        given[place] = tensors
+        return [torch.zeros(4, tensors[0].shape[0])]
+
+    params = SamplingParams(presence_penalty=presence_penalty, logprobs=0, logprobs_mode="tempered_logprobs")
+    state = make_state(*[params] * 3, vocab_size=VOCAB)
+    pieces = SamplingPieces(torch.bfloat16, *[Given(1)] * 3, *(partial(score, place) for place in (3, 4)))
+    rows, positions = torch.arange(1, 4), torch.arange(3, dtype=torch.int32)
+    Sampler(pieces)(torch.randn(3, VOCAB).bfloat16(), state, rows, state.flags, positions)
+    assert list(given) == [index] and SAMPLING[index].mismatch(given[index]) is None
 
 
 PIECE = WrittenPiece.calling(

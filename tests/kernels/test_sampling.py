@@ -29,11 +29,16 @@ def test_they_are_written_for_the_logits_that_the_graph_gives(dtype, tmp_path):
     logits = torch.zeros(5, 300, dtype=dtype)
     program, pieces = add_sampling_pieces(config("inductor", "cuda:0"), PROGRAM, logits)
     name = str(dtype).removeprefix("torch.")
-    assert program.sampling == StoredSamplingPieces(name, "greedy", "draw_from_logits", "draw_from_scores")
-    greedy, from_logits, from_scores = pieces
+    names = "greedy", "draw_from_logits", "draw_from_scores", "score_by_logits", "score_by_scores"
+    assert program.sampling == StoredSamplingPieces(name, *names)
+    greedy, from_logits, from_scores, score, score_floats = pieces
     assert [(spec.shape, spec.dtype) for spec in greedy.inputs] == [(("S", 300), name)]
     assert [(spec.shape, spec.dtype) for spec in from_logits.inputs[:2]] == [(("S", 300), name), (("S",), "float32")]
     assert (from_scores.inputs[0].shape, from_scores.inputs[0].dtype) == (("S", 512), "float32")
+    assert [(one.inputs[0].shape, one.inputs[0].dtype) for one in (score, score_floats)] == [
+        (("S", 300), name),
+        (("S", 300), "float32"),
+    ]
     for piece in pieces:
         assert piece.name in program.piece_ids()
         assert piece_class(piece.source, tmp_path / "piece.py").forward.__code__.co_argcount == len(piece.inputs) + 1

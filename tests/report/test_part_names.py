@@ -88,7 +88,7 @@ def test_no_name_has_a_hash_and_every_piece_has_one_of_its_own():
             layer(0).name: LayerKernels(decode=(few, many)),
             layer(1).name: LayerKernels(decode=(few, DecodeVariant(None, "d"))),
         },
-        sampling=StoredSamplingPieces("bfloat16", "greedy", "logits", "scores"),
+        sampling=StoredSamplingPieces("bfloat16", "greedy", "logits", "scores", "by_logits", "by_scores"),
         decode_loop=StoredDecodeLoopPieces("begin", "end"),
     )
     names = all_names(found, shapes(found))

@@ -231,11 +231,12 @@ def test_json_and_back_is_the_same_program():
     )
     kernels = {
         "layer_kernels": {LAYER.name: LayerKernels(decode=variants)},
-        "sampling": StoredSamplingPieces("bfloat16", "greedy", "logits", "scores"),
+        "sampling": StoredSamplingPieces("bfloat16", "greedy", "logits", "scores", "by_logits", "by_scores"),
     }
     with_kernels = replace(PROGRAM, **kernels)
     assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
-    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", "greedy", "logits", "scores"]
+    sampling = ("greedy", "logits", "scores", "by_logits", "by_scores")
+    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", *sampling]
     assert with_kernels.cuda_kernels() == (*cluster_kernels(32, 8, 64), ShareKernel(8, 4, 64))
     assert with_kernels.step_pieces() == PROGRAM.piece_ids()
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
@@ -366,7 +367,7 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
         (told("x", "angles"), "angles"),
-        (changed(sampling=StoredSamplingPieces("bfloat16", "first", "first", "scores")), "scores"),
+        (changed(sampling=StoredSamplingPieces("bfloat16", "first", "first", "scores", "first", "first")), "scores"),
         (changed(variants={"close": (PieceVariant("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )

@@ -57,3 +57,15 @@ def assert_drawn_from(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     statistic = ((counts - expected) ** 2 / expected).sum().item()
     freedom = len(expected) - 1
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} at {freedom} degrees of freedom"
+
+
+def scored_by_torch(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Scores tokens as the kernels do, by torch's operations."""
+    scores, factors, token_ids = inputs
+    scores = scores.double() * factors[:, None].double()
+    chosen = scores.gather(1, token_ids.clamp(min=0)[:, None])
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(top.isfinite() & ~scores.isnan().any(-1, keepdim=True), top, torch.nan)
+    log_sum = (scores - top).exp().sum(-1, keepdim=True).log()
+    ranks = (scores > chosen).sum(-1, keepdim=True) + 1
+    return [torch.cat([chosen - top - log_sum, top, log_sum, ranks.double()], 1).T.contiguous().float()]

@@ -1,10 +1,13 @@
-"""Log-probabilities against log_softmax, and chunking."""
+"""Log-probabilities against log_softmax, chunking, and kernels of a program."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mllm_compile.runtime.sampling import logprobs
-from mllm_compile.runtime.sampling.logprobs import token_logprobs
+from mllm_compile.runtime.sampling.logprobs import all_logprobs, token_logprobs
+from tests.runtime.sampling.sampling_cases import scored_by_torch
 
 
 @pytest.fixture
@@ -48,3 +51,28 @@ def test_bfloat16_logits_are_worked_on_in_float32(case):
     result = token_logprobs(logits, token_ids, 2)
     assert result.logprobs.dtype == result.top_logprobs.dtype == torch.float32
     torch.testing.assert_close(result.logprobs, token_logprobs(logits.float(), token_ids, 2).logprobs)
+
+
+PIECES = SimpleNamespace(dtype=torch.bfloat16, score=scored_by_torch, score_floats=scored_by_torch)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_a_program_give_what_torch_gives(case, num_top, dtype):
+    logits, token_ids = case[0].to(dtype), case[1].clone()
+    token_ids[2], factors = -1, torch.linspace(0.5, 2.0, 7)
+    for one in (factors, None):
+        ours, theirs = (token_logprobs(logits, token_ids, num_top, one, pieces) for pieces in (PIECES, None))
+        for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+        torch.testing.assert_close(all_logprobs(logits, one, PIECES), all_logprobs(logits, one))
+        whole = all_logprobs(logits, one, PIECES)
+        assert torch.equal(whole.gather(1, ours.top_token_ids), ours.top_logprobs)
+
+
+def test_a_row_that_holds_no_number_has_no_log_probabilities_by_kernels_either(case):
+    logits, token_ids = case
+    logits[1, 4], logits[3, 0], logits[5] = torch.nan, torch.inf, -torch.inf
+    found = token_logprobs(logits, token_ids, 2, None, PIECES)
+    for values in (found.logprobs[:, None], found.top_logprobs, all_logprobs(logits, None, PIECES)):
+        assert values.isnan().all(-1).tolist() == values.isnan().any(-1).tolist() == [i in (1, 3, 5) for i in range(7)]

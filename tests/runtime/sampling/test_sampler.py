@@ -26,6 +26,7 @@ from tests.runtime.sampling.sampling_cases import (
     make_state,
     random_logits,
     sample,
+    scored_by_torch,
 )
 
 GREEDY = SamplingParams(temperature=0)
@@ -138,7 +139,8 @@ class CountedPieces:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.pieces = SamplingPieces(torch.bfloat16, self.greedy, self.from_logits, self.from_scores)
+        choice = self.greedy, self.from_logits, self.from_scores
+        self.pieces = SamplingPieces(torch.bfloat16, *choice, scored_by_torch, scored_by_torch)
 
     def greedy(self, inputs):
         (logits,) = inputs
