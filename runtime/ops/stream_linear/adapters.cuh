@@ -150,19 +150,27 @@ __device__ __forceinline__ void wait_for_all(const Adapters& adapters, const Ste
   __syncwarp();
 }
 
-// Adds up A . x of the parts in the mask, four neighbours of [ADAPTED_TOKENS][A_ROWS] by each of so many threads.
-template <typename Store>
+// Adds up A . x of the parts in the mask, four neighbours of [ADAPTED_TOKENS][A_ROWS] by each of HELPING threads. A
+// thread's loads of a part do not wait for each other.
+template <int HELPING, typename Store>
 __device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const StepSlots& slots, u32 parts, int thread,
-                                              int num_threads, Store store) {
-  for (int i = thread * 4; i < ADAPTED_TOKENS * A_ROWS; i += num_threads * 4) {
-    if (!(slots.adapted >> i / A_ROWS & 1) || !(parts >> i % A_ROWS / RANK & 1)) continue;
-    float4 sum = {0.f, 0.f, 0.f, 0.f};
+                                              Store store) {
+  constexpr int FOURS = RANK / 4, COUNT = ADAPTED_TOKENS * FOURS;
+  for (u32 left = parts; left; left &= left - 1) {
+    const int first_row = (__ffs(left) - 1) * RANK;
 #pragma unroll
-    for (int s = 0; s < SHRINK_SPLITS; s++) {
-      const float4 v = __ldcg((const float4*)(adapters.shrunk + s * ADAPTED_TOKENS * A_ROWS + i));
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    for (int first = 0; first < COUNT; first += HELPING) {
+      const int at = first + thread, token = min(at, COUNT - 1) / FOURS, i = token * A_ROWS + first_row + at % FOURS * 4;
+      const bool is_there = at < COUNT && slots.adapted >> token & 1;
+      float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int s = 0; s < SHRINK_SPLITS; s++) {
+        const float4* from = (const float4*)(adapters.shrunk + s * ADAPTED_TOKENS * A_ROWS + i);
+        const float4 v = is_there ? __ldcg(from) : float4{0.f, 0.f, 0.f, 0.f};
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      if (is_there) store(i, sum);
     }
-    store(i, sum);
   }
 }
 
@@ -207,26 +215,34 @@ struct RowsOfB {
   }
 };
 
-// Adds to the sums of 8 outputs and 16 tokens, as m16n8k16 has them, what B of `slot` makes of A . x, [..][A_ROWS]
-// bfloat16. A lane's tokens are `token` and 8 behind; slots: of both. Ranks are ordered so that 8 bytes of a row of B
-// are a lane's operands.
-__device__ __forceinline__ void add_products(float* sums, const Adapters& adapters, const u32* shrunk, int token,
-                                             const int (&slots)[2], int slot, int first_output) {
-  const int part = part_of(first_output), lane = threadIdx.x % 32;
-  if (part < 0) return;
-  const char* b = place_of_b(adapters, slot, first_output + lane / 4, part);
+// B of `slot` for 8 outputs, as a lane multiplies it: ranks are ordered so that 8 bytes of a row are its operands.
+struct EightOfB {
+  int part;  // -1: none
+  uint2 factors[RANK / 16];
+
+  __device__ __forceinline__ void ask(const Adapters& adapters, int slot, bool is_there, int first_output) {
+    part = is_there ? part_of(first_output) : -1;
+    const char* from = place_of_b(adapters, slot, first_output + threadIdx.x % 32 / 4, part) + threadIdx.x % 4 * 8;
 #pragma unroll
-  for (int r = 0; r < RANK / 16; r++) {
-    const uint2 factors = *(const uint2*)(b + r * 32 + lane % 4 * 8);
-    uint2 u[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const u32* from = shrunk + ((token + 8 * h) * A_ROWS + part * RANK + r * 16 + lane % 4 * 4) / 2;
-      u[h] = slots[h] == slot ? *(const uint2*)from : uint2{0, 0};
-    }
-    multiply_add(sums, u[0].x, u[1].x, u[0].y, u[1].y, factors.x, factors.y);
+    for (int r = 0; r < RANK / 16; r++) factors[r] = part >= 0 ? *(const uint2*)(from + r * 32) : uint2{0, 0};
   }
-}
+  // Adds to the sums of the outputs and 16 tokens, as m16n8k16 has them, what it makes of A . x, [..][A_ROWS] bfloat16.
+  // A lane's tokens are `token` and 8 behind; slots: of both.
+  __device__ __forceinline__ void add_to(float* sums, const u32* shrunk, int token, const int (&slots)[2],
+                                         int slot) const {
+    if (part < 0) return;
+#pragma unroll
+    for (int r = 0; r < RANK / 16; r++) {
+      uint2 u[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const u32* from = shrunk + ((token + 8 * h) * A_ROWS + part * RANK + r * 16 + threadIdx.x % 4 * 4) / 2;
+        u[h] = slots[h] == slot ? *(const uint2*)from : uint2{0, 0};
+      }
+      multiply_add(sums, u[0].x, u[1].x, u[0].y, u[1].y, factors[r].x, factors[r].y);
+    }
+  }
+};
 // The least slot above one that a warp's lanes have two of each; MOST_SLOTS: none.
 constexpr int MOST_SLOTS = 1 << 30;
 __device__ __forceinline__ int next_slot(const int (&slots)[2], int before) {

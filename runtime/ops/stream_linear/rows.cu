@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
     }
   shrink_some(adapters, slots, x, taken);
   wait_for_all(adapters, slots, CLUSTERS * SPLIT);
-  add_up_shrunk(adapters, slots, parts, lane, 32, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
+  add_up_shrunk<32>(adapters, slots, parts, lane, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));
 }

@@ -200,22 +200,33 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
   shrink_some(adapters, slots, x, taken);
   meanwhile();
   wait_for_all(adapters, slots, BLOCKS * HELPERS);
-  add_up_shrunk(adapters, slots, parts, thread, 32 * HELPERS,
-                [&](int i, float4 v) { *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)}; });
+  add_up_shrunk<32 * HELPERS>(adapters, slots, parts, thread, [&](int i, float4 v) {
+    *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)};
+  });
   __syncwarp();
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
 }
+constexpr int PLACES_AT_ONCE = 8 * 16 / RANK;  // whose B is asked for before any is multiplied
 // Adds to the sums that a thread finishes what adapters do; slots: of its two tokens.
-__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters& adapters, const Shared& shared,
+__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters& adapters, Shared& shared,
                                        const Outputs& outputs, const int (&slots)[2]) {
+  const int lane_row = threadIdx.x % 4 * 2;
   for (int slot = next_slot(slots, -1); slot < MOST_SLOTS; slot = next_slot(slots, slot))
 #pragma unroll
-    for (int place = 0; place < PLACES; place++) {
-      if (!outputs.is_row(place)) continue;
-      const int first = outputs.row(place) - threadIdx.x % 4 * 2;
-      add_products(mine[place], adapters, shared.shrunk, outputs.token, slots, slot, first);
-      add_products(mine[place] + 4, adapters, shared.shrunk, outputs.token, slots, slot,
-                   GATED ? first + OUTPUTS : first + 8);
+    for (int begin = 0; begin < PLACES; begin += PLACES_AT_ONCE) {
+      EightOfB b[PLACES_AT_ONCE][2];
+#pragma unroll
+      for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++) {
+        const int first = outputs.row(begin + i) - lane_row;
+        b[i][0].ask(adapters, slot, outputs.is_row(begin + i), first);
+        b[i][1].ask(adapters, slot, outputs.is_row(begin + i), GATED ? first + OUTPUTS : first + 8);
+      }
+      wait_for(shared_address(&shared.shrunk_there), 0);
+#pragma unroll
+      for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          b[i][half].add_to(mine[begin + i] + 4 * half, shared.shrunk, outputs.token, slots, slot);
     }
 }
 #else
@@ -329,7 +340,6 @@ __launch_bounds__(THREADS, 1) stream_linear(
     multiply(sums, ring, full, empty, slot, phase, group, lane);
     exchange(mine, sums, shared, rank, group);
 #if RANK
-    wait_for(shared_address(&shared.shrunk_there), 0);
     expand(mine, adapters, shared, outputs, slots);
 #endif
     if (NORM_BLOCKS) wait_for(factors_there, 0);
