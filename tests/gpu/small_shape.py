@@ -1,7 +1,10 @@
-"""config.json of a small Qwen3 whose every width suits the kernels for few tokens; its weights are random."""
+"""Sizes of small models for GPU tests; their weights are random."""
 
 from __future__ import annotations
 
+# Heads of 128, as models have them, for a tiny model: FlashInfer would compile kernels for smaller ones for minutes.
+WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+# config.json of a Qwen3 whose every width suits the kernels for few tokens.
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

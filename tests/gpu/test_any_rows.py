@@ -17,6 +17,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.runtime.device.open import sum_in_one_order
+from tests.gpu.small_shape import WIDE
 from tests.gpu.test_deterministic import CROWD, NOISE, PARAMS, PRODUCTS, PROMPT, numbers
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.tiny_model import TINY, engine_of_pages
@@ -30,7 +31,6 @@ pytestmark = [
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, max_tokens=48, ignore_eos=True, logprobs=5, seed=7)
 EngineMaker = Callable[..., Engine]
-WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 OF_EXPERTS = WIDE | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
 # Architecture, sizes, and what its config says of model and runtime.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {

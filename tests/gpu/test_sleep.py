@@ -14,6 +14,7 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device.arena import arena_on
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from tests.e2e.test_weight_updates import Model, answers, tensors_of
+from tests.gpu.small_shape import WIDE
 from tests.gpu.test_weight_updates import PROMPTS, config_of
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
@@ -73,7 +74,7 @@ def test_a_captured_graph_finds_the_memory_again():
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_answers_are_the_same_to_the_bit(model, tmp_path):
     folder = tmp_path / "model"
-    save_tiny_model(shape_of(model.architecture, **dict(model.changes)), folder)
+    save_tiny_model(shape_of(model.architecture, **WIDE, **dict(model.changes)), folder)
     config = config_of(folder, tmp_path / "cache", model.quantization)
     config["runtime"] |= {"enable_sleep_mode": True, "mem_fraction_static": 0.3}
     parts = assemble(config, Timeline())

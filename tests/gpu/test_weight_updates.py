@@ -10,6 +10,7 @@ import torch
 
 from mllm_compile import Engine
 from tests.e2e.test_weight_updates import Model, answers, parameters_of, tensors_of, write_changed
+from tests.gpu.small_shape import WIDE
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
 
@@ -31,7 +32,7 @@ def config_of(folder: Path, cache: Path, quantization: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_answers_under_graphs_are_those_of_a_fresh_start(model, tmp_path):
     first = tmp_path / "first"
-    save_tiny_model(shape_of(model.architecture, **dict(model.changes)), first)
+    save_tiny_model(shape_of(model.architecture, **WIDE, **dict(model.changes)), first)
     second = write_changed(first, tmp_path / "second")
     configs = [config_of(folder, tmp_path / "cache", model.quantization) for folder in (first, second)]
     with Engine(configs[1]) as fresh:
@@ -55,7 +56,7 @@ def test_answers_under_graphs_are_those_of_a_fresh_start(model, tmp_path):
 def test_updates_between_prompts_in_pieces(tmp_path):
     """Kernels that are launched early read weights before they wait: the swap waits for the device instead."""
     first = tmp_path / "first"
-    save_tiny_model(shape_of("qwen3"), first)
+    save_tiny_model(shape_of("qwen3", **WIDE), first)
     second = write_changed(first, tmp_path / "second")
     sent = [{name: one.cuda() for name, one in tensors_of(folder).items()} for folder in (first, second)]
     prompts = [[token % 97 for token in range(start, start + 200)] for start in range(16)]
