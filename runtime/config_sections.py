@@ -102,6 +102,7 @@ class RuntimeSection:
     deterministic: bool
     any_rows: bool
     enable_sleep_mode: bool
+    pinned: bool
     expert_stats: bool
     routed_experts: bool
     skip_compiled: bool

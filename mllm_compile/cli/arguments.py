@@ -17,6 +17,14 @@ ModelArgument = Annotated[
         "compiled runtime.",
     ),
 ]
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...",
+        help="A hub id, a model's folder, a GGUF file, a YAML config, or the folder of a compiled runtime. Several are "
+        "one server (docs/many-models.md): each as MODEL or NAME=MODEL, or a folder of YAMLs.",
+    ),
+]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also say what each setting became, and where the time goes.")
 ]

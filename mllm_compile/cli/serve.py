@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mllm_compile.cli.arguments import ModelArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
+from mllm_compile.cli.arguments import ModelsArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.several import is_folder_of_yamls, named_models
 from mllm_compile.config.sources import (
     config_or_runtime,
     json_object,
@@ -25,6 +27,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.process.log_lines import start_log
+from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ _KEY_VARIABLE = "MLLM_API_KEY"
 
 
 def serve_command(
-    model: ModelArgument,
+    models: ModelsArgument,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0: a free one.")] = 8000,
     uds: Annotated[
@@ -132,29 +135,37 @@ def serve_command(
     kv_events_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The config's runtime.kv_events_config: events for routers.")
     ] = None,
+    max_awake: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of several models, most that run at once on a device; others are parked."),
+    ] = None,
+    turn: Annotated[
+        str | None,
+        typer.Option(help="Of several models, how long one runs while others wait.", show_default="5s"),
+    ] = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
     reporter = reporter_of(verbose, quiet)  # refuses both
     # A mistake is told before anything is started.
-    source = with_speculative(config_or_runtime(model), speculative_config)
-    own = 0 if isinstance(source, Path) else source.lora.max_adapters
-    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
     runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
     if enable_sleep_mode:
         runtime["enable_sleep_mode"] = True
     if kv_events_config is not None:
         runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
-    source = with_runtime(with_lora(source, lora), runtime)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
-    from mllm_compile.server.options import ServeOptions, bytes_of, seconds_of
-    from mllm_compile.server.serve import run_server
+    are_several = len(models) > 1 or is_folder_of_yamls(models[0])
+    by_name = named_models(models) if are_several else {"": models[0]}
+    sources = {name: with_speculative(config_or_runtime(one), speculative_config) for name, one in by_name.items()}
+    own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
+    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
+    sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
+    _check_packages()
+    from mllm_compile.server.options import ModelsOptions, ServeOptions, bytes_of, seconds_of
+    from mllm_compile.server.serve import run_models, run_server
 
     options = ServeOptions(
-        model=model,
+        model="" if are_several else models[0],
         host=host,
         port=port,
         uds=uds,
@@ -179,34 +190,60 @@ def serve_command(
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
         runtime=runtime,
-        **_kv_events(source),
+        **_kv_events(sources.values()),
         enable_rl=enable_rl,
         rl_hosts=tuple(rl_host or ()),
         rl_folders=tuple(rl_folder or ()),
     )
-    if isinstance(source, EngineConfig):
-        check_adapters(source, options)
+    given = {"most_awake": max_awake} | ({} if turn is None else {"turn_s": seconds_of("--turn", turn)})
+    of_several = ModelsOptions.of(options, by_name, sources, given) if are_several else None
+    if of_several is None and (max_awake is not None or turn is not None):
+        raise ConfigError("--max-awake, --turn: expected several models, which take turns")
+    for name, source in sources.items():
+        if isinstance(source, EngineConfig):
+            check_adapters(source, replace(options, served_names=(name,)) if are_several else options)
     if check:
-        from mllm_compile.report.serve_check import serve_check
-
-        for name, text in serve_check(source, reporter):
-            print(f"{name:<9} {text}")
+        _print_checks(sources, reporter)
         return
     start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
-    run_server(options)
+    if of_several is None:
+        run_server(options)
+    else:
+        run_models(options, of_several)
 
 
-def _kv_events(source: EngineConfig | Path) -> dict[str, Any]:
-    """The settings of KV events, which this process publishes."""
-    settings = runtime_settings(source)
-    if settings is None:
-        return {}
-    own = settings.kv_events_config
-    section = own if isinstance(own, KVEventsSection) else KVEventsSection(**own.model_dump())
-    if not section.is_on:
-        return {}
-    check_installed()
-    return {"kv_events": section, "kv_event_ranks": settings.expert_parallel_size}
+def _check_packages() -> None:
+    """
+    Raises:
+        ConfigError: one that the server needs is not installed.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
+
+
+def _print_checks(sources: Mapping[str, EngineConfig | Path], reporter: Reporter) -> None:
+    from mllm_compile.report.serve_check import serve_check
+
+    for model, source in sources.items():
+        if model:
+            print(f"{'name':<9} {model}")
+        for name, text in serve_check(source, reporter):
+            print(f"{name:<9} {text}")
+
+
+def _kv_events(sources: Iterable[EngineConfig | Path]) -> dict[str, Any]:
+    """The settings of KV events, which this process publishes; of the first model that has any."""
+    for source in sources:
+        settings = runtime_settings(source)
+        if settings is None:
+            continue
+        own = settings.kv_events_config
+        section = own if isinstance(own, KVEventsSection) else KVEventsSection(**own.model_dump())
+        if section.is_on:
+            check_installed()
+            return {"kv_events": section, "kv_event_ranks": settings.expert_parallel_size}
+    return {}
 
 
 def check_adapters(source: EngineConfig, options: ServeOptions) -> None:

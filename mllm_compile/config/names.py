@@ -58,3 +58,9 @@ def nearest_path(text: str) -> str:
 def is_local_path(text: str) -> bool:
     """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..`, `~` or `~name`."""
     return os.path.isabs(text) or text.startswith("~") or text.split("/", 1)[0] in (".", "..")
+
+
+def served_name(source: str) -> str:
+    """A model's name for clients, where none is given: its hub id, or the name of its folder or file."""
+    is_name = is_hub_id(source) and not Path(source).exists()
+    return source if is_name else source_name(source) or "model"

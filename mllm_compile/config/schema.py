@@ -252,6 +252,9 @@ class RuntimeConfig(Section):
     """Take weights and KV cache so that `Engine.sleep` gives their memory back in place (docs/rollouts.md). A CPU's
     memory stays where it is."""
 
+    pinned: bool = False
+    """Never park this model where a server has several (docs/many-models.md)."""
+
     expert_stats: bool = False
     """Count how often each expert of a mixture is chosen, for `Engine.stats().experts`. Compiles a program of its own,
     whose steps take somewhat longer."""

@@ -456,6 +456,11 @@ class Engine:
         return bool(self.core.gate.sleeping)
 
     @property
+    def sleep_bytes(self) -> int:
+        """Bytes of the device that sleep gives back at level 1; 0 on a CPU and without enable_sleep_mode."""
+        return self._sleep.num_bytes
+
+    @property
     def state(self) -> EngineState:
         """The state: running, pausing, paused, updating, torn or sleeping (docs/rollouts.md)."""
         return self.core.gate.state

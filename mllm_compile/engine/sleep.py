@@ -58,6 +58,11 @@ class EngineSleep:
             self._memory = RankedMemory(memory, send, tell_ranks, wait_ranks, agree, agree_still)
         self._lock = threading.Lock()  # of calls that move memory
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's device that level 1 gives back."""
+        return 0 if isinstance(self._memory, str) else sum(self._memory.num_bytes.values())
+
     def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
         """See Engine.sleep.
 

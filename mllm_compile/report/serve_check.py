@@ -14,13 +14,13 @@ from mllm_compile.compiler.load_or_compile import open_runtime
 from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.engine.device_share import num_states, state_bytes, token_bytes
 from mllm_compile.errors import ArtifactError, CheckpointError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import FolderReader, HeldFiles
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
-from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
@@ -60,6 +60,7 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
     known = _of_runtime(source, reporter) if isinstance(source, Path) else _of_config(source, reporter)
     config, runtime = known.config, known.config.runtime
     tokens, how = _kv_tokens(known)
+    each = token_bytes(config, known.layers)
     syntax = syntax_of(known.tokenizer)
     has_chat = known.tokenizer is not None and known.tokenizer.has_chat_template
     text = "no tokenizer: token ids only" if known.tokenizer is None else "chat" if has_chat else "no chat template"
@@ -67,7 +68,7 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
     return [
         ("model", f"{config.model.source}  {config.model.dtype}  {runtime.device}"),
         ("runtime", known.origin),
-        ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {_kv_bytes(known) / 2**10:.1f} KiB a token"),
+        ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {each / 2**10:.1f} KiB a token"),
         *_states(known),
         *_adapters(known),
         ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
@@ -133,25 +134,12 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
         )
 
 
-def _kv_bytes(known: _Known) -> int:
-    """Bytes that a token takes in the KV cache."""
-    shapes = [layer.cache_shape for layer in known.layers]
-    return KVPool.bytes_per_page(1, shapes, getattr(torch, known.config.runtime.kv_cache_dtype))
-
-
-def _state_bytes(known: _Known) -> int:
-    """Bytes that the states of a request take."""
-    sums = known.config.runtime.state_dtype
-    shapes = [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in known.state_layers]
-    return GDNPool.bytes_per_row(shapes)
-
-
 def _states(known: _Known) -> list[tuple[str, str]]:
     """The line about states; none for a model without them."""
     if not known.state_layers:
         return []
-    each = _state_bytes(known)
-    return [("", f"states {each / 2**20:.2f} MiB a request, {_num_states(known) * each / 2**30:.2f} GiB for all")]
+    each = state_bytes(known.config, known.state_layers)
+    return [("", f"states {each / 2**20:.2f} MiB a request, {num_states(known.config) * each / 2**30:.2f} GiB for all")]
 
 
 def _adapter_bytes(program: Program) -> int:
@@ -168,12 +156,6 @@ def _adapters(known: _Known) -> list[tuple[str, str]]:
     return [("", f"adapters {size}: {lora.max_adapters} at once, of rank {lora.max_rank} or less")]
 
 
-def _num_states(known: _Known) -> int:
-    """Rows of states: of requests, of padding, and of cached prefixes."""
-    runtime = known.config.runtime
-    return runtime.max_running_requests * (1 + runtime.enable_prefix_cache) + 1
-
-
 def _kv_tokens(known: _Known) -> tuple[int, str]:
     """Tokens that the KV cache will hold, and how that is known.
 
@@ -182,9 +164,9 @@ def _kv_tokens(known: _Known) -> tuple[int, str]:
     """
     if known.start:
         return known.start["kv_tokens"], "measured by the last start with this config"
-    runtime = known.config.runtime
+    config, runtime = known.config, known.config.runtime
     budget = most_kv_budget(known.weight_bytes, runtime, torch.device(runtime.device))
-    budget = budget.without(_num_states(known) * _state_bytes(known), "states")
+    budget = budget.without(num_states(config) * state_bytes(config, known.state_layers), "states")
     budget = budget.without(known.adapter_bytes, "adapters")
-    pages = budget.num_pages(runtime.page_size * _kv_bytes(known), runtime) - 1
+    pages = budget.num_pages(runtime.page_size * token_bytes(config, known.layers), runtime) - 1
     return pages * runtime.page_size, budget.explanation

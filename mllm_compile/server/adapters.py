@@ -27,6 +27,7 @@ class LoadFields(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
+    model: str | None = None  # where a server has several
 
 
 class UnloadFields(msgspec.Struct, kw_only=True):
@@ -34,6 +35,7 @@ class UnloadFields(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_int_id: int | None = None
+    model: str | None = None  # as of LoadFields
 
 
 def load(front: Front) -> Answer:
@@ -45,7 +47,7 @@ def load(front: Front) -> Answer:
             raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
         if len(fields.lora_path) > _MOST_OF_PATH or "\0" in fields.lora_path:
             raise bad_request(f"lora_path: expected a path of up to {_MOST_OF_PATH} characters")
-        await front.facts(None)
+        await front.facts(fields.model)
         if fields.lora_name in front.names.own:
             raise bad_request(f"lora_name: {fields.lora_name} is the model's own name; give the adapter another")
         replace = bool(fields.load_inplace)
@@ -60,7 +62,7 @@ def unload(front: Front) -> Answer:
 
     async def change(body: bytes) -> tuple[str, list[str]]:
         fields, unknown = read_fields(UnloadFields, body)
-        await front.facts(None)
+        await front.facts(fields.model)
         if front.names.adapter(fields.lora_name) is None:
             message = f"The lora adapter '{fields.lora_name[:200]}' cannot be found."
             raise ApiError(404, message, param="lora_name", code="model_not_found")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ ToldBytes = tuple[bytes, list[str]]
 _MOST_TOKENS = 1 << 20
 
 
-def _page(front: Front) -> Answer:
-    page = Path(__file__).with_name("page.html").read_bytes()
+def page(front: Front) -> Answer:
+    html = Path(__file__).with_name("page.html").read_bytes()
     headers = [
         (b"content-type", b"text/html; charset=utf-8"),
         (
@@ -52,7 +52,7 @@ def _page(front: Front) -> Answer:
     ]
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(send, page, headers=headers)
+        await respond(send, html, headers=headers)
 
     return answer
 
@@ -73,7 +73,7 @@ def _ready(front: Front) -> Answer:
     return answer
 
 
-def _version(front: Front) -> Answer:
+def version(front: Front) -> Answer:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await respond_json(send, {"version": __version__})
 
@@ -113,13 +113,22 @@ def _model(front: Front) -> Answer:
 def _abort(front: Front) -> Answer:
     async def abort(body: bytes) -> Told:
         given = read_object(body)
-        names = given.get("request_id")
-        asked = [names] if isinstance(names, str) else names
-        if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
-            raise bad_request("request_id: expected an id, or a list of ids, as answers have them", "request_id")
-        return {"aborted": front.dispatcher.abort(asked)}, [name for name in given if name != "request_id"]
+        return {"aborted": front.dispatcher.abort(request_ids(given))}, [name for name in given if name != "request_id"]
 
     return _json(front, abort)
+
+
+def request_ids(given: Mapping[str, Any]) -> list[str]:
+    """The ids of requests that a body names.
+
+    Raises:
+        ApiError: it names none.
+    """
+    names = given.get("request_id")
+    asked = [names] if isinstance(names, str) else names
+    if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+        raise bad_request("request_id: expected an id, or a list of ids, as answers have them", "request_id")
+    return asked
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -154,7 +163,7 @@ def _tokenize(front: Front) -> Answer:
             fields, unknown = read_fields(TokenizeChatFields, body)
         else:
             fields, unknown = read_fields(TokenizeFields, body)
-        facts = await front.facts(fields.model)
+        facts = await front.facts_of_texts(fields.model)
         tokenizer = _tokenizer(facts)
 
         def encode() -> tuple[list[int], list[str] | None]:
@@ -180,7 +189,7 @@ def _tokenizer_info(front: Front) -> Answer:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            facts = await front.facts(None)
+            facts = await front.facts_of_texts(None)
             tokenizer = _tokenizer(facts)
         except ApiError as error:
             await respond_error(send, error)
@@ -195,7 +204,7 @@ def _count_tokens(front: Front) -> Answer:
     async def count(body: bytes) -> Told:
         fields, unknown = anthropic.read_chat(body)
         _check_texts(fields)
-        facts = await front.facts(fields.model)
+        facts = await front.facts_of_texts(fields.model)
         tokenizer = _tokenizer(facts)
         text, _ = await front.in_thread(len(body), chat_text, facts, fields)
         return {"input_tokens": len(await front.in_thread(len(body), tokenizer.encode_chat, text))}, unknown
@@ -213,7 +222,7 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
 def _detokenize(front: Front) -> Answer:
     async def detokenize(body: bytes) -> Told:
         fields, unknown = read_fields(DetokenizeFields, body)
-        facts = await front.facts(fields.model)
+        facts = await front.facts_of_texts(fields.model)
         tokenizer = _tokenizer(facts)
         if len(fields.tokens) > _MOST_TOKENS:
             raise bad_request(f"tokens: expected at most {_MOST_TOKENS} token ids, got {len(fields.tokens)}")
@@ -276,13 +285,13 @@ def from_body(
 
 
 ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
-    ("GET", "/", _page),
+    ("GET", "/", page),
     ("GET", "/health", _health),
     ("GET", "/ready", _ready),
     # SageMaker's probe: requests are sent once it is 200.
     ("GET", "/ping", _ready),
     ("POST", "/ping", _ready),
-    ("GET", "/version", _version),
+    ("GET", "/version", version),
     ("GET", "/metrics", _metrics),
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name:path}", _model),

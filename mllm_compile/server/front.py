@@ -29,7 +29,7 @@ from mllm_compile.server.http import Bodies
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.rl.calls import RolloutCalls
-from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
+from mllm_compile.server.supervisor import PARKED, READY, TAKES_REQUESTS, Landlord, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
 from mllm_compile.server.wire.messages import AdaptersChanged, PagesChanged
@@ -55,10 +55,15 @@ _MOST_NAMES = 20  # of fields, in a header
 class Front:
     """The state of one server.
 
+    Attributes:
+        on_ready: told of each engine that is ready.
+
     Args:
         command_of: the engine's command line.
         tracing: makes spans of requests, or None.
         events: publishes KV events, or None.
+        landlord: shares the device out among engines of several models.
+        memory: of the requests of all models.
     """
 
     def __init__(
@@ -67,15 +72,18 @@ class Front:
         command_of: CommandLine,
         tracing: Tracing | None = None,
         events: KVEventPublisher | None = None,
+        landlord: Landlord | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.options = options
         self._events = events
         self.tracing = tracing
         self.names = ModelNames(options)
         self.bodies = Bodies(options.most_body_bytes)
-        self.memory = Memory()
+        self.memory = memory or Memory()
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
+        self.on_ready: Callable[[EngineFacts], None] = lambda facts: None
         self._texts = Threads(_THREADS, "mllm-texts")
         self._long_texts = Threads(_LONG_THREADS, "mllm-long-texts")
         self._images = Threads(_IMAGE_THREADS, "mllm-images")
@@ -92,8 +100,9 @@ class Front:
             adapters=lambda: self.names.adapters,
             on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
             on_pages=self._pages_changed,
+            landlord=landlord,
         )
-        self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl else None
+        self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)
         self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave, gives_aborted=options.enable_rl)
         self.metrics = Metrics(
@@ -116,6 +125,7 @@ class Front:
     def _engine_ready(self, facts: EngineFacts) -> None:
         self.names.engine_ready(facts)
         self.admission.engine_ready(facts.hello.max_running_requests)
+        self.on_ready(facts)
 
     def _engine_lost(self, error: ApiError) -> None:
         self.dispatcher.fail_all(error)
@@ -146,15 +156,15 @@ class Front:
         stuck = supervisor.stuck_for()
         if stuck is not None:
             return False, {"state": "stuck", "seconds": round(stuck, 1)}
-        is_lost = supervisor.restarts > 0 and supervisor.state not in (READY, ASLEEP)
+        is_lost = supervisor.restarts > 0 and supervisor.state not in TAKES_REQUESTS
         return not is_lost, state
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """True if a request would be taken now, and the stage of the start."""
         supervisor = self.supervisor
-        is_ready = supervisor.state in (READY, ASLEEP) and not self.is_draining and supervisor.stuck_for() is None
+        is_ready = supervisor.state in TAKES_REQUESTS and not self.is_draining and supervisor.stuck_for() is None
         state = {"state": "draining" if self.is_draining else supervisor.state}
-        if supervisor.state not in (READY, ASLEEP):
+        if supervisor.state not in TAKES_REQUESTS:
             state |= {
                 "stage": supervisor.stage,
                 "seconds": f"{time.monotonic() - supervisor.stage_since_s:.1f}",
@@ -210,6 +220,14 @@ class Front:
         self.names.check(model)
         return facts
 
+    async def facts_of_texts(self, model: str | None) -> EngineFacts:
+        """Likewise, for what needs no engine: a parked one is not woken."""
+        facts = self.supervisor.facts
+        if facts is None or self.supervisor.state != PARKED:
+            return await self.facts(model)
+        self.names.check(model)
+        return facts
+
     async def _facts_later(self) -> EngineFacts:
         limits = (self.options.max_queue_s, self.options.request_timeout_s)
         try:
@@ -255,7 +273,9 @@ class Front:
                 plan: AnswerPlan = (
                     request.plan(facts) if request.is_quick else await self._planned(request, facts, share)
                 )
-                if self.supervisor.state != READY:
+                if self.supervisor.state == PARKED:  # meanwhile; the engine keeps the request until its turn
+                    self.supervisor.want()
+                elif self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 self.names.check(request.fields.model)  # again: its adapter may have been unloaded meanwhile
                 self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")
@@ -329,6 +349,18 @@ class Front:
         request_over(job, self.metrics, client)
         if self.tracing is not None and parent is not None:
             self.tracing.request_over(job, model, parent)
+
+    async def run(self) -> None:
+        """Runs the engine until `close`.
+
+        Raises:
+            EngineFailedError: it cannot be started.
+        """
+        await self.supervisor.run()
+
+    def close(self) -> None:
+        """Ends the engine, and `run`, soon."""
+        self.supervisor.close()
 
     async def sweep(self) -> None:
         """Ends requests that wait too long, until it is cancelled."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.names import is_hub_id, source_name
+from mllm_compile.config.names import served_name
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.engine_facts import EngineFacts
@@ -19,10 +18,7 @@ _SHOWN = 20  # adapters in a message
 
 def own_names(given: tuple[str, ...], source: str) -> tuple[str, ...]:
     """The model's own names: those that were given, else one that is taken from its hub id or path."""
-    if given:
-        return given
-    is_name = is_hub_id(source) and not Path(source).exists()
-    return (source if is_name else source_name(source) or "model",)
+    return given or (served_name(source),)
 
 
 class ModelNames:

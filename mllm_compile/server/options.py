@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import FORMATS
 from mllm_compile.runtime.config_sections import KVEventsSection
@@ -127,6 +129,69 @@ class ServeOptions:
     def is_local(self) -> bool:
         """True if it listens at an address that only this machine reaches."""
         return self.uds is None and self.host in ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions:
+    """The settings of a server of several models, beside ServeOptions.
+
+    Attributes:
+        sources: name → source.
+        pinned: names of models that are never parked.
+        turn_s: a model with requests runs for so long while others wait for its memory.
+        most_awake: models that run at once on one device; None: as many as fit.
+    """
+
+    sources: Mapping[str, str]
+    pinned: tuple[str, ...] = ()
+    turn_s: float = 5.0
+    most_awake: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        options: ServeOptions,
+        models: Mapping[str, str],
+        configs: Mapping[str, EngineConfig | Path],
+        given: Mapping[str, Any],
+    ) -> ModelsOptions:
+        """The settings of these models.
+
+        Args:
+            options: of the server; those that mean one model are refused.
+            models: name → source.
+            configs: name → what config_or_runtime makes of it.
+            given: further attributes.
+
+        Raises:
+            ConfigError: an option or a key does not go with several models.
+        """
+        for option, (is_given, instead) in _OF_ONE_MODEL.items():
+            if is_given(options):
+                raise ConfigError(f"{option}: expected one model, got {len(models)}. {instead}")
+        pinned = [name for name, one in configs.items() if isinstance(one, EngineConfig) and one.runtime.pinned]
+        return cls(sources=models, pinned=tuple(pinned), **given)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.turn_s < 1e6:
+            raise ConfigError(f"--turn: expected more than 0 s, got {self.turn_s}")
+        if self.most_awake is None or len(self.pinned) < self.most_awake or len(self.pinned) == len(self.sources):
+            return
+        raise ConfigError(
+            f"--max-awake {self.most_awake}: {', '.join(self.pinned) or 'no model'} pinned (runtime.pinned) leaves no "
+            "place for the others. Raise it, or pin fewer"
+        )
+
+
+# Options that mean one model: by name, what says that one is given, and what to do instead.
+_OF_ONE_MODEL: Mapping[str, tuple[Callable[[ServeOptions], object], str]] = {
+    "--served-model-name": (lambda options: options.served_names, "Give each as NAME=MODEL"),
+    "--speculative-config": (lambda options: options.speculative, "Write it into each model's YAML"),
+    "--lora-modules": (lambda options: options.lora.get("adapters"), "Write lora.adapters into the model's YAML"),
+    "--sleep-after": (lambda options: options.sleep_after_s, "Others are parked when a model needs their memory"),
+    "--kv-events-config": (lambda options: options.kv_events, "Serve the models by themselves behind a router"),
+    "--enable-rl": (lambda options: options.enable_rl, "Serve the model that is trained by itself"),
+}
 
 
 # A page's origin as a browser sends it: scheme, host and port; "null" for a page without them.

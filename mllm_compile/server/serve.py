@@ -14,20 +14,23 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.kv_events.installed import make_publisher
-from mllm_compile.server.app import make_app
+from mllm_compile.server.app import App, make_app, make_models_app
 from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, command_line
 from mllm_compile.server.front import Front
-from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.telemetry.tracing import make_tracing
+from mllm_compile.server.models.front import ModelsFront
+from mllm_compile.server.options import ModelsOptions, ServeOptions
+from mllm_compile.server.telemetry.tracing import Tracing, make_tracing
 from mllm_compile.version import __version__
 
 _STAGES_SHOWN = 3
@@ -46,19 +49,50 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     Raises:
         MllmError: the port cannot be had, or the engine cannot be started.
     """
+
+    async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
+        events = None if options.kv_events is None else make_publisher(options.kv_events, options.kv_event_ranks)
+        try:
+            front = Front(options, command_of or command_line(options), tracing, events)
+            await _serve(front, make_app(front), listener, _tell_ready(front, _url(options, listener)))
+        finally:
+            if events is not None:
+                events.close()
+
+    _run(options, serve)
+
+
+def run_models(
+    options: ServeOptions, models: ModelsOptions, command_of: Callable[[ServeOptions], CommandLine] = command_line
+) -> None:
+    """Serves several models until a signal ends it.
+
+    Args:
+        options: of the server, and of each model but for its source and name.
+        command_of: the command line of each model's engine.
+
+    Raises:
+        MllmError: the port cannot be had, or no model can be served.
+    """
+
+    async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
+        server = ModelsFront(options, models, command_of, tracing, partial(_say, options))
+        await _serve(server, make_models_app(server), listener, _tell_models(server, _url(options, listener)))
+
+    _run(options, serve)
+
+
+def _run(options: ServeOptions, serve: Callable[[socket.socket, Tracing | None], Coroutine[Any, Any, None]]) -> None:
+    """Opens the port, and runs the event loop."""
     _allow_connections()
     _check_tls(options)
     listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
     tracing = make_tracing(options.otlp_traces_endpoint)
-    events = None if options.kv_events is None else make_publisher(options.kv_events, options.kv_event_ranks)
-    front = Front(options, command_of or command_line(options), tracing, events)
     try:
-        uvloop.run(_serve(front, listener))
+        uvloop.run(serve(listener, tracing))
     finally:
         if tracing is not None:
             tracing.close()
-        if events is not None:
-            events.close()
         if options.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(options.uds)
@@ -153,11 +187,13 @@ class _Stop:
         (self.now if self.asked.is_set() else self.asked).set()
 
 
-async def _serve(front: Front, listener: socket.socket) -> None:
+async def _serve(
+    front: Front | ModelsFront, app: App, listener: socket.socket, tell_ready: Coroutine[Any, Any, None]
+) -> None:
     options = front.options
     stop = _Stop()
     config = uvicorn.Config(
-        make_app(front),
+        app,
         http=Connection,
         ws="none",
         lifespan="off",
@@ -172,12 +208,13 @@ async def _serve(front: Front, listener: socket.socket) -> None:
     )
     server = _Server(config)
     url = _url(options, listener)
-    _say(options, f"listening at {options.uds or url}, starting the engine")
+    engines = "engine" if isinstance(front, Front) else "engines"
+    _say(options, f"listening at {options.uds or url}, starting the {engines}")
     if options.uds is None and not options.is_local and not options.api_keys:
         _say(options, f"warning: {options.host} can be reached from outside, and no --api-key is set")
     serving = asyncio.ensure_future(server.serve([listener]))
-    engine = asyncio.ensure_future(front.supervisor.run())
-    others = [asyncio.ensure_future(work) for work in (front.sweep(), _tell_ready(front, url))]
+    engine = asyncio.ensure_future(front.run())
+    others = [asyncio.ensure_future(work) for work in (front.sweep(), tell_ready)]
     asked = asyncio.ensure_future(stop.asked.wait())
     try:
         await asyncio.wait({asked, engine, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +223,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
             await _first(front.drain(), stop.now.wait())
     finally:
         front.end()
-        front.supervisor.close()
+        front.close()
         server.should_exit = True
         for work in (*others, asked):
             work.cancel()
@@ -218,9 +255,21 @@ async def _tell_ready(front: Front, url: str) -> None:
         facts = await front.supervisor.ready()
         for line in banner_lines(front, facts, url):
             _say(front.options, line)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(10_000, 50, 50)
+        _collect_seldom()
+
+
+async def _tell_models(server: ModelsFront, url: str) -> None:
+    with contextlib.suppress(Exception):
+        await server.begun.wait()
+        for line in models_banner_lines(server, url):
+            _say(server.options, line)
+        _collect_seldom()
+
+
+def _collect_seldom() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 50)
 
 
 def _say(options: ServeOptions, line: str) -> None:
@@ -254,4 +303,17 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
         f"  template  {kind}; {facts.syntax.described()}",
         f"  ready     {url}/v1  in {hello.seconds:.1f} s ({stages})",
         f"  try       {curl} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{data}'",
+    ]
+
+
+def models_banner_lines(server: ModelsFront, url: str) -> list[str]:
+    """The lines of the banner of several models."""
+    states = server.states()
+    name = next((name for name, state in states.items() if state != "failed"), "")
+    return [
+        f"mllm-compile {__version__}  {len(states)} models",
+        *(f"  {name:<24}  {state}" for name, state in states.items()),
+        f"  ready     {url}/v1",
+        f"""  try       curl {url}/v1/completions -H 'content-type: application/json' -d '{{"model": "{name}", """
+        '"prompt": "Hello", "max_tokens": 32}\'',
     ]

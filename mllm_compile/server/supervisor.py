@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from mllm_compile.engine.stats import HistogramSnapshot
 from mllm_compile.errors import MllmError
@@ -22,7 +22,9 @@ from mllm_compile.server.wire.messages import (
     Controlled,
     EngineEvent,
     Failed,
+    Grant,
     Hello,
+    Needs,
     PagesChanged,
     Pulse,
     Stage,
@@ -30,7 +32,8 @@ from mllm_compile.server.wire.messages import (
 
 logger = logging.getLogger("mllm_compile.server")
 
-STARTING, READY, ASLEEP, ENDED = "starting", "ready", "asleep", "ended"
+STARTING, READY, ASLEEP, PARKED, ENDED = "starting", "ready", "asleep", "parked", "ended"
+TAKES_REQUESTS = (READY, ASLEEP, PARKED)
 _TICK_S = 0.25
 _AT_REST = {"running": 0, "waiting": 0, "kv_pages_used": 0, "tokens_per_second": 0.0, "prompt_tokens_per_second": 0.0}
 _STEPS_TO_BE_STUCK = 100
@@ -40,6 +43,19 @@ _MOST_FAILED_STARTS = 5
 
 class EngineFailedError(MllmError):
     """The engine cannot be started."""
+
+
+class Landlord(Protocol):
+    """Shares a device out among engines of several models; told of one engine."""
+
+    def asks(self, needs: Needs) -> None:
+        """It waits for the memory that it starts with: `grant` gives it, `refuse_start` does not."""
+
+    def wanted(self) -> None:
+        """Requests wait for it while it is parked."""
+
+    def gone(self) -> None:
+        """Its process has ended, and holds nothing."""
 
 
 class Supervisor:
@@ -57,11 +73,14 @@ class Supervisor:
         adapters: those that the next engine is to have, where another one was ready before it.
         on_controlled: told of calls that are over.
         on_pages: told how an engine's prefix cache has changed; None where an engine is gone.
+        landlord: shares the device out; None: it is the engine's alone.
 
     Attributes:
+        failure: why there will be no engine.
         stage, stage_since_s: of the start that is on.
         stats: the engine's last figures.
         restarts: how often an engine was lost.
+        worked_s: when it had work for the last time, by time.monotonic().
     """
 
     def __init__(
@@ -78,6 +97,7 @@ class Supervisor:
         adapters: Callable[[], list[AdapterCard]],
         on_controlled: Callable[[Controlled], object],
         on_pages: Callable[[PagesChanged | None], None],
+        landlord: Landlord | None = None,
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -90,6 +110,9 @@ class Supervisor:
         self._adapters = adapters
         self._on_controlled = on_controlled
         self._on_pages = on_pages
+        self._landlord = landlord
+        self._refusal: tuple[int, ApiError | None] = (0, None)  # how many there were, and the last one
+        self.failure: str | None = None
         self.state = STARTING
         self.stage = "start"
         self.stage_since_s = time.monotonic()
@@ -100,7 +123,7 @@ class Supervisor:
         self._hello: asyncio.Future[Hello] | None = None
         self._failure: Failed | None = None
         self._pulse_s = 0.0
-        self._worked_s = 0.0
+        self.worked_s = 0.0
         self._ready = asyncio.Event()
         self._is_wanted = asyncio.Event()  # a request waits for a sleeping engine
         self._is_closing = asyncio.Event()
@@ -112,13 +135,60 @@ class Supervisor:
             ApiError: there will be none.
         """
         while self.state != READY:
+            if self.failure is not None:
+                raise not_ready(f"the model cannot be served: {self.failure}", "engine_failed")
             if self.state == ENDED or self._is_closing.is_set():
                 raise not_ready("the server is shutting down", "shutting_down")
-            self._is_wanted.set()
+            before, _ = self._refusal
+            self.want()
             self._ready.clear()
             await self._ready.wait()
+            number, error = self._refusal
+            if number != before and error is not None:
+                raise error
         assert self.facts is not None, "a ready engine has told them"
         return self.facts
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if requests have waited for the engine since it was last ready."""
+        return self._is_wanted.is_set()
+
+    def want(self) -> None:
+        """Tells that requests wait for the engine."""
+        self._is_wanted.set()
+        if self._landlord is not None and self.state == PARKED:
+            self._landlord.wanted()
+
+    def refuse(self, error: ApiError) -> None:
+        """Tells the requests that wait for a parked engine that it cannot run now."""
+        self._refusal = (self._refusal[0] + 1, error)
+        self._is_wanted.clear()
+        self._ready.set()
+
+    # --- its share of a device ----------------------------------------------------------------------------------------
+
+    def grant(self, kv_tokens: int) -> None:
+        """Lets an engine that waits for memory start, with a KV cache of so many tokens."""
+        self.send(Grant(kv_tokens))
+
+    def refuse_start(self, why: str) -> None:
+        """Ends an engine that waits for memory, for good."""
+        self._failure = Failed(why, is_mistake=True)
+        if self._link is not None:
+            self._link.kill()
+
+    def set_aside(self) -> None:
+        """Hands the engine no further requests: those that come wait."""
+        self.stage, self.stage_since_s = "wait for memory", time.monotonic()
+        self._is_wanted.clear()
+        self._enter(PARKED)
+
+    def go_on(self) -> None:
+        """Hands the engine requests again."""
+        self._pulse_s = self.worked_s = time.monotonic()
+        self._is_wanted.clear()
+        self._enter(READY)
 
     def send(self, command: Command) -> None:
         """Sends a command to the engine, if there is one."""
@@ -163,6 +233,7 @@ class Supervisor:
                 message = self._failure.message if self._failure else "the engine's process ended while it started"
                 is_mistake = self._failure is not None and self._failure.is_mistake
                 if self.facts is None or is_mistake or failed_starts == _MOST_FAILED_STARTS:
+                    self.failure = message
                     raise EngineFailedError(message)
                 logger.error("the engine has not started: %s. Trying again.", message)
                 await self._wait(self._is_closing, 2.0**failed_starts)
@@ -177,7 +248,7 @@ class Supervisor:
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
         self._link = link = EngineLink(self._command_of, self._on_step, self._on_event)
-        link.send(Begin(None if self.facts is None else self._adapters()))
+        link.send(Begin(None if self.facts is None else self._adapters(), self._landlord is not None))
         try:
             if not await self._started(link, self._hello):
                 await link.interrupt()
@@ -188,6 +259,8 @@ class Supervisor:
             self._link = None
             link.kill()
             self._on_pages(None)
+            if self._landlord is not None:
+                self._landlord.gone()
 
     async def _started(self, link: EngineLink, hello: asyncio.Future[Hello]) -> bool:
         ends: list[asyncio.Future[Any]] = [
@@ -201,7 +274,8 @@ class Supervisor:
         self.stage = "load tokenizer"
         self.facts = await asyncio.to_thread(EngineFacts.of, hello.result(), self.facts)
         self.stats = hello.result().stats
-        self._pulse_s = self._worked_s = time.monotonic()
+        self._pulse_s = self.worked_s = time.monotonic()
+        self._is_wanted.clear()
         self._enter(READY)
         self._on_ready(self.facts)
         return True
@@ -219,8 +293,8 @@ class Supervisor:
                 self._lost(f"a step was stuck for {stuck:.0f} s")
                 return
             if not self._is_idle():
-                self._worked_s = now
-            elif self._sleep_after_s is not None and now - self._worked_s > self._sleep_after_s:
+                self.worked_s = now
+            elif self._sleep_after_s is not None and now - self.worked_s > self._sleep_after_s:
                 await self._sleep(link)
                 return
         await link.close()
@@ -266,6 +340,9 @@ class Supervisor:
             self._on_controlled(event)
         elif isinstance(event, Failed):
             self._failure = event
+        elif isinstance(event, Needs):
+            assert self._landlord is not None, "an engine asks for memory only if it was told to"
+            self._landlord.asks(event)
         elif self._hello is not None and not self._hello.done():
             self._hello.set_result(event)
 

@@ -31,9 +31,9 @@ def give_back_unused(device: torch.device | str) -> None:
         torch.cuda.empty_cache()
 
 
-def _memory_bytes(device: str, gpu_id: int) -> tuple[int, int]:
+def memory_bytes(device: torch.device) -> tuple[int, int]:
     """(free, total)."""
-    return torch.cuda.mem_get_info(gpu_id) if device == "cuda" else _host_memory_bytes()
+    return torch.cuda.mem_get_info(device.index or 0) if device.type == "cuda" else _host_memory_bytes()
 
 
 def _host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def check_weights_fit(weight_bytes: int, runtime: RuntimeSection, device: torch.
     Raises:
         DeviceMemoryError: the weights need more than the device has free, or than mem_fraction_static allows.
     """
-    free, total = _memory_bytes(device.type, device.index or 0)
+    free, total = memory_bytes(device)
     share = total * runtime.mem_fraction_static if device.type == "cuda" else total
     allowed = min(free, share)
     if weight_bytes > allowed:
@@ -78,7 +78,7 @@ def check_fits(num_bytes: int, what: str, remedy: str, device: torch.device) -> 
     Raises:
         DeviceMemoryError: it needs more than the device has free.
     """
-    free, _ = _memory_bytes(device.type, device.index or 0)
+    free, _ = memory_bytes(device)
     if num_bytes > free:
         raise DeviceMemoryError(f"{what} {_gib(num_bytes)}; {device} has {_gib(free)} free. {remedy}")
 
@@ -129,7 +129,7 @@ def most_kv_budget(weight_bytes: int, runtime: RuntimeSection, device: torch.dev
     check_weights_fit(weight_bytes, runtime, device)
     if device.type != "cuda":
         return cpu_kv_budget()
-    free, total = _memory_bytes("cuda", device.index)
+    free, total = memory_bytes(device)
     share = min(free, int(total * runtime.mem_fraction_static))
     return KVBudget(
         share - weight_bytes,
@@ -160,7 +160,7 @@ def cuda_kv_budget(runtime: RuntimeSection, device: torch.device, run_largest_ba
         run_largest_batch()
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
-        free, total = _memory_bytes("cuda", device.index)
+        free, total = memory_bytes(device)
         raise DeviceMemoryError(
             f"a step of {runtime.max_num_batched_tokens} tokens and {runtime.max_running_requests} requests does not "
             f"fit into what the weights leave of {_gib(total)} ({_gib(free)} are free now). Lower "
@@ -170,7 +170,7 @@ def cuda_kv_budget(runtime: RuntimeSection, device: torch.device, run_largest_ba
     torch.cuda.empty_cache()
     # Reserved, not allocated: what fragmentation costs is in it.
     transient = peak_reserved - torch.cuda.memory_reserved(device)
-    free, total = _memory_bytes("cuda", device.index)
+    free, total = memory_bytes(device)
     share = int(total * runtime.mem_fraction_static)
     resident = total - free
     return KVBudget(

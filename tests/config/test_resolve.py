@@ -273,6 +273,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "enable_prefix_cache": False,
         "without": ("copy_prefix", "divide_prefix"),
         "enable_sleep_mode": False,
+        "pinned": True,
         "expert_stats": True,
         "routed_experts": False,
         "tensor_parallel_size": 2,

@@ -260,7 +260,7 @@ def test_a_missing_config_file_is_told_with_its_name(capsys):
 
 
 def test_too_little_memory_says_what_is_needed_and_what_is_free(monkeypatch, eager_cache):
-    monkeypatch.setattr(memory, "_memory_bytes", lambda device, index: (1 << 20, 1 << 30))
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: (1 << 20, 1 << 30))
     with pytest.raises(DeviceMemoryError, match=r"the weights need 0\.01 GiB; cpu has 0\.00 GiB free of 1\.00 GiB"):
         Engine(tiny_config(eager_cache, compile={"backend": "eager"}))
 

@@ -119,6 +119,7 @@ DEFAULTS = RuntimeSection(
     state_dtype="float32",
     mem_fraction_static=0.9,
     max_total_tokens=None,
+    pinned=False,
     max_model_len=CONTEXT,
     max_running_requests=8,
     max_num_batched_tokens=64,

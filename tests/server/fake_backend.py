@@ -8,11 +8,13 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import mllm_compile.model
 from mllm_compile.engine.adapter_queue import AdapterParts
@@ -22,13 +24,16 @@ from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.config_sections import SpeculativeSection
+from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.server.backend.process import EngineServer, channel_at
+from mllm_compile.server.wire.messages import Needs
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
 from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
+from tests.sleeping_arena import Machine
 from tests.text.calls import templates
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
@@ -92,6 +97,47 @@ class FakeGrammars:
         if "refused" in params.text:
             raise RequestError(f"structured_outputs: {params.kind} is refused: it says so.")
         return object()
+
+
+NEEDS = {
+    "device": "meta",
+    **dict.fromkeys(("free_bytes", "usable_bytes", "kv_bytes"), 1 << 40),
+    **dict.fromkeys(("process_bytes", "fixed_bytes", "token_bytes"), 0),
+    "least_tokens": 512,
+    "most_tokens": 4096,
+}
+
+
+class SharedMachine(Machine):
+    """A device of several processes: a file for each has the bytes that it has taken. A killed one's count no more."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder = folder
+        super().__init__(size)
+
+    @property
+    def taken(self) -> int:  # type: ignore[override]
+        alive = [path for path in self._folder.iterdir() if Path("/proc", path.name).exists()]
+        return sum(int(path.read_text() or 0) for path in alive)
+
+    @taken.setter
+    def taken(self, num_bytes: int) -> None:
+        own = self._folder / str(os.getpid())
+        before = int(own.read_text()) if own.exists() else 0
+        whole = own.with_name(f"0{own.name}")  # no process' name: not counted
+        whole.write_text(str(before + num_bytes - self.taken))
+        whole.rename(own)
+
+
+def sleeping(num_weight_bytes: int, num_kv_bytes: int) -> dict[str, Any]:
+    """Parts of an engine with memory of a device that the test's processes share."""
+    machine = Machine()
+    if folder := os.environ.get("MLLM_FAKE_DEVICE"):
+        machine = SharedMachine(Path(folder), int(os.environ["MLLM_FAKE_DEVICE_BYTES"]))
+    weights, kv = machine.arena(), machine.arena()
+    kept = [*weights.zeros([((num_weight_bytes,), torch.uint8)]), *kv.zeros([((num_kv_bytes,), torch.uint8)])]
+    memory = SleepingMemory(torch.device("cpu"), weights, [], [kv])
+    return {"memory": memory, "shutdown": partial(kept.clear)}
 
 
 class Runner(FakeStepRunner):
@@ -164,6 +210,8 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "adapters" in settings:
         return engine_of_adapters(settings["adapters"])
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
+    if "memory" in settings:
+        limits |= sleeping(*settings["memory"])
     return fake_engine(
         runner,
         tokenizer=tokenizer if has_tokenizer else None,
@@ -180,8 +228,12 @@ def make_engine(settings: dict[str, Any]) -> Engine:
 def main() -> None:
     descriptor, settings = sys.argv[1:]
 
-    def make(reporter: Reporter, load_adapters: bool) -> Engine:
+    def make(reporter: Reporter, load_adapters: bool, ask: Callable[[Needs], int] | None) -> Engine:
         given = json.loads(settings)
+        if ask is not None and not given.get("fails"):
+            needs = Needs(**(NEEDS | given.get("needs", {})))
+            tokens = ask(needs)
+            given["memory"] = [needs.fixed_bytes, tokens * needs.token_bytes]
         if "adapters" in given and not load_adapters:
             given["adapters"] = {}
         with reporter.stage("fake"):

@@ -329,6 +329,6 @@ def test_an_engine_that_dies_while_it_loads_adapters_again_tells_of_none(monkeyp
 
     monkeypatch.setattr(engine, "load_adapter", load_adapter)
     reporter: Any = SimpleNamespace(stage=lambda name: None, announce=lambda text: None)
-    code = EngineServer(channel).run(lambda timeline, loads: engine, reporter)  # type: ignore[arg-type]
+    code = EngineServer(channel).run(lambda timeline, loads, ask: engine, reporter)  # type: ignore[arg-type]
     assert code == EXIT_DEAD
     assert [type(event).__name__ for event in told] == ["Failed"]

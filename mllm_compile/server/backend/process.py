@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,10 +39,13 @@ from mllm_compile.server.wire.messages import (
     AdaptersChanged,
     Begin,
     Close,
+    Command,
     Control,
     Failed,
+    Grant,
     Hello,
     LoadAdapter,
+    Needs,
     Pulse,
     Submit,
     UnloadAdapter,
@@ -58,7 +62,9 @@ PULSE_S = 0.5
 EXIT_MISTAKE = 2
 EXIT_DEAD = 3
 
-MakeEngine = Callable[[Reporter, bool], "Engine"]  # the bool: with the config's adapters
+# The bool: with the config's adapters. The function: of an engine that shares its device; takes what it needs, and
+# gives the tokens of its KV cache.
+MakeEngine = Callable[[Reporter, bool, Callable[[Needs], int] | None], "Engine"]
 
 
 class _StageTeller:
@@ -102,6 +108,7 @@ class EngineServer:
         self._is_over = threading.Event()
         self._loads = ThreadPoolExecutor(2, thread_name_prefix="mllm-loads")
         self._calls: EngineCalls | None = None
+        self._free_before: int | None = None  # of a shared device, ahead of the engine
         self._telling = threading.Lock()  # the last list of adapters that the front hears is the newest
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
@@ -111,7 +118,7 @@ class EngineServer:
             return self._left(0)
         try:
             timeline = Timeline(_StageTeller(reporter, lambda name: self._tell(messages.Stage(name))))
-            engine = make_engine(timeline, begin.adapters is None)
+            engine = make_engine(timeline, begin.adapters is None, self._ask if begin.shares_device else None)
         except MllmError as error:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
@@ -122,7 +129,7 @@ class EngineServer:
                 engine.watch_pages(lambda rank, news: self._tell(messages.PagesChanged(rank, news)))
             _load_again(engine, begin.adapters or ())
             if engine.is_alive:  # else the front would forget the adapters that it could not load
-                self._tell(_hello(engine, timeline))
+                self._tell(_hello(engine, timeline, self._held_bytes(engine)))
             gc.collect()
             gc.freeze()
             pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)
@@ -143,12 +150,37 @@ class EngineServer:
 
     def _begin_of_front(self) -> Begin | None:
         """Waits for the first command; None: the front has gone."""
+        begin = self._only_command()
+        assert begin is None or isinstance(begin, Begin), "the first command is Begin"
+        return begin
+
+    def _only_command(self) -> Command | None:
+        """Waits for a command ahead of the engine, with which the front waits with all others; None: it has gone."""
         while not self._channel.is_over:
             for frame in self._channel.wait(PULSE_S):
-                (begin,) = messages.decode_commands(frame)  # the front waits for the engine with all others
-                assert isinstance(begin, Begin), "the first command is Begin"
-                return begin
+                (command,) = messages.decode_commands(frame)
+                return command
         return None
+
+    def _ask(self, needs: Needs) -> int:
+        """Waits for the device's memory; returns the tokens of the KV cache."""
+        self._tell(needs)
+        self._tell(messages.Stage("wait for memory"))
+        grant = self._only_command()
+        if grant is None:
+            raise SystemExit(self._left(0))
+        assert isinstance(grant, Grant), "the second command is Grant"
+        from mllm_compile.engine.device_share import free_bytes  # torch
+
+        self._free_before = free_bytes(needs.device)
+        return grant.kv_tokens
+
+    def _held_bytes(self, engine: Engine) -> tuple[int, int]:
+        if self._free_before is None:
+            return 0, 0
+        from mllm_compile.engine.device_share import held_bytes
+
+        return held_bytes(engine, self._free_before)
 
     def _left(self, code: int) -> int:
         """Waits until the last messages are on their way."""
@@ -271,7 +303,7 @@ def _cards(engine: Engine) -> list[AdapterCard]:
     return [AdapterCard(one.name, one.version, str(one.folder), one.digest) for one in engine.list_adapters()]
 
 
-def _hello(engine: Engine, timeline: Timeline) -> Hello:
+def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> Hello:
     limits = engine.core.scheduler_config
     config, folder = engine.config, engine.folder
     return Hello(
@@ -294,16 +326,23 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         stages=timeline.stages,
         stats=dataclasses.asdict(engine.stats()),
         adapters=_cards(engine),
+        held_bytes=held_bytes,
     )
 
 
 def _make_engine(model: str, speculative: str, lora: str, runtime: str) -> MakeEngine:
-    def make(reporter: Reporter, load_adapters: bool) -> Engine:
+    def make(reporter: Reporter, load_adapters: bool, ask: Callable[[Needs], int] | None) -> Engine:
         from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
         from mllm_compile.engine.engine import Engine
 
         source = with_speculative(config_or_runtime(model), speculative or None)
         source = with_runtime(with_lora(source, json.loads(lora)), json.loads(runtime))
+        if ask is not None:
+            from mllm_compile.engine.device_share import device_needs
+
+            assert not isinstance(source, Path), "a server of many models has refused a compiled runtime"
+            needs = Needs(**dataclasses.asdict(device_needs(source, reporter)))
+            source = with_runtime(source, {"enable_sleep_mode": True, "max_total_tokens": ask(needs)})
         return Engine(source, reporter=reporter, load_adapters=load_adapters, publish_kv_events=False)
 
     return make

@@ -42,6 +42,7 @@ class EngineCalls:
             "flush": self._flush,
             "sleep": partial(engine.sleep, refuses=True),
             "wake_up": engine.wake_up,
+            "park": partial(engine.sleep, 1, "keep"),
             "is_sleeping": lambda: engine.is_sleeping,
             "start": self._start,
             "finish": self._finish,

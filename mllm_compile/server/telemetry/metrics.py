@@ -150,6 +150,10 @@ class Metrics:
                 copy.add_sample(copy.name + suffix, {**label, **sample.labels}, sample.value)
             yield copy
 
+    def families(self) -> Iterator[Metric]:
+        """The figures by name."""
+        return iter(self._registry.collect())
+
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
         return generate_latest(self._registry)

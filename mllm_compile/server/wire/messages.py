@@ -93,6 +93,13 @@ class Begin(msgspec.Struct, tag=6, array_like=True):
     """The first command, ahead of the start."""
 
     adapters: list[AdapterCard] | None  # those of the engine before this one; None: those of the config
+    shares_device: bool = False  # with engines of other models: it asks for memory by Needs, and waits for Grant
+
+
+class Grant(msgspec.Struct, tag=8, array_like=True):
+    """The engine may take the device's memory now, with this many tokens of KV cache."""
+
+    kv_tokens: int
 
 
 class Stage(msgspec.Struct, tag=1, array_like=True):
@@ -123,6 +130,21 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     stages: list[tuple[str, float]]
     stats: dict[str, Any]  # as in Pulse
     adapters: list[AdapterCard] = []
+    held_bytes: tuple[int, int] = (0, 0)  # of a shared device: for good, and given back while the engine sleeps
+
+
+class Needs(msgspec.Struct, tag=8, array_like=True):
+    """An engine that shares its device waits for Grant; fields as engine/device_share.py documents them."""
+
+    device: str
+    free_bytes: int
+    usable_bytes: int
+    kv_bytes: int
+    process_bytes: int
+    fixed_bytes: int
+    token_bytes: int
+    least_tokens: int
+    most_tokens: int
 
 
 class Failed(msgspec.Struct, tag=3, array_like=True):
@@ -209,8 +231,8 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
         return not (told or self.experts) and self.version is None
 
 
-Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs
 
 _STEP = b"S"
 _EVENT = b"T"

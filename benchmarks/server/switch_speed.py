@@ -1,0 +1,125 @@
+"""How long a request waits for a model that is parked, on a server of several.
+
+    python -m benchmarks.server.switch_speed a=configs/qwen-8b-shape.yaml b=configs/qwen-8b-shape.yaml [--max-awake 1]
+
+Asks the models by turns for one token, often enough that each is woken in every round, and once more while it is awake.
+The first wait of a model has its first park in it, which takes the host's memory for the copy of its weights.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.script import parser_of, positive
+from mllm_compile.process.console import print_table
+
+_PROMPT = [5, 6, 7, 8]
+_START_S = 1800
+
+
+class Served:
+    """A server of several models, in a process of its own.
+
+    Args:
+        said: the file of its log.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], said: Path) -> None:
+        self._process, self._said = process, said
+        self._port = 0
+
+    def wait(self) -> dict[str, str]:
+        """Waits until it is ready; the models' states."""
+        end = time.monotonic() + _START_S
+        while self._process.poll() is None and time.monotonic() < end:
+            found = re.search(r"listening at http://[^:]*:(\d+)", self._said.read_text())
+            self._port = int(found[1]) if found else 0
+            if self._port:
+                status, state = self.ask("GET", "/ready")
+                if status == 200:
+                    models: dict[str, str] = state["models"]
+                    return models
+            time.sleep(0.1)
+        sys.exit(self._said.read_text()[-4000:])
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_START_S)
+        connection.request(method, path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        return response.status, answer
+
+    def wait_ms(self, model: str) -> float:
+        """Milliseconds until a model has answered with a token."""
+        began = time.perf_counter()
+        body = {"model": model, "prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        status, answer = self.ask("POST", "/v1/completions", body)
+        if status != 200:
+            sys.exit(f"{model}: {answer}")
+        return 1e3 * (time.perf_counter() - began)
+
+    def moves(self) -> list[str]:
+        """The log's lines on parks and wakes."""
+        lines = self._said.read_text().splitlines()
+        return [line for line in lines if re.search(r" is (parked for|awake in) | asleep in | awake in ", line)]
+
+
+@contextmanager
+def served(models: list[str], more: list[str]) -> Iterator[Served]:
+    """A server of these models, until the block ends."""
+    command = [sys.executable, "-m", "mllm_compile", "serve", *models, "--port", "0", *more]
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "log"
+        with said.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield Served(process, said)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="+", help="each as NAME=CONFIG")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--max-awake", type=positive)
+    parser.add_argument("--moves", action="store_true", help="print the log's lines on parks and wakes")
+    args = parser.parse_args()
+    bound = [] if args.max_awake is None else ["--max-awake", str(args.max_awake)]
+    with served(args.models, bound) as server:
+        began = time.monotonic()
+        states = server.wait()
+        names = [name for name, state in states.items() if state != "failed"]
+        print(f"{len(names)} of {len(states)} models served {time.monotonic() - began:.1f} s after the start")
+        asleep: dict[str, list[float]] = {name: [] for name in names}
+        awake: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(args.rounds + 1):
+            for name in names:
+                asleep[name].append(server.wait_ms(name))
+                awake[name].append(server.wait_ms(name))
+        rows = [
+            (name, f"{first:.0f}", f"{statistics.median(later):.0f}", f"{max(later):.0f}",
+             f"{statistics.median(awake[name][1:]):.1f}")
+            for name, (first, *later) in asleep.items()
+        ]  # fmt: skip
+        print_table(sys.stdout, "ms until a token", ("model", "first", "later", "longest", "awake"), rows)
+        if args.moves:
+            print("\n".join(server.moves()[-12:]))
+
+
+if __name__ == "__main__":
+    main()

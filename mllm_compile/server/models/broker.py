@@ -1,0 +1,146 @@
+"""The one owner of a device's memory: gives it to models in turn, and takes it back.
+
+Models that wait are served in the order in which they began to. One that runs gives way at once when it has no
+requests, the longest idle one first; else when it has had its turn: then its requests are set aside. So a model waits
+for at most one turn and one switch of each that is ahead of it. A start holds up all switches, as it measures memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from mllm_compile.files.byte_sizes import format_bytes
+from mllm_compile.server.api.errors import ApiError, not_ready
+from mllm_compile.server.models.shares import Device, Share, shares_of
+from mllm_compile.server.models.tenant import Tenant
+
+logger = logging.getLogger("mllm_compile.server")
+
+_LOOK_S = 0.01  # between two looks whether a model has become idle, while another one waits for its memory
+_AGAIN_S = 0.5  # until a model that could not be woken is tried once more
+
+
+class Broker:
+    """Shares one device out; for one event loop.
+
+    Args:
+        name: of the device.
+        tenants: the models on it, each with its needs.
+        turn_s: time of a model with requests while others wait.
+        most_awake: models that run at once; None: as many as fit.
+    """
+
+    def __init__(self, name: str, tenants: Sequence[Tenant], turn_s: float, most_awake: int | None) -> None:
+        self.name = name
+        self.tenants = tenants
+        self._turn_s, self._most_awake = turn_s, most_awake
+        needs = {one.name: one.needs for one in tenants if one.needs is not None}
+        pinned = [one.name for one in tenants if one.is_pinned]
+        self.num_bytes = Device.of(needs.values()).num_bytes
+        shares = shares_of(needs, pinned, most_awake)
+        for one in tenants:
+            one.share = shares[one.name]
+            if isinstance(one.share, str):
+                one.front.supervisor.refuse_start(one.share)
+        self._changed = asyncio.Event()
+        self._changed.set()
+
+    def changed(self) -> None:
+        """A model wants memory, or has given some back."""
+        self._changed.set()
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes that models hold now."""
+        return sum(_held(one) for one in self.tenants)
+
+    async def run(self) -> None:
+        """Serves those that wait, until it is cancelled."""
+        while True:
+            waiting = [one for one in self.tenants if one.waits_since is not None and isinstance(one.share, Share)]
+            if not waiting:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            await self._serve(min(waiting, key=lambda one: one.waits_since or 0.0))
+
+    async def _serve(self, tenant: Tenant) -> None:
+        """Makes room for a model, and lets it run."""
+        while tenant.waits_since is not None and not self._fits(tenant):
+            rivals = self._rivals(tenant)
+            if not rivals:  # a device has the last word on what it holds
+                break
+            victim = self._that_gives_way(rivals)
+            if victim is None:
+                await asyncio.sleep(_LOOK_S)
+            else:
+                await self._park(victim, tenant)
+        if tenant.waits_since is not None:
+            await self._take(tenant)
+
+    def _fits(self, tenant: Tenant) -> bool:
+        awake = sum(one.is_awake for one in self.tenants)
+        if self._most_awake is not None and awake >= self._most_awake:
+            return False
+        return self.given_bytes - _held(tenant) + _all(tenant) <= self.num_bytes
+
+    def _rivals(self, tenant: Tenant) -> list[Tenant]:
+        return [one for one in self.tenants if one.is_awake and not one.is_pinned and one is not tenant]
+
+    def _that_gives_way(self, rivals: Sequence[Tenant]) -> Tenant | None:
+        idle = [one for one in rivals if one.is_idle]
+        if idle:
+            return min(idle, key=lambda one: one.idle_since)
+        over = [one for one in rivals if time.monotonic() - one.has_turn_since >= self._turn_s]
+        return min(over, key=lambda one: one.has_turn_since, default=None)
+
+    async def _park(self, victim: Tenant, tenant: Tenant) -> None:
+        began = time.monotonic()
+        try:
+            await victim.park()
+        except ApiError as error:
+            logger.error("%s cannot be parked, and stays: %s", victim.name, error.message)
+            victim.is_pinned = victim.is_awake
+            return
+        logger.info("%s is parked for %s in %.3f s", victim.name, tenant.name, time.monotonic() - began)
+
+    async def _take(self, tenant: Tenant) -> None:
+        began = time.monotonic()
+        try:
+            await tenant.take()
+        except ApiError as error:
+            await self._not_woken(tenant, error)
+            return
+        if tenant.is_awake:
+            logger.info("%s is awake in %.3f s", tenant.name, time.monotonic() - began)
+
+    async def _not_woken(self, tenant: Tenant, error: ApiError) -> None:
+        """The device has less than it should. A model that gives way may help; else requests are told why."""
+        if not tenant.is_alive:  # it starts again, and asks then
+            return
+        rivals = self._rivals(tenant)
+        victim = self._that_gives_way(rivals)
+        if victim is not None:
+            await self._park(victim, tenant)
+        elif not rivals:
+            wanted = format_bytes(_all(tenant) - _held(tenant))
+            why = f"{tenant.name} needs {wanted} of {self.name}, which others hold: {error.message}"
+            logger.error("%s", why)
+            tenant.front.supervisor.refuse(not_ready(why, "no_memory"))
+        if victim is None:
+            await asyncio.sleep(_AGAIN_S)
+        if not tenant.is_idle:
+            tenant.wanted()
+
+
+def _held(one: Tenant) -> int:
+    if not isinstance(one.share, Share):
+        return 0
+    return one.is_alive * one.share.held_bytes + one.is_awake * one.share.awake_bytes
+
+
+def _all(one: Tenant) -> int:
+    return one.share.held_bytes + one.share.awake_bytes if isinstance(one.share, Share) else 0
