@@ -23,7 +23,7 @@ from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, KVEventsSection, RuntimeSection
+from mllm_compile.runtime.config_sections import LEAST_ROWS, SWITCHES, CudaGraphSection, KVEventsSection, RuntimeSection
 from mllm_compile.runtime.weights.formats.settings import Settings
 
 CPU = DeviceInfo("cpu", "x86_64")
@@ -532,22 +532,11 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     [
         (H200, {}, {}, True),
         (H200, {"layer_types": ["full_attention", "sliding_attention"]}, {}, True),
-        (H200, {"num_experts": 8}, {}, True),
-        (H200, {}, {"speculative": {"method": "ngram"}}, True),
-        (H200, {}, {"runtime": {"without": ["any_rows"]}}, False),
-        (H200, {}, {"runtime": {"max_num_batched_tokens": 63}}, False),
         (H200, {}, {"runtime": {"without": ["split_decode"]}}, False),
-        (H200, {}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
-        (H200, {}, {"runtime": {"tensor_parallel_size": 2}}, True),
         (H200, {}, {"runtime": {"deterministic": False}}, False),
         (H200, {}, {"compile": {"backend": "eager"}}, False),
-        (H200, {}, {"lora": {"max_adapters": 1}}, False),
-        (H200, {}, {"model": {"path": "m", "quantization": "fp8"}}, True),
-        (H200, {}, {"model": {"path": "m", "quantization": "int4"}}, False),
         (H200, {}, {"model": {"path": "m", "dtype": "float16"}}, False),
         (H200, {"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2}, {}, True),
-        (H200, {"kv_lora_rank": 512}, {}, False),
-        (H200, {"vision_config": {}}, {}, False),
         (H200, {"text_config": {"mamba_d_state": 16}}, {}, True),
         (A100, {}, {}, False),
         (CPU, {}, {}, False),
@@ -563,6 +552,42 @@ def test_deterministic_steps_have_any_number_of_rows_where_no_product_depends_on
         assert config.cudagraph.sample_in_graph and not config.cudagraph.whole_prompts
         assert config.cudagraph.decode_requests[-1] == config.runtime.max_running_requests == 256
         assert config.as_config().runtime.deterministic
+
+
+# The table of docs/serving.md: its rows, and what is set for each of what a row names.
+OF_PAGE: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "dense, experts, [states](state.md), drafts, `tensor_parallel_size`": [
+        ({}, {}),
+        ({"num_experts": 8}, {}),
+        ({"layer_types": ["linear_attention", "full_attention"]}, {}),
+        ({}, {"speculative": {"method": "ngram"}}),
+        ({}, {"runtime": {"tensor_parallel_size": 2}}),
+    ],
+    "fp8 weights with a scale a row": [({}, {"model": {"path": "m", "quantization": "fp8"}})],
+    "other quantised weights, fp8 caches, images, latents, adapters": [
+        ({}, {"model": {"path": "m", "quantization": "int4"}}),
+        ({}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
+        ({"vision_config": {}}, {}),
+        ({"kv_lora_rank": 512}, {}),
+        ({}, {"lora": {"max_adapters": 1}}),
+    ],
+    "`max_num_batched_tokens` below 64, `runtime.without: [any_rows]`": [
+        ({}, {"runtime": {"max_num_batched_tokens": LEAST_ROWS - 1}}),
+        ({}, {"runtime": {"without": ["any_rows"]}}),
+    ],
+}
+
+
+def test_the_page_s_table_of_deterministic_steps_is_what_is_resolved():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = page.partition("| models | steps |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = dict(line.strip("| ").split(" | ") for line in table.splitlines())
+    assert list(rows) == list(OF_PAGE) and LEAST_ROWS == 64
+    for name, steps in rows.items():
+        for model, sections in OF_PAGE[name]:
+            runtime = {"deterministic": True} | sections.get("runtime", {})
+            config = resolved(H200, QWEN | model, **sections | {"runtime": runtime})
+            assert config.runtime.any_rows is steps.startswith("any number"), (name, model, sections)
 
 
 @pytest.mark.parametrize(
