@@ -99,6 +99,8 @@ class RuntimeSection:
     max_num_batched_tokens: int
     enable_prefix_cache: bool
     kv_events_config: KVEventsSection
+    kv_offloading_size: float
+    kv_offloading_min_gain: float
     deterministic: bool
     any_rows: bool
     enable_sleep_mode: bool

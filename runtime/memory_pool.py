@@ -91,6 +91,11 @@ class KVPool:
         tensors = _zeros(kinds, device, arena)
         self._k, self._v = tensors[::2], tensors[1::2]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Each layer's keys, [P, S, Hk, D], and values."""
+        return [*self._k, *self._v]
+
     @staticmethod
     def bytes_per_page(page_size: int, layers: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
         """Bytes that one page takes over all layers."""
@@ -201,6 +206,11 @@ class GDNPool:
         self._groups = tuple(groups.values())
         following = {like: iter(states) for like, states in groups.items()}
         self._states = [next(following[tuple(shape), dtype])[:num_rows] for shape, dtype in layers]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """[rows, …] of each layer."""
+        return [states for group in self._groups for states in group]
 
     @staticmethod
     def bytes_per_row(layers: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:

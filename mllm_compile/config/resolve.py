@@ -333,6 +333,7 @@ def _runtime(
             "runtime.kv_events_config is set, and runtime.enable_prefix_cache is false: there are no blocks to tell "
             "of. Set one of them alone."
         )
+    _check_tiers(asked)
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
     any_rows = _any_rows(config, dtype, backend, model, device)
@@ -362,6 +363,27 @@ def _check_total_tokens(total: int | None, of_request: int) -> None:
             f"runtime.max_total_tokens is {total}, which one request of runtime.max_model_len ({of_request}) exceeds. "
             "Raise it, or lower max_model_len"
         )
+
+
+def _check_tiers(asked: RuntimeConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is memory behind the KV cache, and something that it does not work with.
+    """
+    if not asked.kv_offloading_size:
+        return
+    obstacles = {
+        "tensor_parallel_size": asked.tensor_parallel_size > 1,
+        "expert_parallel_size": asked.expert_parallel_size > 1,
+        "routed_experts": asked.routed_experts,
+        "enable_prefix_cache: false": not asked.enable_prefix_cache,
+    }
+    for name, is_set in obstacles.items():
+        if is_set:
+            raise ConfigError(
+                f"runtime.kv_offloading_size is {asked.kv_offloading_size:g}, which runtime.{name} excludes. Set one "
+                "of them alone."
+            )
 
 
 def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo) -> bool:

@@ -237,6 +237,13 @@ class RuntimeConfig(Section):
 
     kv_events_config: KVEventsConfig = KVEventsConfig()
     """Events on what it keeps, for routers (docs/sessions.md): {enable_kv_cache_events: true, endpoint: …, …}."""
+    kv_offloading_size: float = Field(default=0.0, ge=0.0, le=65536.0)
+    """GiB of the host's memory behind the KV cache: prefixes that the device has no room for are kept there, and
+    loaded (docs/tiers.md). 0: none."""
+
+    kv_offloading_min_gain: float = Field(default=1.0, ge=0.0, le=1e6)
+    """A prefix is loaded where computing it takes at least so many times as long, by what both were seen to take. 0:
+    always."""
 
     cascade_attention: Auto | bool = "auto"
     """Decodes of requests that begin with the same cached tokens read these once, in steps where that is estimated to

@@ -131,6 +131,12 @@ def _load(
                 if num_ranks == 1
                 else DataParallelScheduler(limits, num_ranks, speculation)
             )
+            if config.runtime.kv_offloading_size:
+                from mllm_compile.engine.tier_parts import put_tiers_behind
+
+                assert isinstance(scheduler, Scheduler), "resolve.py refuses tiers over ranks"
+                with timeline.stage("take host memory"):
+                    put_tiers_behind(scheduler, runner)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
             adapters = adapter_parts(compiled, runner, None if group is None else group.tell)
@@ -150,7 +156,7 @@ def _load(
                 default_params=default_params,
                 check_device=_device_check(runner.device, group),
                 check_idle=_nothing if group is None else group.check,
-                shutdown=partial(_shut_down, runner, group),
+                shutdown=partial(_in_turn, scheduler.close, partial(_shut_down, runner, group)),
                 prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
                 media=media_preprocessor(compiled, files, limits.max_model_len, tower),

@@ -159,8 +159,7 @@ class LiveRequests:
 
     def drop_kv(self) -> None:
         """Has all that run computed anew, and forgets cached prefixes: with no step in flight."""
-        self._scheduler.retract()
-        self._scheduler.flush_prefix_cache()
+        self._scheduler.drop_kv()
 
     # --- the tokens of a step -----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mllm_compile.engine import end_errors
@@ -128,6 +129,7 @@ class EngineCore:
         self._stopped_unseen = end_errors.stopped_unseen()
 
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
+        scheduler.wake_by(partial(self.post, _nothing))
         self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
         _cores.add(self)
 
@@ -358,7 +360,7 @@ class EngineCore:
             self._steps.finish()
             with self._condition:
                 self.gate.drain_is_over()
-        has_work = self._steps.has_work() and not self.gate.is_shut
+        has_work = self._steps.has_work() and not self.gate.is_shut and not self._scheduler.awaits_copies
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):
                 # Release the GIL first, so that the thread waiting for the last tokens runs.

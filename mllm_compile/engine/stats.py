@@ -21,6 +21,7 @@ from mllm_compile.files.byte_sizes import format_bytes
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.config import SchedulerStats
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+    from mllm_compile.runtime.schedule.tiers.figures import TierFigures
 
 ForwardTimesSource = Callable[[], Iterable[tuple[int, int, float]]]
 ExpertsSource = Callable[[], Mapping[str, Sequence[int]]]
@@ -184,6 +185,7 @@ class EngineStats:
         accepted_tokens: those of them that became part of an answer.
         accepted_by_position: the same by place in the draft.
         adapters: the adapters in use; None unless lora.max_adapters.
+        tiers: the memory behind the KV cache, one for each tier.
     """
 
     running: int
@@ -215,6 +217,7 @@ class EngineStats:
     accepted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
     adapters: AdapterStats | None = None
+    tiers: tuple[TierFigures, ...] = ()
 
     @property
     def acceptance_length(self) -> float:
@@ -376,4 +379,5 @@ class StatsRecorder:
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
             experts=tuple(ExpertLoad(layer, tuple(counts)) for layer, counts in self._experts_chosen().items()),
             adapters=adapters,
+            tiers=scheduler.tiers,
         )

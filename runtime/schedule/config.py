@@ -10,6 +10,7 @@ from mllm_compile.runtime.errors import ConfigError, RequestError
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from mllm_compile.runtime.schedule.tiers.figures import TierFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,4 +150,5 @@ class SchedulerStats:
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
     snapshots_kept: int = 0  # prefixes whose state the prefix cache has
     snapshots_total: int = 0  # rows for such states
+    tiers: tuple[TierFigures, ...] = ()  # of the memory behind the KV cache
     step_bound_ms: float | None = None  # of the last step with decodes and prompts; None: there was none

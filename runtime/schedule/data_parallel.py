@@ -9,7 +9,7 @@ request's (`copies_of_rank`). Single-threaded; free of torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +105,22 @@ class DataParallelScheduler:
         for scheduler in self._schedulers:
             scheduler.flush_prefix_cache()
 
+    def drop_kv(self) -> None:
+        """Let go of all pages; as Scheduler.drop_kv."""
+        for scheduler in self._schedulers:
+            scheduler.drop_kv()
+
+    @property
+    def awaits_copies(self) -> bool:
+        """False: tiers of memory are of one rank."""
+        return False
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Do nothing: no rank has a tier."""
+
+    def close(self) -> None:
+        """Do nothing, likewise."""
+
     def retract(self) -> None:
         """Send all running requests back to the queue; as Scheduler.retract."""
         for scheduler in self._schedulers:
@@ -113,7 +129,7 @@ class DataParallelScheduler:
     def stats(self) -> SchedulerStats:
         """The figures of all ranks together."""
         every = [scheduler.stats() for scheduler in self._schedulers]
-        names = [name for name in SchedulerStats.__dataclass_fields__ if name != "step_bound_ms"]
+        names = [name for name in SchedulerStats.__dataclass_fields__ if name not in ("step_bound_ms", "tiers")]
         bounds = [one.step_bound_ms for one in every if one.step_bound_ms is not None]
         sums = {name: sum(getattr(one, name) for one in every) for name in names}
         return SchedulerStats(**sums, step_bound_ms=max(bounds, default=None))

@@ -23,6 +23,7 @@ from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.request import Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.state_copies import StateCopies
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 # How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
 _LOOKED_AT = 256
@@ -54,6 +55,7 @@ class PromptQueue:
         queried_tokens: tokens of prompts that were looked up in the prefix cache.
         hit_tokens: the tokens among them that were found.
         recomputed_tokens: tokens that preempted requests had computed, less what they found again.
+        tiers: the memory behind the prefix cache; None: no config asks for one.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, states: StateCopies, decodes: Decodes, pace: Pace) -> None:
@@ -62,6 +64,7 @@ class PromptQueue:
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.recomputed_tokens = 0
+        self.tiers: Tiers | None = None
         self._config = config
         self._rows = rows
         self._states = states
@@ -114,11 +117,15 @@ class PromptQueue:
 
     def _admit(self, plan: PromptPlan) -> None:
         """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
-        while self.waiting and self._rows.num_free and plan.budget.tokens > 0:
-            request = self.waiting[0]
+        place = 0  # behind those whose pages are being loaded
+        while place < len(self.waiting) and self._rows.num_free and plan.budget.tokens > 0:
+            request = self.waiting[place]
             # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
             if request.row >= 0 or self._blocked == (request, self._rows.changes):
                 break
+            if self.tiers is not None and self._waits_for_load(self.tiers, request):
+                place += 1
+                continue
             if not self._try_admit(request):
                 self._blocked = (request, self._rows.changes)
                 break
@@ -158,6 +165,8 @@ class PromptQueue:
             if self._was_cut(plan, request):
                 continue
             if request.status is RequestStatus.WAITING:
+                if self.tiers is not None and self._waits_for_load(self.tiers, request):
+                    continue
                 if not self._try_admit_before(request):  # the others are longer
                     return
                 plan.admitted.append(request)
@@ -215,6 +224,16 @@ class PromptQueue:
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
+    def _waits_for_load(self, tiers: Tiers, request: Request) -> bool:
+        """True if a waiting request is to be admitted when its pages are loaded."""
+        if tiers.is_loading(request):
+            return True
+        if not self._rows.may_reuse(request):
+            return False
+        token_ids, salt = self._rows.prefix_of(request)
+        spare = len(self.begun) + len(self._decodes.requests)
+        return tiers.holds_back(request, token_ids, salt, self._rows.pages.pages_for(token_ids.size + 1) + spare)
+
     def _try_admit_before(self, request: Request) -> bool:
         """Admit a waiting request although a begun prompt is not over; False: it would take what others need.
 
@@ -250,11 +269,16 @@ class PromptQueue:
         return True
 
     def _note_admission(self, request: Request, cached: int) -> None:
+        loaded = 0
+        if self.tiers is not None:
+            loaded = min(cached, self.tiers.tokens_loaded_for(request))
+            self.tiers.count_hit(loaded)
+            self.tiers.leave(request)
         if request.num_preemptions:
             self.recomputed_tokens -= cached
             return
         request.scheduled_time = time.monotonic()
-        request.num_cached_tokens = cached
+        request.num_cached_tokens, request.host_tokens = cached, loaded
         if self._config.enable_prefix_cache and not request.needs_prompt_logprobs:
             self.queried_tokens += len(request.prompt_token_ids)
             self.hit_tokens += cached

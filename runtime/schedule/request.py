@@ -62,6 +62,8 @@ class Request:
     max_new_tokens: int = 0  # max_tokens clipped to what fits; set by Scheduler.add
     num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption
     num_cached_tokens: int = 0  # prefix hit of the first admission
+    host_tokens: int = 0  # of num_cached_tokens those that came from the host's memory
+    disk_tokens: int = 0  # likewise, from the disk
     num_preemptions: int = 0
     num_alike: int = ALL  # its first tokens with KV of the weights that its salt says; behind them there were new ones
     salt_anew: tuple[Hashable, ...] | None = None  # its salt once it is computed anew, where weights changed meanwhile

@@ -76,11 +76,9 @@ class Rows:
         row = self._free[-1]
         token_ids = request.all_token_ids
         cache_keys = token_ids if request.media is None else request.cache_keys
-        rope = self._config.rope
-        if rope is not None and rope.recomputes and request.rope_len <= rope.boundary < token_ids.size:
-            request.rope_len = token_ids.size
+        self._fit_rope(request, token_ids.size)
         prefix = StatePrefix(0, 0, None)
-        if self._config.enable_prefix_cache and not request.needs_prompt_logprobs:
+        if self.may_reuse(request):
             # Never all of it: the logits of the last token are what the request waits for.
             prefix = self._attach_prefix(row, cache_keys[:-1], self.salt(request))
         if self.pages.pages_for(token_ids.size) - prefix.num_pages + spare_pages > self.pages.available_pages:
@@ -95,6 +93,22 @@ class Rows:
         self.pages.write_prefix(row)
         request.row = row
         return prefix
+
+    def may_reuse(self, request: Request) -> bool:
+        """True if cached pages serve a request that waits."""
+        return self._config.enable_prefix_cache and not request.needs_prompt_logprobs
+
+    def prefix_of(self, request: Request) -> tuple[np.ndarray, Salt]:
+        """The keys [n] int64 and the salt by which `take` looks for a request's cached prefix."""
+        cache_keys = request.cache_keys
+        self._fit_rope(request, cache_keys.size)
+        return cache_keys[:-1], self.salt(request)
+
+    def _fit_rope(self, request: Request, num_tokens: int) -> None:
+        """Take the frequencies of RoPE that a request is computed with from now on."""
+        rope = self._config.rope
+        if rope is not None and rope.recomputes and request.rope_len <= rope.boundary < num_tokens:
+            request.rope_len = num_tokens
 
     def _attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
         if self._config.num_snapshots:

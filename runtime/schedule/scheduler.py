@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, Reque
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.state_copies import StateCopies
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.speculation.drafter import Speculation
 
 
@@ -56,6 +57,7 @@ class Scheduler:
         pages: the rows' page tables, and the prefix cache.
         decodes, prompts: the running requests, by what they do next; prompts has those that wait too.
         pace: the bound of steps by time, and what steps were seen to take.
+        tiers: the memory behind the prefix cache; None: no config asks for one.
     """
 
     def __init__(
@@ -84,12 +86,30 @@ class Scheduler:
         if self._drafts is not None and speculation is not None and self._drafts.are_on_device:
             self._ahead = Ahead(speculation, self.rows, config.max_num_batched_tokens, self._drafts.depths)
         self._ahead_end = 0  # the step behind the last one that was planned by bounds
+        self.tiers: Tiers | None = None
+        self._tier_changes = 0
+        self._had_none = False  # no step was in flight, and none could be planned
         self._requests: set[Request] = set()  # all that are not finished
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
         self._next_update = 0
         self._unfinished_update: ScheduledBatch | None = None  # the batch whose tokens were taken last
         self._preemptions = 0
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Put memory behind the prefix cache, ahead of the first request."""
+        self.tiers = self.prompts.tiers = self._states.tiers = tiers
+        tiers.rows_to_read = self._states.rows_to_read
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called when a copy of a tier is over, from any thread: then schedule() may have more to do."""
+        if self.tiers is not None:
+            self.tiers.wake_by(wake)
+
+    def close(self) -> None:
+        """End copies for good; nobody schedules any more."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
@@ -145,8 +165,17 @@ class Scheduler:
         return [self.pages.cache]
 
     def flush_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests go on with the pages they hold."""
+        """Forget all cached prefixes, of tiers too; running requests go on with the pages they hold."""
         self.finish_update()
+        self._settle_tiers()
+        self.rows.flush_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def drop_kv(self) -> None:
+        """Let go of all pages, whose memory goes, with no step in flight: requests begin anew. Tiers keep theirs."""
+        self.retract()
+        self._settle_tiers()
         self.rows.flush_prefix_cache()
 
     def retract(self) -> None:
@@ -170,6 +199,7 @@ class Scheduler:
             snapshots_kept=self.pages.cache.states.num_kept,
             snapshots_total=self.config.num_snapshots,
             step_bound_ms=self.pace.last_bound_ms,
+            tiers=() if self.tiers is None else self.tiers.figures(),
         )
 
     # --- a step is planned --------------------------------------------------------------------------------------------
@@ -180,6 +210,14 @@ class Scheduler:
         Run the batch before the next one, on one stream, then hand it to update() or fail().
         """
         self.finish_update()
+        if self.tiers is None:
+            return self._plan_step()
+        self._advance_tiers(self.tiers)
+        batch = self._plan_step()
+        self._had_none = batch is None and self._next_update == self._next_step
+        return batch
+
+    def _plan_step(self) -> ScheduledBatch | None:
         if self._ahead is not None and self._drafts is not None:
             batch = self._schedule_ahead(self._ahead, self._drafts)
             if batch is not None or self._next_update < self._ahead_end:
@@ -200,6 +238,22 @@ class Scheduler:
             self.rows.computed[decodes.rows] += 1 if drafted.num_new is None else drafted.num_new
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         return self._build(decodes, prefix_lens, chunks, admitted, drafted)
+
+    def _advance_tiers(self, tiers: Tiers) -> None:
+        tiers.advance()
+        if tiers.changes != self._tier_changes:
+            self._tier_changes = tiers.changes
+            self.rows.changes += 1
+
+    def _settle_tiers(self) -> None:
+        """Wait until no page moves."""
+        if self.tiers is not None:
+            self.tiers.settle()
+
+    @property
+    def awaits_copies(self) -> bool:
+        """True if no step is in flight, and the next one waits for the end of a copy."""
+        return self._had_none and self.tiers is not None and self.tiers.is_busy
 
     def _schedule_ahead(self, ahead: Ahead, drafts: Drafts) -> ScheduledBatch | None:
         """The next step, if the device can draft for it and has the tokens of the one in flight, if there is one."""
@@ -340,6 +394,8 @@ class Scheduler:
         self.rows.give_back(row)
 
     def _check_not_stuck(self) -> None:
+        if self.tiers is not None and self.tiers.is_busy:
+            return
         if self._requests and self._next_update == self._next_step:
             raise RuntimeError(
                 f"internal error: {len(self._requests)} requests, but no step in flight and none can be planned; "
@@ -356,6 +412,8 @@ class Scheduler:
             host_seconds: from the end of the step before to such a later launch, unless there was nothing to do.
         """
         self.pace.took(batch, seconds * 1e3)
+        if self.tiers is not None:
+            self.tiers.took(batch, seconds * 1e3)
         if self._drafts is not None and self._drafts.depths is not None:
             self._drafts.depths.took(batch, (seconds + host_seconds) * 1e3)
 
@@ -514,6 +572,7 @@ class Scheduler:
         """
         self._step_over(batch)
         self.rows.end_step(batch.rows)
+        self._settle_tiers()
         ended = [
             request
             for request in batch.requests
@@ -527,6 +586,8 @@ class Scheduler:
                 self._preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
+        if self.tiers is not None and batch.cleared_pages.size:
+            self.rows.flush_prefix_cache()  # a load may have filled some of these since
         self.pages.clear_again(batch.cleared_pages)
         return ended
 
@@ -565,10 +626,13 @@ class Scheduler:
             request.forbids_all = True
         else:
             request.is_broken = True
+            self._settle_tiers()
             self.rows.forget_prefix(request)
         return self.finish(request, "abort")
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        if self.tiers is not None:
+            self.tiers.leave(request)
         if request.status is RequestStatus.WAITING:
             self.prompts.remove_waiting(request)
         else:

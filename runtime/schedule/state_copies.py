@@ -16,6 +16,7 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pages.tables import StatePrefix
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 
 class _Save(NamedTuple):
@@ -27,9 +28,14 @@ class _Save(NamedTuple):
 
 
 class StateCopies:
-    """The copies of the step that is being planned, and of steps in flight."""
+    """The copies of the step that is being planned, and of steps in flight.
+
+    Attributes:
+        tiers: told of states that are kept; None: no config asks for memory behind them.
+    """
 
     def __init__(self, config: SchedulerConfig, rows: Rows) -> None:
+        self.tiers: Tiers | None = None
         self._rows = rows
         self._page_size = config.page_size
         self._num_snapshots = config.num_snapshots
@@ -46,6 +52,10 @@ class StateCopies:
             self._cuts[row] = tuple(sorted(pages * self._page_size for pages in {prefix.num_matched, whole}))
         if prefix.state_row is not None:
             self._restores.append((prefix.state_row, row))
+
+    def rows_to_read(self) -> set[int]:
+        """Rows of snapshots that the step that is planned begins with."""
+        return {state_row for state_row, _ in self._restores}
 
     def cut(self, row: int, start: int, length: int) -> int:
         """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt.
@@ -87,7 +97,9 @@ class StateCopies:
             request = save.request
             if request.status is RequestStatus.RUNNING and save.num_tokens <= request.num_alike:
                 tokens = self._rows.cache_keys(request.row)[: save.num_tokens]
-                self._rows.pages.keep_state(tokens, self._rows.salt(request), save.state_row)
+                run = self._rows.pages.keep_state(tokens, self._rows.salt(request), save.state_row)
+                if run is not None and self.tiers is not None:
+                    self.tiers.state_kept(run)
             else:
                 self._rows.pages.cache.states.release(save.state_row)
 

@@ -266,6 +266,16 @@ def test_a_cache_smaller_than_a_request_is_refused():
     assert resolved(runtime=keys | {"max_total_tokens": 100}).runtime.max_total_tokens == 100
 
 
+_OF_TIERS = {"kv_offloading_size": 1.5, "kv_offloading_min_gain": 0.0}
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "expert_parallel_size", "routed_experts"])
+def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(key):
+    assert resolved(runtime=_OF_TIERS).runtime.kv_offloading_size == 1.5
+    with pytest.raises(ConfigError, match=f"kv_offloading_size is 1.5, which runtime.{key} excludes"):
+        resolved(runtime=_OF_TIERS | {key: 2 if "size" in key else True})
+
+
 def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
@@ -288,7 +298,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic", "expert_parallel_size", "kv_events_config"}
+    assert without_auto == {*keys, "deterministic", "expert_parallel_size", "kv_events_config", *_OF_TIERS}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic

@@ -51,6 +51,7 @@ FLOORS = (
     "mllm_compile/errors",
     "mllm_compile/version",
     "passes",
+    "runtime/tiers",
     "runtime/step",
     "runtime/ranks",
     "runtime/model_runner",

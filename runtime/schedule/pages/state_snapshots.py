@@ -8,7 +8,7 @@ kept; steps copy.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 
 
 class StateSnapshots:
@@ -21,6 +21,7 @@ class StateSnapshots:
         self.count = count
         self._free = list(range(first_row, first_row + count))
         self._rows: OrderedDict[Hashable, int] = OrderedDict()  # by run, the least recently used first
+        self._held: set[Hashable] = set()
 
     @property
     def num_kept(self) -> int:
@@ -39,11 +40,25 @@ class StateSnapshots:
         self._rows.move_to_end(run)
         return self._rows[run]
 
-    def reserve(self) -> int | None:
-        """A row for a new snapshot; None while all are reserved."""
+    def reserve(self, but_not: Container[int] = ()) -> int | None:
+        """A row for a new snapshot; None while all are reserved or held.
+
+        Args:
+            but_not: rows that are read by a step that is not launched, for who writes ahead of it.
+        """
         if self._free:
             return self._free.pop()
-        return self._rows.popitem(last=False)[1] if self._rows else None
+        run = next((run for run, row in self._rows.items() if run not in self._held and row not in but_not), None)
+        return None if run is None else self._rows.pop(run)
+
+    def hold(self, run: Hashable) -> int:
+        """The row of a locked run that has one, which stays its own until `let_go`: it is read beside the steps."""
+        self._held.add(run)
+        return self._rows[run]
+
+    def let_go(self, run: Hashable) -> None:
+        """Lets others have the row of a run that was held."""
+        self._held.discard(run)
 
     def release(self, row: int) -> None:
         """Take back a reserved row whose snapshot is not wanted."""

@@ -106,14 +106,15 @@ class PageTables:
         self._set_num_pages(row, pages.size)
         return pages.size
 
-    def keep_state(self, token_ids: np.ndarray, salt: Salt, state_row: int) -> None:
+    def keep_state(self, token_ids: np.ndarray, salt: Salt, state_row: int) -> PageRun | None:
         """Keep a reserved row as the state after these tokens [n * page_size], whose pages are published; give it back
-        where they are not, or have a state."""
+        where they are not, or have a state. Returns the run that ends with it; None: it was given back."""
         states, run = self.cache.states, self.cache.run_to(token_ids, salt)
         if run is None or run in states:
             states.release(state_row)
-        else:
-            states.keep(run, state_row)
+            return None
+        states.keep(run, state_row)
+        return run
 
     def write_prefix(self, row: int) -> None:
         """Note the row's present pages as writes."""
@@ -135,6 +136,25 @@ class PageTables:
         self.table[row, start : start + count] = pages
         self._set_num_pages(row, start + count)
         self._note(row, start, pages)
+
+    def take_for_load(self, count: int) -> np.ndarray:
+        """Take `count` pages [count] int32, which must be available, for what a tier has; one behind the other where
+        possible. They are not cleared any more: the copy writes all of them."""
+        self._make_free(count)
+        run = self.allocator.set_aside(count) if count else None
+        pages = None
+        if run is not None:
+            pages = self.allocator.allocate_behind(run.start - 1, count)
+            self.allocator.end_setting_aside(run)
+        pages = self.allocator.allocate(count) if pages is None else pages
+        self._to_clear = [np.setdiff1d(one, pages) for one in self._to_clear]
+        return pages
+
+    def give_back_loaded(self, pages: np.ndarray) -> None:
+        """Take back pages of a load that did not arrive; they may hold anything, and are cleared."""
+        if pages.size:
+            self._to_clear.append(pages.copy())
+            self.allocator.free(pages)
 
     def grow_each(self, rows: np.ndarray) -> None:
         """Give each of the rows [n] one more page; n must be available."""

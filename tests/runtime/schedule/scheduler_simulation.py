@@ -257,7 +257,9 @@ class Simulation:
         running = self.scheduler.prompts.begun + self.scheduler.decodes.requests
         running = [request for request in running if request not in waits]
         awaits_tokens = self.speculates and self.in_flight
-        if running and not self.scheduler.rows.leaving and not awaits_tokens:
+        tiers = self.scheduler.tiers
+        awaits_copies = tiers is not None and tiers.is_busy  # stores lock pages
+        if running and not self.scheduler.rows.leaving and not awaits_tokens and not awaits_copies:
             assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
 
     def collect(self) -> list[Request]:

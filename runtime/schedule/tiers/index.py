@@ -1,0 +1,151 @@
+"""The slots of one tier of memory: which page, or which state, each holds, and which is given up next.
+
+A page is worth something only with all pages before it. So a use counts for the whole path, its end first: of the
+least recently used path the last page goes first. Among the oldest ends the one goes that is computed fastest. Free of
+torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+# How many of the oldest entries are compared: it bounds the host's work for each slot.
+_LOOKED_AT = 64
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The content of a slot.
+
+    Attributes:
+        key: the page's; of a state the key of the last page before it.
+        parent: the key of the page before; of a first page its root's.
+        first: the key of the first page of the path.
+        depth: tokens of the path up to its end.
+        slot: where it is.
+        users: copies in flight that read the slot; it stays meanwhile.
+        until: time.monotonic() up to which others go first; a bias, and no promise.
+        is_ended: nobody will ask for it: it goes first.
+        is_below: the tier below has it, too.
+    """
+
+    key: bytes
+    parent: bytes
+    first: bytes
+    depth: int
+    slot: int
+    users: int = 0
+    used: float = 0.0
+    until: float = 0.0
+    is_ended: bool = False
+    is_below: bool = False
+
+    def cost(self, now: float) -> float:
+        """The loss that giving it up is: the time that computing it takes, over the time since its use."""
+        if self.is_ended:
+            return 0.0
+        cost = (1.0 + self.depth / 16384) / max(now - self.used, 1e-3)
+        return cost * 1e6 if self.until > now else cost
+
+
+class TierIndex:
+    """See the module's header. Used by the engine's thread alone.
+
+    Attributes:
+        evictions: entries that were given up for others.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.evictions = 0
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
+        self._children: Counter[bytes] = Counter()  # entries that follow a page
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Entries, the least recently used first."""
+        return iter(self._entries.values())
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def run_of(self, keys: Sequence[bytes]) -> list[Entry]:
+        """The entries of `keys` up to the first that is missing."""
+        found = []
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                break
+            found.append(entry)
+        return found
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Counts a path of pages as used now."""
+        now = time.monotonic()
+        for key in reversed(keys):
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.used = now
+                self._entries.move_to_end(key)
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` slots, which are the caller's until `put` or `give_back`; others' entries go for them."""
+        while len(self._free) < count and (victim := self._victim()) is not None:
+            self.evictions += 1
+            self.drop(victim)
+        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        return sorted(slots)  # neighbours are copied at once
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Takes slots back that hold nothing."""
+        self._free += slots
+
+    def put(self, entry: Entry) -> None:
+        """Makes a slot that was taken an entry's, as used now; gives it back where the key has one."""
+        if entry.key in self._entries:
+            self._free.append(entry.slot)
+            return
+        entry.used = time.monotonic()
+        self._entries[entry.key] = entry
+        self._children[entry.parent] += 1
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry that no copy reads."""
+        del self._entries[entry.key]
+        self._free.append(entry.slot)
+        self._children[entry.parent] -= 1
+        if not self._children[entry.parent]:
+            del self._children[entry.parent]
+
+    def forget(self, first: bytes) -> None:
+        """Drops all paths that begin with this page."""
+        for entry in [one for one in self._entries.values() if one.first == first]:
+            self.drop(entry)
+
+    def clear(self) -> None:
+        """Drops everything."""
+        for entry in list(self._entries.values()):
+            self.drop(entry)
+
+    def _victim(self) -> Entry | None:
+        """The entry that goes next; None while all are read."""
+        now = time.monotonic()
+        oldest = [one for one in islice(self._entries.values(), _LOOKED_AT) if not one.users]
+        ends = [one for one in oldest if one.key not in self._children]
+        if ends:
+            return min(ends, key=lambda one: one.cost(now))
+        return next((one for one in self._entries.values() if not one.users), None)

@@ -1,0 +1,1 @@
+"""Tiers of memory as the scheduler sees them."""

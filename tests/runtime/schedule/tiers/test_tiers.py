@@ -1,0 +1,110 @@
+"""A scheduler with memory behind its KV cache gives the tokens of one without, whatever copies do."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
+from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_config, make_request, prompt_of
+from tests.runtime.schedule.tiers.fake_copies import FakeCopies
+
+
+def simulation(
+    chance: Random, num_slots: int = 64, num_states: int = 0, ends: float = 0.5, fails: float = 0.0, **config: object
+) -> tuple[Simulation, FakeCopies]:
+    sim = Simulation(make_config(**config), steps_ahead=chance.randrange(2))
+    copies = FakeCopies(sim.device, chance, ends, fails)
+    sim.scheduler.use_tiers(Tiers(sim.scheduler.pages, copies, num_slots, num_states, b"secret", min_gain=0.0))
+    return sim, copies
+
+
+def settled(sim: Simulation) -> None:
+    sim.run()
+    assert sim.scheduler.tiers is not None
+    sim.scheduler.tiers.settle()
+
+
+def test_a_prompt_whose_pages_are_gone_is_loaded_and_not_computed() -> None:
+    sim, copies = simulation(Random(1), num_pages=9)
+    first = sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.add(make_request("other", prompt_of(24, first=5), max_tokens=2, **FREE))
+    settled(sim)
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.check_answers()
+    assert (first.host_tokens, again.host_tokens, again.num_cached_tokens) == (0, 12, 16), "one page stayed"
+    assert copies.num_loaded == 3
+    (figures,) = sim.scheduler.stats().tiers
+    assert figures.hit_tokens == 12
+    sim.check_all_returned()
+
+
+def test_pages_that_do_not_arrive_are_computed() -> None:
+    sim, copies = simulation(Random(2), fails=1.0, num_pages=9)
+    for name, prompt in (("first", prompt_of(20)), ("other", prompt_of(24, first=5)), ("again", prompt_of(20))):
+        request = sim.add(make_request(name, prompt, max_tokens=2, **FREE))
+        settled(sim)
+    sim.check_answers()
+    assert (copies.num_failed, request.host_tokens) == (3, 0)
+    assert sim.scheduler.stats().tiers[0].failed_loads == 3
+    sim.check_all_returned()
+
+
+def test_a_request_that_waits_for_a_load_stops_no_other() -> None:
+    sim, copies = simulation(Random(3), num_pages=17)
+    for name, prompt in (("first", prompt_of(20)), ("other", prompt_of(60, first=5))):
+        sim.add(make_request(name, prompt, max_tokens=2, **FREE))
+        settled(sim)
+    copies.ends = 0.0
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    late = sim.add(make_request("late", prompt_of(7, first=9), max_tokens=3, **FREE))
+    for _ in range(12):
+        sim.step()
+    assert late.is_finished
+    assert not again.output_token_ids
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert again.host_tokens > 0
+
+
+@pytest.mark.parametrize("states", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed: int) -> None:
+    chance = Random(seed)
+    sim, _ = simulation(
+        chance,
+        num_slots=chance.choice([3, 8, 64]),
+        num_states=chance.choice([1, 4]) if states else 0,
+        ends=chance.choice([0.1, 0.5, 1.0]),
+        fails=chance.choice([0.0, 0.0, 0.2]),
+        num_pages=chance.choice([17, 20, 33]),
+        num_snapshots=4 if states else 0,
+    )
+    for number in range(30):
+        length = chance.randrange(1, 50)
+        prompt = prompt_of(length, first=chance.randrange(3))
+        salt = chance.choice([(), (), ("other",)])
+        sim.add(make_request(str(number), prompt, max_tokens=chance.randrange(1, 12), salt=salt))
+        for _ in range(chance.randrange(6)):
+            sim.step()
+        event = chance.randrange(24)
+        if event == 0:
+            sim.lose()
+        elif event == 1:
+            sim.scheduler.abort(chance.choice(sim.requests))
+        elif event == 2:
+            sim.scheduler.flush_prefix_cache()
+        elif event == 3:
+            while sim.in_flight:
+                sim.collect()
+            sim.scheduler.drop_kv()
+    settled(sim)
+    sim.check_answers()
+    sim.check_all_returned()
