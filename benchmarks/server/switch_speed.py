@@ -51,7 +51,7 @@ class Served:
                     models: dict[str, str] = state["models"]
                     return models
             time.sleep(0.1)
-        sys.exit(self._said.read_text()[-4000:])
+        sys.exit("the server is not ready")
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and answer."""
@@ -87,6 +87,9 @@ def served(models: list[str], more: list[str]) -> Iterator[Served]:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             yield Served(process, said)
+        except BaseException:  # also a limit of time
+            print(said.read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise
         finally:
             process.terminate()
             process.wait()
