@@ -19,6 +19,7 @@ from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_
 from mllm_compile.adapters.base_names import check_base
 from mllm_compile.adapters.dora import check_magnitudes, scaled
 from mllm_compile.adapters.expert_factors import by_expert, with_parameters
+from mllm_compile.adapters.in_stretches import times
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
@@ -226,10 +227,9 @@ def _matrices(
     """A and B of each weight; of one that several modules are, A has the rows of all, and B blocks of theirs."""
     parts: dict[str, list[tuple[RowsOf, torch.Tensor, torch.Tensor]]] = {}
     for module, one in factors.items():
-        down = _tensor(data, one.down).to(base.dtype)
-        up = _tensor(data, one.up)
-        # A product with a number is computed in float32 and rounded once, in its own type too.
-        up = up * names.scale(module) if up.dtype == base.dtype else (up.float() * names.scale(module)).to(base.dtype)
+        down, up = _tensor(data, one.down), _tensor(data, one.up)
+        down = down if down.dtype == base.dtype else times(down, 1.0, base.dtype)
+        up = times(up, names.scale(module), base.dtype)
         if not (_is_finite(down) and _is_finite(up)):
             dtype = str(base.dtype).removeprefix("torch.")
             raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
+from mllm_compile.adapters.in_stretches import copy_in_stretches
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
@@ -52,7 +53,7 @@ class PoolWriter:
             places = []
             for one in pair:
                 places.append(flat[start : start + one.numel()].view(one.shape))
-                places[-1].copy_(one)
+                copy_in_stretches(one, places[-1])
                 start += one.numel()
             pinned[weight] = tuple(places)
         return pinned
