@@ -28,7 +28,8 @@ class AttendSegments(GraphPass):
 
         mllm.segment_attention_by_kernel(q, k, v, bounds, out, 0.118, "blocks.0.attn")
 
-    Requires: q, k and v in bfloat16 with heads as wide as each other, a multiple of 8 of 64 to 96, or 128.
+    Requires: q, k and v in bfloat16 with heads as wide as each other, a multiple of 8 of 64 to 96, or 128. Every row
+        sees its whole segment.
     Preserves: the meaning of the op; weights of keys are rounded as flash attention rounds them.
     """
 
@@ -43,13 +44,15 @@ class AttendSegments(GraphPass):
         count, matches = len(gm.graph.nodes), 0
         for node in gm.graph.nodes:
             if is_op(node, "segment_attention_with_output") and _is_taken(node):
-                node.target = op("segment_attention_by_kernel")
+                node.target, node.args = op("segment_attention_by_kernel"), node.args[:7]
                 matches += 1
         return PassResult(gm, matches, count, count)
 
 
 def _is_taken(node: fx.Node) -> bool:
     operands: list[Any] = list(node.args)
+    if any(one not in (-1, None) for one in operands[8:]):  # windows and bias, which the kernels lack
+        return False
     values = [operand.meta["val"] for operand in operands[:3]]
     head_dims = {int(value.shape[2]) for value in values}
     is_bfloat16 = all(value.dtype == torch.bfloat16 for value in values)

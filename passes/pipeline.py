@@ -121,6 +121,9 @@ OF_TOWERS = frozenset(
     }
 )
 
+# The passes of a model that pools: a tower's for its rows, and those of a language model's linears.
+OF_TEXTS = OF_TOWERS - {MultiplyPatches.name} | {PackLinears.name, FuseGatedLinear.name, FuseSiluMul.name}
+
 Observer = Callable[["PassReport", fx.GraphModule], None]
 
 

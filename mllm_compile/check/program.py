@@ -123,7 +123,7 @@ def self_check(
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
         ranks = [
-            linked.bind(_program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)
+            linked.bind(program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)
         ]
         states = StateCheck(of_kind(linked.layer_kernels, "state"), state_dtype)
         cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
@@ -153,7 +153,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
             raise
         except Exception as failure:
             raise CompileError(
-                f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
+                f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{hint(lowered)}"
             ) from failure
         limit = _limit(lowered, sum(map(len, batch_ids)))
         errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
@@ -169,7 +169,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
             raise UnsupportedModelError(
                 f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
                 f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
-                f"to token, or that read positions other than position_ids.{_hint(lowered, ' Or a pass')}"
+                f"to token, or that read positions other than position_ids.{hint(lowered, ' Or a pass')}"
             )
     return ours
 
@@ -210,7 +210,7 @@ def _bound_for_adapters(
     pool = LoraPool(layout, torch.device(device), rank)
     case.write(pool)
     own = replace(program, weights=tuple(name for name in program.weights if name not in layout.shapes()))
-    executor = ProgramExecutor(program, linked.pieces, {**_program_weights(by_name, own, one, rank), **pool.buffers})
+    executor = ProgramExecutor(program, linked.pieces, {**program_weights(by_name, own, one, rank), **pool.buffers})
     return executor, tuple(AttentionLayer.of(layer, executor.weights, rank) for layer in program.layers)
 
 
@@ -245,7 +245,7 @@ def _check_adapters(
                     f"adapters of {hf_model.model.config.model_type!r} would not be served right: with "
                     f"{_crowd(len(batch_ids))} logits are off by {error:.2g} from Transformers' with what they add "
                     f"(limit {limit:g}). Leave out the section lora, or set lora.targets to other modules."
-                    f"{_hint(of_lora)}"
+                    f"{hint(of_lora)}"
                 )
 
 
@@ -263,7 +263,7 @@ def _check_media(
     dtype, lengths = hf_model.model.dtype, tuple(len(ids) for ids, _ in case.prompts)
 
     def executor(one: Lowered, rank: int) -> ProgramExecutor:
-        return ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, rank))
+        return ProgramExecutor(one.program, linked.pieces, program_weights(by_name, one.program, one, rank))
 
     def plain(rank: int) -> _Bound:
         own = executor(text, rank)
@@ -290,7 +290,7 @@ def _check_media(
         except Exception as failure:
             ours = failure
         limit = _limit(one, sum(lengths)) * (1 if dtype == torch.float32 else ROUNDED_TWICE)
-        return compare_media(hf_model, adapter, case, ours, limit, _hint(one), added)
+        return compare_media(hf_model, adapter, case, ours, limit, hint(one), added)
 
     fault = fault_of(text, plain, lambda model, prompt: nullcontext())
     lora = lowered.program.lora
@@ -312,7 +312,7 @@ def _crowd(num_requests: int) -> str:
     )
 
 
-def _hint(lowered: Lowered, suspicion: str = " It may be a pass") -> str:
+def hint(lowered: Lowered, suspicion: str = " It may be a pass") -> str:
     """The passes that changed this model and that it can do without."""
     from mllm_compile.passes.pipeline import optional_pass_names
 
@@ -448,7 +448,7 @@ def _quantise(
     return found
 
 
-def _program_weights(
+def program_weights(
     by_name: Mapping[str, torch.Tensor], program: Program, lowered: Lowered, rank: int
 ) -> dict[str, torch.Tensor]:
     """The model's weights as a rank's program wants them: its parts of them, and packed ones concatenated; once for

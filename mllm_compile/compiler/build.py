@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mllm_compile.check.pooling import check_pooling
 from mllm_compile.check.program import self_check
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
@@ -38,6 +39,7 @@ from mllm_compile.compiler.lowering import (
     write_pieces,
 )
 from mllm_compile.compiler.media import with_media
+from mllm_compile.compiler.pooling import lower_pooling
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
@@ -152,6 +154,9 @@ def _write(scratch: Path, target: Target, options: CompileOptions, timeline: Tim
     lowered, files, suffix = _fill(scratch, target, options, timeline)
     check_unchanged(config, target.model, target.factors)
     with timeline.stage("self-check"):
+        if lowered.program.pooling is not None:
+            check_pooling(lowered, scratch, suffix, runtime.device)
+            return _write_manifest(scratch, target, lowered, files, suffix, timeline)
         types = runtime.state_dtype, runtime.kv_cache_dtype
         fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
     if fault is not None:
@@ -160,9 +165,15 @@ def _write(scratch: Path, target: Target, options: CompileOptions, timeline: Tim
         shutil.rmtree(scratch / WEIGHTS, ignore_errors=True)  # packed with the tower's
         files = _write_weights(scratch, target, options, lowered, timeline)
         _remove_pieces(scratch, lowered)
+    return _write_manifest(scratch, target, lowered, files, suffix, timeline)
+
+
+def _write_manifest(
+    scratch: Path, target: Target, lowered: Lowered, files: WeightFiles, suffix: PieceSuffix, timeline: Timeline
+) -> Manifest:
     manifest = Manifest(
         factors=target.factors,
-        config=config.model_dump(mode="json"),
+        config=target.config.model_dump(mode="json"),
         sizes=lowered.hf_model.sizes(lowered.program.layers),
         piece_suffix=suffix,
         weights=files,
@@ -185,10 +196,14 @@ def _fill(
         KernelCompiler() as compiler,
     ):
         built = build_model(config, model, timeline)
-        early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
-        lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
-        lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
+        early: dict[str, EarlyPiece] = {}
+        if config.model.pools:
+            lowered = lower_pooling(config, built, model, scratch / GRAPHS, timeline)
+        else:
+            early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
+            lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
+            lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
         files = _write_weights(scratch, target, options, lowered, timeline)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)

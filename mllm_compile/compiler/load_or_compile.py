@@ -184,6 +184,8 @@ def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
 
 
 def _check_positions(artifact: Artifact, config: ResolvedConfig) -> None:
+    if config.model.pools and any(choice.key == "runtime.max_model_len" for choice in config.choices):
+        return  # such an engine takes texts that are as long as the model takes
     sizes, length = artifact.sizes, config.runtime.max_model_len
     if sizes.is_table_of_positions and length > sizes.context_len:
         raise ConfigError(

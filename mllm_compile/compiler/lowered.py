@@ -68,6 +68,7 @@ class Lowered:
         of_media: what its programs for images were lowered from: the text with features, and the tower.
         adapter: of the tower, where there are such programs.
         of_lora: what its programs for adapters were lowered from: the text, and the text with features.
+        of_head: of a model that pools, what its head was lowered from, if it has one.
     """
 
     built: BuiltModel
@@ -80,6 +81,7 @@ class Lowered:
     of_media: tuple[Lowered, ...] = ()
     adapter: TowerAdapter | None = None
     of_lora: tuple[Lowered, ...] = ()
+    of_head: tuple[Lowered, ...] = ()
 
     def without_images(self) -> Lowered:
         """The model for text alone."""
@@ -90,7 +92,7 @@ class Lowered:
     @property
     def every(self) -> tuple[Lowered, ...]:
         """The text's model, the towers and the models with adapters, as Program.every."""
-        return (self, *self.of_media, *self.of_lora)
+        return (self, *self.of_media, *self.of_lora, *self.of_head)
 
     @property
     def hf_model(self) -> HFModel:

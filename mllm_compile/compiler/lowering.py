@@ -95,7 +95,12 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         dtype = getattr(torch, config.model.dtype)
-        if head_type(model.config) is None:
+        if config.model.pools:
+            from mllm_compile.model.pooling.build import build_pooling_on_meta
+
+            check_remote_code(model, config.model.trust_remote_code)
+            whole = build_pooling_on_meta(model.path, dtype, config.model.task, config.model.trust_remote_code)
+        elif head_type(model.config) is None:
             check_remote_code(model, config.model.trust_remote_code)
             whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
             whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))

@@ -63,6 +63,7 @@ _SIZE_NAMES = {
     "slots": "L",
     "pixel_values": "F",
     "taps": "G",
+    "rows": "S",
 }
 
 
@@ -208,14 +209,22 @@ def _state_step(node: fx.Node) -> StateStep:
 
 
 def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
-    out: Any
-    *_, out, sm_scale, name = node.args
-    q, k, v, segments = map(_value_name, node.args[:4])
+    operands: Any = node.args
+    out, scale, name = operands[4:7]
+    q, k, v, segments = map(_value_name, operands[:4])
     num_heads, v_head_dim = map(int, out.meta["val"].shape[1:])
-    scale: Any = sm_scale
     by_kernel = is_op(node, SegmentAttentionKind.lowered)
-    out_shape = num_heads, v_head_dim
-    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), out_shape, float(scale), by_kernel)
+    left, right, bias = operands[8:] or (-1, -1, None)
+    return PackedAttentionStep(
+        str(name),
+        *(q, k, v, segments, _value_name(out)),
+        (num_heads, v_head_dim),
+        float(scale),
+        by_kernel,
+        int(left),
+        int(right),
+        None if bias is None else _value_name(bias),
+    )
 
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {

@@ -16,6 +16,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
+from mllm_compile.config.resolve_task import resolve_task
 from mllm_compile.config.resolved import (
     AutoChoices,
     Quantization,
@@ -50,6 +51,7 @@ from mllm_compile.runtime.config_sections import (
     SpeculativeMethod,
     SpeculativeSection,
 )
+from mllm_compile.runtime.pooling.facts import ModelTask
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -107,7 +109,8 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     """
     choices = AutoChoices()
     dtype = choices.resolve("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
-    backend = _attention_backend(config.runtime, dtype, device, choices)
+    task = resolve_task(config, model, choices)
+    backend = _attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device)
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
@@ -123,9 +126,11 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             load_format=choices.resolve(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
-            quantization=_quantization(config, model, device, dtype, choices),
+            quantization=_quantization(config, model, device, dtype, task, choices),
             trust_remote_code=config.model.trust_remote_code,
             split_special_tokens=config.model.split_special_tokens,
+            task=task,
+            classifier_from_token=config.model.classifier_from_token,
         ),
         compile=ResolvedCompile(
             backend=config.compile.backend,
@@ -196,7 +201,12 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
 
 
 def _quantization(
-    config: EngineConfig, model: ModelFolder, device: DeviceInfo, dtype: str, choices: AutoChoices
+    config: EngineConfig,
+    model: ModelFolder,
+    device: DeviceInfo,
+    dtype: str,
+    task: ModelTask,
+    choices: AutoChoices,
 ) -> Quantization:
     asked = config.model.quantization
     scheme = None if model.scheme is None or model.scheme.is_plain else model.scheme
@@ -205,6 +215,8 @@ def _quantization(
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
+        if task != "generate":
+            return "dequantize", "linears of a model that pools compute in its type"
         if why := _why_not_kept("keep", scheme, config, device):
             return "dequantize", why
         if not device.is_cuda and dtype != "float32" and not _INTEGERS.isdisjoint(scheme.kinds):
@@ -288,8 +300,12 @@ def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) ->
     return dtype, "the checkpoint's"
 
 
-def _attention_backend(asked: RuntimeConfig, dtype: str, device: DeviceInfo, choices: AutoChoices) -> BackendName:
+def _attention_backend(
+    asked: RuntimeConfig, dtype: str, device: DeviceInfo, task: ModelTask, choices: AutoChoices
+) -> BackendName:
     def choose() -> tuple[str, str]:
+        if task != "generate":
+            return "torch", "a model that pools has no KV cache"
         if not device.is_cuda:
             return "torch", "a CPU"
         if dtype == "float32":

@@ -16,6 +16,7 @@ from mllm_compile.runtime.config_sections import (
     RuntimeSection,
     SpeculativeSection,
 )
+from mllm_compile.runtime.pooling.facts import ModelTask
 
 LAST_HIDDEN_STATE = -1  # the place of what a model's head reads (model/hidden_states.py)
 
@@ -49,8 +50,15 @@ class ResolvedModel(_Resolved):
     quantization: Quantization
     trust_remote_code: bool
     split_special_tokens: bool
+    task: ModelTask = "generate"
+    classifier_from_token: tuple[str, str] | None = None
     prediction_layer: int | None = None
     token_map: str | None = None
+
+    @property
+    def pools(self) -> bool:
+        """True if it embeds or classifies texts, and generates none."""
+        return self.task != "generate"
 
     @property
     def keeps_weights(self) -> bool:

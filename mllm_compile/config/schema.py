@@ -28,6 +28,7 @@ from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode, LogprobsMode, SpeculativeMethod, Switch
+from mllm_compile.runtime.pooling.facts import ModelTask
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 MAX_PAGE_SIZE = 256
@@ -88,6 +89,14 @@ class ModelConfig(Section):
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
+
+    task: Literal[Auto, ModelTask] = "auto"
+    """The task of the model (docs/encoders.md). auto: by the class that config.json names, and embed where the
+    folder has sentence-transformers' modules.json."""
+
+    classifier_from_token: Annotated[tuple[str, str], _LIST_IS_TUPLE] | None = None
+    """The tokens that say no and yes, of a causal LM that reranks. A pair's score is the probability of yes of the
+    two."""
 
     split_special_tokens: bool = False
     """Read special tokens in users' texts, such as `<|im_end|>`, as other text; those that a chat template writes stay

@@ -22,7 +22,8 @@ from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
-from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
+from mllm_compile.engine.pooling.assemble import PoolingParts, pooling_parts
+from mllm_compile.errors import ConfigError, DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
@@ -73,6 +74,26 @@ def assemble(
     num_pages: int | None = None,
     early: EarlyRanks | None = None,
 ) -> EngineParts:
+    """Like assemble_any, of a model that generates.
+
+    Raises:
+        ConfigError: it pools.
+    """
+    parts = assemble_any(config, reporter, forward_times=forward_times, num_pages=num_pages, early=early)
+    if isinstance(parts, PoolingParts):
+        parts.shutdown()
+        raise ConfigError("the model pools, and generates no text. Use Engine.embed and the like (docs/encoders.md).")
+    return parts
+
+
+def assemble_any(
+    config: EngineSource,
+    reporter: Reporter,
+    *,
+    forward_times: bool = False,
+    num_pages: int | None = None,
+    early: EarlyRanks | None = None,
+) -> EngineParts | PoolingParts:
     """Loads a runtime's folder as it is; for a config the cached runtime that fits, or one that is compiled first.
 
     Args:
@@ -86,7 +107,7 @@ def assemble(
     source = config_or_runtime(config)
     if early is None:
         with early_ranks(source) as early:
-            return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)
+            return assemble_any(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)
     timeline = timeline_of(reporter)
     early.meet(timeline)
     load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, early=early)
@@ -103,7 +124,9 @@ def assemble(
 
 def _load(
     compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None, early: EarlyRanks
-) -> EngineParts:
+) -> EngineParts | PoolingParts:
+    if compiled.config.model.pools:
+        return pooling_parts(compiled, text_files(compiled), timeline)
     settings = replace(
         runner_config(compiled.config),
         num_pages=num_pages,

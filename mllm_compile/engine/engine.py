@@ -1,4 +1,4 @@
-"""Engine: generates text for a Python program.
+"""Engine: generates text for a Python program, or embeds and classifies texts, as its model does.
 
 A thin layer: prompts.py and requests.py make requests, loop.py runs them, answers.py makes the answers. Many threads
 may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
@@ -19,6 +19,14 @@ from mllm_compile.engine.gate import EngineState, as_pause_mode
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.pauses import pause, resume
+from mllm_compile.engine.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from mllm_compile.engine.pooling.texts import TextPrompts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
@@ -42,6 +50,9 @@ if TYPE_CHECKING:
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
     from mllm_compile.engine.page_events import TellNews
+    from mllm_compile.engine.pooling.assemble import PoolingParts
+    from mllm_compile.engine.pooling.calls import PoolingCalls
+    from mllm_compile.engine.pooling.core import PoolingCore
     from mllm_compile.engine.sleep import EngineSleep
     from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
     from mllm_compile.kv_events.publisher import KVEventPublisher
@@ -123,9 +134,12 @@ class Engine:
         source = config_or_runtime(config)
         with kept_bytecode(), compiled_ahead(OF_TORCH), early_ranks(source) as early:
             with self.timeline.stage("import torch"), gc_paused():
-                from mllm_compile.engine.assemble import assemble
-            parts = assemble(source, self.timeline, forward_times=forward_times, early=early)
-        self._start(parts, log_interval_s, load_adapters, publish_kv_events)
+                from mllm_compile.engine.assemble import assemble_any
+            parts = assemble_any(source, self.timeline, forward_times=forward_times, early=early)
+        if isinstance(parts, EngineParts):
+            self._start(parts, log_interval_s, load_adapters, publish_kv_events)
+        else:
+            self._start_pooling(parts)
 
     @classmethod
     def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
@@ -146,6 +160,7 @@ class Engine:
         self.media = parts.media
         self.tower = parts.tower
         publisher = _publisher(parts.config) if publish_kv_events else None
+        self._pooling: PoolingCalls | None = None
         self.core = EngineCore(
             parts.scheduler,
             parts.step_runner,
@@ -185,6 +200,20 @@ class Engine:
         except BaseException:  # Ctrl-C, an adapter that is refused, or no thread can be started
             self._close()
             raise
+
+    def _start_pooling(self, parts: PoolingParts) -> None:
+        """The engine of a model that pools: what generates refuses every use."""
+        from mllm_compile.engine.pooling.refusal import NotGenerating
+
+        self.config, self.folder = parts.config, parts.folder
+        self.tokenizer, self.tokenizer_files, self.vocab_size = parts.tokenizer, parts.tokenizer_files, parts.vocab_size
+        self.eos_token_ids, self.default_params = frozenset(), SamplingParams()
+        self.media, self.tower, self.adapters = None, "the model takes text alone", None
+        refusing: Any = NotGenerating(parts.calls.rules.facts.tasks)
+        self.core = self.builder = self.weights = self._sleep = refusing
+        self._pooling = parts.calls
+        self._close = weakref.finalize(self, parts.calls.core.close)
+        parts.calls.core.start()
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -266,6 +295,122 @@ class Engine:
             raise submissions[0].failure.with_traceback(None)
         warn_of_refused(submissions)
         return answers
+
+    # --- embeddings, scores and labels -------------------------------------------------------------------------------
+
+    @tells_unknown(unknown_of_a_call)
+    def embed(
+        self,
+        prompts: TextPrompts,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each text (docs/encoders.md).
+
+        Args:
+            prompts: a text, token ids, vLLM's dict (`prompt` or `prompt_token_ids`), or a list of such.
+            pooling: cls, last, mean or max; None: as the model's files say.
+            normalize: to a length of 1; None: likewise.
+            dimensions: the first numbers alone, of a model that was trained so.
+            prompt_name: of the prompts in the model's files, the one that goes ahead of each text.
+            truncate_prompt_tokens: cut longer texts to so many tokens; -1: to as many as the model takes. None: they
+                are refused.
+            priority: lower is served first.
+
+        Raises:
+            RequestError: a text or an argument is refused, or the model does not embed.
+            EngineDeadError: the engine is closed, or dead after an error on the device.
+        """
+        return self.pooling.embed(
+            prompts, pooling, normalize, dimensions, prompt_name, truncate_prompt_tokens, priority
+        )
+
+    @tells_unknown(unknown_of_a_call)
+    def classify(
+        self,
+        prompts: TextPrompts,
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of each label; arguments and errors as `embed`.
+
+        Args:
+            use_activation: False: raw scores.
+        """
+        return self.pooling.classify(prompts, use_activation, truncate_prompt_tokens, priority)
+
+    @tells_unknown(unknown_of_a_call)
+    def score(
+        self,
+        data_1: TextPrompts,
+        data_2: TextPrompts,
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: by a cross-encoder's head, or by their embeddings; arguments and errors as
+        `embed`.
+
+        Args:
+            data_1: one text for all of data_2, or as many.
+            data_2: a text or several.
+        """
+        return self.pooling.score(data_1, data_2, use_activation, truncate_prompt_tokens, priority)
+
+    @tells_unknown(unknown_of_a_call)
+    def reward(
+        self, prompts: TextPrompts, *, truncate_prompt_tokens: int | None = None, priority: int = 0
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The raw score of each text, of a classifier with one label; arguments and errors as `embed`."""
+        calls = self.pooling
+        return calls.pooled(prompts, calls.rules.reward(), truncate_prompt_tokens, priority)
+
+    @tells_unknown(unknown_of_a_call)
+    def encode(
+        self,
+        prompts: TextPrompts,
+        *,
+        pooling_task: str | None = None,
+        normalize: bool | None = None,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The model's result for a task; arguments and errors as `embed`.
+
+        Args:
+            pooling_task: embed, token_embed, classify or token_classify, as far as the model has it; None: of an
+                embedder token_embed, else the model's own.
+        """
+        calls = self.pooling
+        asked = calls.rules.encode(pooling_task, normalize, use_activation)
+        return calls.pooled(prompts, asked, truncate_prompt_tokens, priority)
+
+    @property
+    def pooling(self) -> PoolingCalls:
+        """The calls of a model that pools.
+
+        Raises:
+            RequestError: it generates.
+        """
+        if self._pooling is None:
+            from mllm_compile.engine.pooling.refusal import not_pooling
+
+            raise not_pooling()
+        return self._pooling
+
+    @property
+    def pools(self) -> bool:
+        """True if the model embeds or classifies texts, and generates none."""
+        return self._pooling is not None
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -486,7 +631,7 @@ class Engine:
         Raises:
             EngineDeadError: this process is a fork of the engine's.
         """
-        return self.core.stats()
+        return self._running_core.stats()
 
     def watch_pages(self, tell: TellNews) -> None:
         """Tells how the prefix cache changes from now on; nobody was told before.
@@ -510,11 +655,15 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """True if it takes further requests."""
-        return self.core.end_error is None
+        return self._running_core.end_error is None
+
+    @property
+    def _running_core(self) -> EngineCore | PoolingCore:
+        return self.core if self._pooling is None else self._pooling.core
 
     def close(self) -> None:
         """Aborts all requests and gives all memory back. May be called again."""
-        self.core.close()
+        self._running_core.close()
         self._close.detach()
 
     def __enter__(self) -> Self:

@@ -8,9 +8,9 @@ past what a small numeric check reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ PROBE_IMPLEMENTATION = "mllm_probe"
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 _SAMPLE_TOKENS = 2
+_OF_TEXT: Mapping[str, Any] = MappingProxyType({"use_cache": False})
 _POWERS = [1 << exponent for exponent in range(3, 21)]
 _QUERIES = [*range(6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
 _FAR = 1 << 21  # no model's window is longer
@@ -81,7 +82,7 @@ class ObservedCall:
         return reach
 
     def _sees(self, distance: int) -> bool:
-        return bool(self._visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
+        return bool(self.visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
 
     def _farthest_seen(self) -> int:
         """Bisects as if it saw all up to a distance; the caller then checks that it does."""
@@ -94,7 +95,7 @@ class ObservedCall:
     def _chunk(self) -> int:
         """The first token that does not see the one before it, 0 if all do; a window of the token alone is no chunk."""
         tokens = torch.arange(1, _FAR)
-        hidden = tokens[~self._visible(tokens, tokens - 1)]
+        hidden = tokens[~self.visible(tokens, tokens - 1)]
         return int(hidden[0]) if len(hidden) and int(hidden[0]) > 1 else 0
 
     def _follows(self, reach: Reach) -> bool:
@@ -108,9 +109,10 @@ class ObservedCall:
         expected = (distances >= 0) & ((distances <= window_left) if window_left >= 0 else True)
         if chunk:
             expected = expected & (queries // chunk == keys // chunk)
-        return bool((self._visible(queries, keys) == expected)[keys >= 0].all())
+        return bool((self.visible(queries, keys) == expected)[keys >= 0].all())
 
-    def _visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """True where tokens at `queries` see those at `keys`, by the mask; positions of shapes that broadcast."""
         zero = torch.tensor(0, device=self.device)
         visible = self.mask(zero, zero, queries.to(self.device), keys.to(self.device))  # type: ignore[misc]
         return visible.cpu()
@@ -128,8 +130,11 @@ class Observation(NamedTuple):
     masks: list[ObservedCall]
 
 
-def observe_attention(model: PreTrainedModel, device: str) -> Observation:
+def observe_attention(model: PreTrainedModel, device: str, inputs: Mapping[str, Any] = _OF_TEXT) -> Observation:
     """Runs `model`, whose weights are real (any will do), and returns its attention calls and masks.
+
+    Args:
+        inputs: of its forward, besides `input_ids`.
 
     Raises:
         UnsupportedModelError: the model cannot run with another attention implementation.
@@ -139,7 +144,7 @@ def observe_attention(model: PreTrainedModel, device: str) -> Observation:
     AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
     with attention_implementation(model, PROBE_IMPLEMENTATION), keeping_all_tokens(model), torch.no_grad():
-        model(input_ids=input_ids, use_cache=False)
+        model(input_ids=input_ids, **inputs)
     return Observation(observer.calls, [ObservedCall(mask, device=device) for mask in observer.masks])
 
 

@@ -39,7 +39,7 @@ def check_trace(trace: Trace, hf_model: HFModel) -> None:
     """
     model_type = hf_model.model.config.model_type
     with refusing(f"{model_type!r} models cannot be checked"):
-        reasons = _one_of_a_kind(_reasons(trace, hf_model))
+        reasons = one_of_a_kind(_reasons(trace, hf_model))
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
         raise UnsupportedModelError(
@@ -53,25 +53,34 @@ def check_tower(trace: Trace, hf_model: HFModel) -> None:
     Raises:
         UnsupportedModelError: the tower would not be served right, with the reasons.
     """
-    gm = trace.graph_module
-    layers = [node for node in gm.graph.nodes if is_traced_layer(node)]
-    reasons = [
-        *([] if layers else ["no attention goes through Transformers' attention interface"]),
-        *_constant_reasons(gm, hf_model),
-        *_direct_attention(gm),
-        *_foreign_ops(gm),
-        *(reason for node in layers for reason in _layer_reasons(node)),
-        *_state_reasons(gm),
-        *_size_reasons(trace, _input_size(gm, "pixel_values")),
-    ]
+    layers = [node for node in trace.graph_module.graph.nodes if is_traced_layer(node)]
+    reasons = [] if layers else ["no attention goes through Transformers' attention interface"]
+    reasons += reasons_in_graph(trace, hf_model, "pixel_values")
     if reasons:
         raise UnsupportedModelError(
             f"images of {hf_model.model.config.model_type!r} models would not be served right: "
-            f"{'; '.join(_one_of_a_kind(iter(reasons))[:3])}. docs/images.md lists what is."
+            f"{'; '.join(one_of_a_kind(iter(reasons))[:3])}. docs/images.md lists what is."
         )
 
 
-def _one_of_a_kind(reasons: Iterator[str]) -> list[str]:
+def reasons_in_graph(trace: Trace, hf_model: HFModel, sized: str) -> list[str]:
+    """Why the graph of a model without pages would not be served right.
+
+    Args:
+        sized: the input whose rows its others have too.
+    """
+    gm = trace.graph_module
+    return [
+        *_constant_reasons(gm, hf_model),
+        *_direct_attention(gm),
+        *_foreign_ops(gm),
+        *(reason for node in gm.graph.nodes if is_traced_layer(node) for reason in _layer_reasons(node)),
+        *_state_reasons(gm),
+        *_size_reasons(trace, _input_size(gm, sized)),
+    ]
+
+
+def one_of_a_kind(reasons: Iterator[str]) -> list[str]:
     """The first of all reasons that differ in numbers alone: layers mostly fail alike."""
     kinds: dict[str, str] = {}
     for reason in reasons:

@@ -24,6 +24,7 @@ from mllm_compile.config.device import has_libraries
 from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.sentence_files import read_sentence_files
 from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
@@ -44,6 +45,7 @@ _SHAPING_ROOMS = (
     "checkpoint",
     "compiler",
     "config/device",
+    "config/sentence_files",
     "gguf",
     "inductor",
     "kernels",
@@ -55,6 +57,7 @@ _SHAPING_ROOMS = (
     "runtime/lora",
     "runtime/media",
     "runtime/ops",
+    "runtime/pooling",
     "runtime/program",
     "runtime/quantised",
     "runtime/sampling",
@@ -97,7 +100,8 @@ _MIN_TRACED_TOKENS = 8192
 
 def max_traced_tokens(config: ResolvedConfig) -> int:
     """The largest T and S that pieces are compiled for; bounds let Inductor prove that 32-bit indices suffice."""
-    return max(_MIN_TRACED_TOKENS, config.runtime.max_num_batched_tokens)
+    longest = config.runtime.max_model_len if config.model.pools else 0  # a text is never cut
+    return max(_MIN_TRACED_TOKENS, config.runtime.max_num_batched_tokens, longest)
 
 
 def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles) -> dict[str, str]:
@@ -199,7 +203,19 @@ def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
         "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
         "model code": _model_code(config, model),
         "text": _text(model),
+        **_task(config, model),
     }
+
+
+def _task(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
+    """The task of a model that pools, and sentence-transformers' files; of one that generates no factor."""
+    if not config.model.pools:
+        return {}
+    files = read_sentence_files(model.path)
+    paths = () if files is None else files.paths
+    hashes = [_hash(read_file(path, CheckpointError) or b"") for path in paths]
+    tokens = " ".join(config.model.classifier_from_token or ())
+    return {"task": f"{config.model.task} {tokens}".strip(), "sentence files": _hash(" ".join(hashes).encode())}
 
 
 def check_unchanged(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> None:

@@ -104,6 +104,7 @@ class ArtifactSource:
             verify=linked.verify,
             kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
+            pooling=linked.bind_pooling(weights),
             lora=lora,
             live=live,
             arena=arena,

@@ -17,6 +17,7 @@ from mllm_compile.text.added_tokens import add_tokens
 from mllm_compile.text.chat_template import ChatTemplate
 from mllm_compile.text.clean_spaces import without_spaces_before_punctuation
 from mllm_compile.text.control_tokens import ControlTokens, encoded
+from mllm_compile.text.cut_texts import cut_encodings
 from mllm_compile.text.merges import check_merges
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 from mllm_compile.text.token_bytes import fallback_bytes, spelled_bytes, token_bytes
@@ -128,6 +129,35 @@ class Tokenizer:
                 f"the model's tokenizer cannot encode these texts: {fault_of(error)}. {_ADVICE}"
             ) from None
         return [encoding.ids for encoding in encodings]
+
+    def encode_texts(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], most_tokens: int | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids and kinds (token_type_ids) of texts, or of pairs of them, with what the model expects around them;
+        on several threads.
+
+        Args:
+            most_tokens: longer ones are cut, of a pair the longer text first; what is around them stays.
+
+        Raises:
+            RequestError: a text is too long, or the tokenizer's code fails at one.
+        """
+        for text in texts:
+            length = len(text) if isinstance(text, str) else max(map(len, text))
+            if length > MAX_CHARACTERS:
+                raise RequestError(
+                    f"a text has {length:,} characters; expected at most {MAX_CHARACTERS:,}. Shorten it."
+                )
+        try:
+            if most_tokens is None:
+                encodings = self._users_backend.encode_batch(list(texts))
+            else:
+                encodings = cut_encodings(self._users_backend, texts, most_tokens)
+        except BaseException as error:
+            raise RequestError(
+                f"the model's tokenizer cannot encode these texts: {fault_of(error)}. {_ADVICE}"
+            ) from None
+        return [(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, as_it_is: bool = False) -> str:
         """Text of token ids; bytes that form no character are U+FFFD.

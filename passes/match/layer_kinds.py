@@ -152,7 +152,7 @@ class StateLayerKind(LayerKind):
 
 
 class PackedAttentionKind(LayerKind):
-    """Attention in both directions within segments, without a cache (runtime/ops/segments)."""
+    """Attention within segments, without a cache (runtime/ops/segments)."""
 
     traced: ClassVar[tuple[str, ...]] = ("segment_attention",)
     refusals = 5
@@ -170,7 +170,8 @@ class PackedAttentionKind(LayerKind):
         return spec.num_heads, spec.v_head_dim
 
     def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
-        return (*node.args[:4], buffer, node.args[4], name)
+        of_texts = node.args[6:]  # windows and bias, which towers lack
+        return (*node.args[:4], buffer, node.args[4], name, *((0, *of_texts) if of_texts else ()))
 
 
 class SegmentAttentionKind(PackedAttentionKind):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,8 +142,9 @@ class ProgramExecutor:
         return self._values(inputs, (*TOKEN_INPUTS, *self.program.inputs))
 
     def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Runs a program that takes its own inputs alone, Segments among them; gives all its outputs."""
-        values = self._values(inputs, self.program.inputs)
+        """Runs a program without pages, on inputs with Segments among them; gives all its outputs."""
+        names = [name for name in (*TOKEN_INPUTS, *self.program.inputs) if name in inputs]
+        values = self._values(inputs, names)
         self._run(self._steps, values)
         return [values[self._registers[name]] for name in (self.program.output, *self.program.further_outputs)]
 
@@ -237,17 +239,25 @@ class ProgramExecutor:
                     _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, dead)
                 )
             elif isinstance(step, PackedAttentionStep):
-                q, k, v, segments, out = map(self._register, (*step.reads, step.out))
-                buffer, shape, scale = buffer_index[step.out], step.out_shape, step.sm_scale
-                attend = segment_attention_by_kernel if step.by_kernel else segment_attention_with_output
-                linked.append(
-                    _LinkedPackedAttention(attend, buffer, q, k, v, segments, out, shape, scale, step.layer, dead)
-                )
+                linked.append(self._link_packed_attention(step, buffer_index[step.out], dead))
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
                 linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
         return linked
+
+    def _link_packed_attention(
+        self, step: PackedAttentionStep, buffer: int, dead: tuple[int, ...]
+    ) -> _LinkedPackedAttention:
+        q, k, v, segments, out = map(self._register, (*step.reads[:4], step.out))
+        bias = None if step.bias is None else self._register(step.bias)
+        attend: Callable[..., None] = segment_attention_by_kernel
+        if not step.by_kernel:
+            attend = partial(
+                segment_attention_with_output, window_left=step.window_left, window_right=step.window_right
+            )
+        shape, scale = step.out_shape, step.sm_scale
+        return _LinkedPackedAttention(attend, buffer, q, k, v, segments, bias, out, shape, scale, step.layer, dead)
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
         variants = self.program.variants.get(piece)
@@ -402,6 +412,7 @@ class _LinkedPackedAttention:
     k: int
     v: int
     segments: int
+    bias: int | None
     out: int
     out_shape: tuple[int, int]
     sm_scale: float
@@ -412,7 +423,8 @@ class _LinkedPackedAttention:
         q, segments = values[self.q], values[self.segments]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         k, v = values[self.k], values[self.v]
-        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest)
+        bias = {} if self.bias is None else {"bias": values[self.bias]}
+        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **bias)
         values[self.out] = out
 
 

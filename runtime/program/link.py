@@ -27,7 +27,13 @@ from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import DecodeLoopPieces, LoadedLora, MediaExecutors, VerifyPieces
+from mllm_compile.runtime.program.loaded import (
+    DecodeLoopPieces,
+    LoadedLora,
+    MediaExecutors,
+    PoolingExecutors,
+    VerifyPieces,
+)
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
@@ -64,6 +70,18 @@ class LinkedProgram:
             ProgramExecutor(one, self.pieces, weights) for one in (media.with_features, media.tower)
         )
         return MediaExecutors(with_features, tower, media.facts)
+
+    def bind_pooling(self, weights: Mapping[str, torch.Tensor]) -> PoolingExecutors | None:
+        """The head of a model that pools over `weights`; None of another model.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        pooling = self.program.pooling
+        if pooling is None:
+            return None
+        head = None if pooling.head is None else ProgramExecutor(pooling.head, self.pieces, weights)
+        return PoolingExecutors(pooling.facts, head)
 
     def bind_lora(self, weights: Mapping[str, torch.Tensor], device: torch.device, rank: int = 0) -> LoadedLora | None:
         """The rank's programs for adapters over `weights`, with memory for them; None without them.

@@ -14,6 +14,7 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.media.tower import Tower
+from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
@@ -67,6 +68,14 @@ class LoadedLora:
 
 
 @dataclass(frozen=True)
+class PoolingExecutors:
+    """The head and the facts of a model that pools, beside its executor (spec.PoolingPrograms)."""
+
+    facts: PoolingFacts
+    head: TowerExecutor | None
+
+
+@dataclass(frozen=True)
 class DecodeLoopPieces:
     """The program's kernels around a captured decode (cuda_graph/decode_loop.py); arguments as those ops have them.
 
@@ -109,6 +118,7 @@ class LoadedModel:
     verify: VerifyPieces | None = None  # and those around a captured verify step
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
+    pooling: PoolingExecutors | None = None  # of a model that pools
     lora: LoadedLora | None = None  # for requests with adapters, where the config has them
     live: LiveWeights | None = None  # its weights, for updates; None: it cannot have any
     arena: Arena | None = None  # the memory of its weights, where that can be given back

@@ -24,6 +24,7 @@ from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
+from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
@@ -109,9 +110,9 @@ class StateStep:
 
 @dataclass(frozen=True)
 class PackedAttentionStep:
-    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] in both directions, within the segments
-    that the input `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of
-    the program (passes/attend_segments.py)."""
+    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
+    `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
+    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]."""
 
     layer: str
     q: str
@@ -122,10 +123,13 @@ class PackedAttentionStep:
     out_shape: tuple[int, int]
     sm_scale: float
     by_kernel: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    bias: str | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, self.segments)
+        return (self.q, self.k, self.v, self.segments, *(() if self.bias is None else (self.bias,)))
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -280,12 +284,14 @@ class Program:
     block: DraftBlock | None = None  # of a head that drafts several tokens in one pass
     media: MediaPrograms | None = None
     lora: LoraProgram | None = None
+    pooling: PoolingPrograms | None = None  # of a model that pools, whose output is hidden states [T, W]
 
     @property
     def every(self) -> tuple[Program, ...]:
-        """This program and those for images and adapters, where there are some."""
+        """This program and those for images and adapters, and of its head where it pools, where there are some."""
         of_media = () if self.media is None else (self.media.with_features, self.media.tower)
-        return (self, *of_media, *(() if self.lora is None else self.lora.programs))
+        head = () if self.pooling is None or self.pooling.head is None else (self.pooling.head,)
+        return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head)
 
     def every_piece_id(self) -> list[str]:
         """All that is compiled, of all programs."""
@@ -368,6 +374,7 @@ class Program:
             "block": None if self.block is None else asdict(self.block),
             "media": None if self.media is None else self.media.to_json(),
             **({} if self.lora is None else {"lora": self.lora.to_json()}),
+            **({} if self.pooling is None else {"pooling": self.pooling.to_json()}),
         }
 
     @classmethod
@@ -402,6 +409,7 @@ class Program:
                 block=from_json(DraftBlock | None, data["block"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
                 lora=LoraProgram.from_json(data["lora"]) if "lora" in data else None,
+                pooling=PoolingPrograms.from_json(data["pooling"]) if "pooling" in data else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
@@ -464,6 +472,28 @@ class LoraProgram:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         program, *others = map(Program.from_json, data["programs"])
         return cls(program, from_json(LoraLayout, data["layout"]), *others)
+
+
+@dataclass(frozen=True)
+class PoolingPrograms:
+    """The head and the facts of a model that pools, beside its program.
+
+    Attributes:
+        facts: what it makes of hidden states.
+        head: rows [S, W] → scores of labels, or embeddings; None: it has none.
+    """
+
+    facts: PoolingFacts
+    head: Program | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"facts": asdict(self.facts), "head": None if self.head is None else self.head.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> PoolingPrograms:
+        """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
+        head = None if data["head"] is None else Program.from_json(data["head"])
+        return cls(from_json(PoolingFacts, data["facts"]), head)
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

@@ -58,6 +58,7 @@ FLOORS = (
     "runtime/memory_profile",
     "runtime/ubatch",
     "runtime/cuda_graph",
+    "runtime/pooling/runner",
     "runtime/program",
     "runtime/updates",
     "runtime/ops",

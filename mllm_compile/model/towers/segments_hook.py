@@ -78,7 +78,19 @@ def packed_attention(
 def packed(tower: Any, implementation: str = PACKED_IMPLEMENTATION) -> Iterator[None]:
     """Within the context the tower attends by the op."""
     AttentionInterface.register(implementation, packed_attention)
-    of_modules = (module.config for module in tower.modules() if hasattr(module, "config"))
+    with attending_by(tower, implementation):
+        yield
+
+
+def said_bounds() -> torch.Tensor | None:
+    """The bounds that say_bounds has said."""
+    return _BOUNDS.said
+
+
+@contextmanager
+def attending_by(model: Any, implementation: str) -> Iterator[None]:
+    """Within the context all modules of `model` attend by an implementation that is registered."""
+    of_modules = (module.config for module in model.modules() if hasattr(module, "config"))
     configs = list({id(config): config for config in of_modules}.values())
     # set_attn_implementation would look for a kernel of this name on the hub.
     before = [getattr(config, "_attn_implementation_internal", None) for config in configs]

@@ -1,8 +1,7 @@
-"""Attention over packed rows, where each sees all rows of its own segment: towers of images use it.
+"""Attention over packed rows, where each sees rows of its own segment: towers of images and packed texts use it.
 
 `segment_attention` stands for it in a trace, and names for the check of the trace what it cannot express; a program
-runs `segment_attention_with_output`. It has no cache and no causality. Defined with torch.library's define/impl, as
-ops/trace.py.
+runs `segment_attention_with_output`. It has no cache. Defined with torch.library's define/impl, as ops/trace.py.
 """
 
 from __future__ import annotations
@@ -12,23 +11,33 @@ import itertools
 import torch
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+_OF_TEXTS = "int window_left=-1, int window_right=-1, Tensor? bias=None"
 _LIBRARY.define(
-    "segment_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals) -> Tensor"
+    "segment_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals, "
+    f"{_OF_TEXTS}) -> Tensor"
 )
 _LIBRARY.define(
     "segment_attention_with_output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor(a!) out, float sm_scale, "
-    "str layer_name, int longest=0) -> ()"
+    f"str layer_name, int longest=0, {_OF_TEXTS}) -> ()"
 )
 # Types that the device's own kernel takes; others are computed segment by segment.
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def segment_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sm_scale: float, refusals: str = ""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    sm_scale: float,
+    refusals: str = "",
+    window_left: int = -1,
+    window_right: int = -1,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends within segments; [N, H, Dv]. Arguments as segment_attention_with_output's; `refusals` is ignored here."""
     out = v.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    segment_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "")
+    segment_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "", 0, window_left, window_right, bias)
     return out
 
 
@@ -41,8 +50,11 @@ def segment_attention_with_output(
     sm_scale: float,
     layer_name: str,
     longest: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """Attends within segments, in both directions.
+    """Attends within segments: row i to rows i - window_left to i + window_right of its own.
 
     Args:
         q: [N, H, D]; k: [N, Hk, D]; v: [N, Hk, Dv], H a multiple of Hk.
@@ -51,27 +63,54 @@ def segment_attention_with_output(
         sm_scale: factor on q·k.
         layer_name: for people.
         longest: rows of the longest segment; 0: not known, and N is taken.
+        window_left, window_right: -1: no bound. A window_right of 0 is causal.
+        bias: [H, 2R + 1], added to the scores by distance j - i; those beyond R are as R.
     """
-    if q.is_cuda and q.dtype in _KERNEL_DTYPES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0:
+    is_taken = q.is_cuda and q.dtype in _KERNEL_DTYPES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+    if is_taken and bias is None:
         length = longest or q.shape[0]
+        is_causal, window = window_left < 0 and window_right == 0, {}
+        if not is_causal and max(window_left, window_right) >= 0:
+            window = {"window_size_left": window_left, "window_size_right": window_right}
         attended = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, False, False, scale=sm_scale
+            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, is_causal, False, scale=sm_scale, **window
         )
         out.copy_(attended[0])
         return
     group = q.shape[1] // k.shape[1]
-    ends = cu_seqlens.tolist()
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
         queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, 0) if group > 1 else x for x in (keys, values))
+        hidden = _added_to_scores(end - start, window_left, window_right, bias, q)
         attended = torch.nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], scale=sm_scale
+            queries[None], keys[None], values[None], attn_mask=hidden, scale=sm_scale
         )
         out[start:end] = attended[0].transpose(0, 1)
 
 
+def _added_to_scores(
+    length: int, window_left: int, window_right: int, bias: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """The mask and bias that are added to the scores [(H,) length, length] of a segment; None: neither."""
+    hides = 0 <= window_left < length - 1 or 0 <= window_right < length - 1
+    if bias is None and not hides:
+        return None
+    places = torch.arange(length, device=like.device)
+    far = places[None, :] - places[:, None]
+    if bias is None:
+        added = like.new_zeros(length, length)
+    else:
+        most = bias.shape[1] // 2
+        added = bias[:, far.clamp(-most, most) + most].to(like.dtype)
+    if window_left >= 0:
+        added = added.masked_fill(far < -window_left, float("-inf"))
+    if window_right >= 0:
+        added = added.masked_fill(far > window_right, float("-inf"))
+    return added
+
+
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sm_scale: float, refusals: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sm_scale: float, *args: object
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 

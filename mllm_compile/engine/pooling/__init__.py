@@ -1,0 +1,1 @@
+"""Engines of models that pool: texts to embeddings, scores and labels."""

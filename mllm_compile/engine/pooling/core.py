@@ -1,0 +1,223 @@
+"""The thread that runs a model that pools: it packs waiting texts of all callers into steps, and answers calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Protocol
+
+import numpy as np
+
+from mllm_compile.engine.end_errors import closed, forked, step_failed, stopped
+from mllm_compile.engine.stats import EngineStats, Histogram, RateMeter
+from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.runtime.pooling.queue import Call, TextQueue
+from mllm_compile.runtime.pooling.texts import PackedText
+
+logger = logging.getLogger("mllm_compile.engine")
+
+Answers = list[np.ndarray]
+_MOST_WAITING = 1 << 20  # texts of all callers
+_OF_GENERATION = (
+    *("kv_pages_used", "kv_pages_cached", "kv_pages_total", "prefix_hit_tokens", "prefix_query_tokens"),
+    *("preemptions", "recomputed_tokens", "generated_tokens", "broken_logits"),
+)
+
+
+class Runner(Protocol):
+    """Runs one step; mllm_compile.runtime.pooling.runner.PoolingRunner does."""
+
+    def run(self, texts: Sequence[PackedText]) -> Answers: ...
+
+
+class PoolingCore:
+    """The thread and its queue; `submit` is for any thread.
+
+    Args:
+        runner: used by the thread alone.
+        queue: likewise, under the lock.
+        prepare_thread: called on it before the first step.
+        check_device: raises when the device cannot be used any more.
+        shutdown: gives the device's memory back; called once.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        queue: TextQueue,
+        *,
+        prepare_thread: Callable[[], None] = lambda: None,
+        check_device: Callable[[], None] = lambda: None,
+        shutdown: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runner, self._queue = runner, queue
+        self._prepare, self._check_device, self._shutdown = prepare_thread, check_device, shutdown
+        self._news = threading.Condition()
+        self._waiting = 0
+        self._answers: dict[Call, list[np.ndarray | None]] = {}
+        self._futures: dict[Call, Future[Answers]] = {}
+        self._is_closing = False
+        self._pid = os.getpid()
+        self.end_error: EngineDeadError | None = None
+        self._rate = RateMeter(time.monotonic())
+        self.num_steps = self.num_texts = self.num_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="mllm-pooling", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that no step has taken."""
+        return self._waiting
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are not answered."""
+        return len(self._futures)
+
+    def _tokens_per_second(self) -> float:
+        """Tokens of texts, over the last ten seconds."""
+        with self._news:
+            return self._rate.rate(time.monotonic())
+
+    def stats(self) -> EngineStats:
+        """The figures; an engine that pools has no pages, and no answers token by token."""
+        none = Histogram(1e-4, 1e3).snapshot()
+        return EngineStats(
+            **dict.fromkeys(_OF_GENERATION, 0),  # type: ignore[arg-type]
+            running=self.num_calls,
+            waiting=self.num_waiting,
+            prompt_tokens=self.num_tokens,
+            tokens_per_second=0.0,
+            prompt_tokens_per_second=self._tokens_per_second(),
+            steps=self.num_steps,
+            finished={"stop": self.num_texts},
+            time_to_first_token=none,
+            time_between_tokens=none,
+        )
+
+    def submit(self, texts: Sequence[PackedText], priority: int = 0) -> Future[Answers]:
+        """The answers to texts, in their order. Cancelling the future withdraws those that no step has taken.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead, or this process is a fork of its.
+            RequestError: too many texts wait.
+        """
+        call, future = Call(list(texts), priority), Future[Answers]()
+        if os.getpid() != self._pid:
+            raise forked()
+        with self._news:
+            if self.end_error is not None:
+                raise self.end_error
+            if self._waiting + len(texts) > _MOST_WAITING:
+                raise RequestError(f"{self._waiting:,} texts wait; at most {_MOST_WAITING:,} may. Ask again later.")
+            self._waiting += len(texts)
+            self._answers[call], self._futures[call] = [None] * len(texts), future
+            self._queue.add(call)
+            self._news.notify()
+        return future
+
+    def close(self) -> None:
+        """Ends calls that wait, and gives all memory back. May be called again."""
+        with self._news:
+            self._is_closing = True
+            self.end_error = self.end_error or closed()
+            self._news.notify()
+        if self._thread.ident is not None and os.getpid() == self._pid and threading.current_thread() != self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._prepare()
+            while (taken := self._next_step()) is not None:
+                if taken:
+                    self._step(taken)
+        except BaseException as fault:
+            logger.exception("the engine met an internal error")
+            self.end_error = stopped(fault)
+        finally:
+            self._end_all(self.end_error or closed())
+            self._shutdown()
+
+    def _next_step(self) -> list[tuple[Call, int]] | None:
+        """The next texts; None at the end."""
+        with self._news:
+            while not self._is_closing and not len(self._queue):
+                self._news.wait()
+            if self._is_closing:
+                return None
+            taken = self._queue.take()
+            self._waiting -= len(taken)
+        kept = [(call, number) for call, number in taken if not self._futures[call].cancelled()]
+        for call, _ in taken:
+            if self._futures[call].cancelled():
+                self._forget(call)
+        return kept
+
+    def _step(self, taken: list[tuple[Call, int]]) -> None:
+        texts = [call.texts[number] for call, number in taken]
+        try:
+            answers = self._runner.run(texts)
+        except Exception as error:
+            self._check_device()
+            failure = step_failed(f"{len(texts)} texts", error)
+            for call in dict.fromkeys(call for call, _ in taken):
+                self._fail(call, failure)
+            return
+        self.num_steps += 1
+        self.num_texts += len(texts)
+        tokens = sum(len(text.ids) for text in texts)
+        self.num_tokens += tokens
+        with self._news:
+            self._rate.add(tokens, time.monotonic())
+        for (call, number), answer in zip(taken, answers, strict=True):
+            self._take(call, number, answer)
+
+    def _take(self, call: Call, number: int, answer: np.ndarray) -> None:
+        kept = self._answers.get(call)
+        if kept is None:  # another text of it has failed
+            return
+        if not np.isfinite(answer).all():
+            self._fail(call, _not_finite())
+            return
+        kept[number] = answer
+        if not call.waiting and all(one is not None for one in kept):
+            future = self._forget(call)
+            _settle(lambda: future.set_result([one for one in kept if one is not None]))
+
+    def _fail(self, call: Call, error: MllmError) -> None:
+        if call in self._futures:
+            future = self._forget(call)
+            _settle(lambda: future.set_exception(error))
+
+    def _forget(self, call: Call) -> Future[Answers]:
+        with self._news:
+            self._waiting -= len(call.waiting)
+            call.waiting.clear()
+            self._answers.pop(call, None)
+            return self._futures.pop(call, None) or Future()
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        with self._news:
+            self.end_error = error
+            calls = list(self._futures)
+        for call in calls:
+            self._fail(call, error)
+
+
+def _settle(settle: Callable[[], None]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
+        settle()
+
+
+def _not_finite() -> MllmError:
+    return MllmError(
+        "the model's hidden states of a text hold NaN or inf. Other requests go on. Check that the checkpoint is "
+        "whole, and try model.dtype: float32: float16 overflows where bfloat16 and float32 do not."
+    )

@@ -1,0 +1,196 @@
+"""Reads texts for a model that pools: a text, token ids or a pair become token ids, checked, on the caller's thread."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.pooling.facts import PoolingFacts
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
+
+if TYPE_CHECKING:
+    from mllm_compile.text.tokenizer import Tokenizer
+
+# A text, token ids, or vLLM's dict of either.
+TextPrompt = str | Sequence[int] | Mapping[str, Any]
+TextPrompts = TextPrompt | Sequence[TextPrompt]
+_KEYS = ("prompt", "prompt_token_ids")
+_MOST_TEXTS = 65_536  # of a call
+
+
+@dataclass(frozen=True, eq=False)
+class ReadText:
+    """A text as token ids.
+
+    Attributes:
+        ids: [n] int64, at least one.
+        kinds: [n] int64, or None: all 0.
+        skipped: its first tokens, a prompt's, that means leave out.
+    """
+
+    ids: np.ndarray
+    kinds: np.ndarray | None = None
+    skipped: int = 0
+
+
+class TextReader:
+    """Reads texts of one model; thread-safe.
+
+    Args:
+        tokenizer: None: the model has none, and takes token ids alone.
+        vocab_size: rows of its embedding.
+        most_tokens: of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, facts: PoolingFacts, vocab_size: int, most_tokens: int) -> None:
+        self._tokenizer, self._facts = tokenizer, facts
+        self._vocab_size, self.most_tokens = vocab_size, most_tokens
+
+    def read(
+        self, prompts: TextPrompts, *, prompt_name: str | None = None, cut_to: int | None = None
+    ) -> list[ReadText]:
+        """The texts, in their order.
+
+        Args:
+            prompt_name: of the prompts of the model's files, the one that goes ahead of each; None: its default, if it
+                has one.
+            cut_to: the most tokens of a text, whose rest is cut; -1: as many as the model takes; None: longer texts
+                are refused.
+
+        Raises:
+            RequestError: one is refused, or there is none.
+        """
+        listed = listed_prompts(prompts)
+        prefix = self._prompt(prompt_name)
+        most = self._most(cut_to)
+        texts = [self._lower(prefix + one) if isinstance(one, str) else None for one in listed]
+        encoded = iter(self._encoded([text for text in texts if text is not None], cut_to, most))
+        skipped = (
+            len(self._encoded([self._lower(prefix)], None, most)[0][0]) - 1 if self._leaves_prompt_out(prefix) else 0
+        )
+        found = []
+        for place, (one, text) in enumerate(zip(listed, texts, strict=True)):
+            if text is None:
+                found.append(self._of_ids(one, place, cut_to, most))
+            else:
+                found.append(self._checked(*next(encoded), place, skipped))
+        return found
+
+    def read_pairs(self, pairs: Sequence[tuple[TextPrompt, TextPrompt]], cut_to: int | None = None) -> list[ReadText]:
+        """Pairs as one text each, as a cross-encoder reads them; arguments and errors as `read`."""
+        if not pairs:
+            raise _no_texts()
+        for one in pairs:
+            if not all(isinstance(text, str) for text in one):
+                raise RequestError("a pair has token ids; expected two texts, between which the tokenizer writes")
+        texts = [(self._lower(str(one)), self._lower(str(other))) for one, other in pairs]
+        encoded = self._encoded(texts, cut_to, self._most(cut_to))
+        return [self._checked(*one, place, 0) for place, one in enumerate(encoded)]
+
+    def _encoded(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], cut_to: int | None, most: int
+    ) -> list[tuple[list[int], list[int]]]:
+        if not texts:
+            return []
+        if self._tokenizer is None:
+            raise RequestError("the model has no tokenizer. Give token ids.")
+        return self._tokenizer.encode_texts(texts, None if cut_to is None else most)
+
+    def _prompt(self, name: str | None) -> str:
+        known = self._facts.prompts
+        if name is not None and name not in known:
+            raise RequestError(f"prompt_name: the model has no prompt {short_repr(name)}; it has: {_listed(known)}")
+        chosen = self._facts.default_prompt if name is None else name
+        return "" if chosen is None else known[chosen]
+
+    def _leaves_prompt_out(self, prefix: str) -> bool:
+        return bool(prefix) and not self._facts.pools_prompt
+
+    def _lower(self, text: str) -> str:
+        return text.lower() if self._facts.lower_case else text
+
+    def _most(self, cut_to: int | None) -> int:
+        if cut_to is None or cut_to == -1:
+            return self.most_tokens
+        if not 1 <= cut_to <= self.most_tokens:
+            raise RequestError(
+                f"truncate_prompt_tokens is {cut_to}; expected 1 to {self.most_tokens}, or -1 for as many as fit"
+            )
+        return cut_to
+
+    def _of_ids(self, prompt: Any, place: int, cut_to: int | None, most: int) -> ReadText:
+        ids = np.asarray(prompt, dtype=np.int64)
+        if cut_to is not None:
+            ids = ids[:most]
+        return self._checked(ids, None, place, 0)
+
+    def _checked(self, ids: Any, kinds: Any, place: int, skipped: int) -> ReadText:
+        array = np.asarray(ids, dtype=np.int64)
+        if not len(array):
+            raise RequestError(f"text {place} has no tokens; expected one at least")
+        if len(array) > self.most_tokens:
+            raise RequestError(
+                f"text {place} has {len(array):,} tokens; the model takes {self.most_tokens:,}. Shorten it, or set "
+                "truncate_prompt_tokens: -1 to cut it."
+            )
+        if array.min() < 0 or array.max() >= self._vocab_size:
+            wrong = next(int(one) for one in array if not 0 <= one < self._vocab_size)
+            raise RequestError(f"text {place} has token id {wrong}; expected 0 to {self._vocab_size - 1}")
+        of_kinds = None
+        if kinds is not None and self._facts.kinds > 1 and any(kinds):
+            of_kinds = np.minimum(np.asarray(kinds, dtype=np.int64), self._facts.kinds - 1)
+        return ReadText(array, of_kinds, min(skipped, len(array) - 1))
+
+
+def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
+    """The prompts as a list, of one or of several.
+
+    Raises:
+        RequestError: there are no prompts, there are too many, or one is neither a text nor token ids.
+    """
+    if isinstance(prompts, str | Mapping) or _are_ids(prompts):
+        return [_content(prompts)]
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "tolist"):
+        raise RequestError(f"prompts: expected texts or token ids, got {typed_repr(prompts)}")
+    listed = list(prompts)
+    if not listed:
+        raise _no_texts()
+    if len(listed) > _MOST_TEXTS:
+        raise RequestError(f"prompts: expected at most {_MOST_TEXTS:,} texts, got {len(listed):,}")
+    return [_content(one) for one in listed]
+
+
+def _content(prompt: Any) -> str | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        keys = [key for key in _KEYS if key in prompt]
+        if len(keys) != 1 or len(prompt) != 1:
+            raise RequestError(
+                f"a prompt has the keys {', '.join(map(str, prompt))}; expected one of {', '.join(_KEYS)}"
+            )
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, str) or _are_ids(prompt):
+        found: str | Sequence[int] = prompt
+        return found
+    raise RequestError(f"a prompt is {typed_repr(prompt)}; expected a text or token ids")
+
+
+def _are_ids(prompt: Any) -> bool:
+    """True for a list or an array of whole numbers; an empty list is no text."""
+    if hasattr(prompt, "ndim"):
+        return bool(prompt.ndim == 1)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
+        return False
+    return all(isinstance(one, numbers.Integral) and not isinstance(one, bool) for one in prompt)
+
+
+def _no_texts() -> RequestError:
+    return RequestError("there is no text; expected one at least")
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,1 @@
+"""Models that pool: encoders, embedders and classifiers, as Transformers has them."""

@@ -1,0 +1,1 @@
+"""Texts to embeddings, scores and labels: what pooling models compute beside their packed rows."""

@@ -1,0 +1,99 @@
+"""The thread of an engine that pools: texts of several calls in one step, and faults that hurt one call alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from mllm_compile.engine.pooling.core import Answers, PoolingCore
+from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.runtime.pooling.queue import TextQueue
+from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
+from tests.hang_guard import until
+
+PARAMS = PoolingParams("embed", ("mean",))
+
+
+class _Runner:
+    def __init__(self, run: Callable[[Sequence[PackedText]], Answers]) -> None:
+        self.steps: list[list[int]] = []
+        self._run = run
+
+    def run(self, texts: Sequence[PackedText]) -> Answers:
+        self.steps.append([int(text.ids[0]) for text in texts])
+        return self._run(texts)
+
+
+def _texts(*numbers: int) -> list[PackedText]:
+    return [PackedText(np.array([number]), PARAMS) for number in numbers]
+
+
+def _as_they_are(texts: Sequence[PackedText]) -> Answers:
+    return [text.ids.astype(np.float32) for text in texts]
+
+
+def _core(runner: _Runner, most_texts: int = 8) -> PoolingCore:
+    return PoolingCore(runner, TextQueue(100, most_texts))
+
+
+def _values(future: Future[Answers]) -> list[float]:
+    until(future.done)
+    return [float(one[0]) for one in future.result()]
+
+
+def test_calls_that_wait_share_a_step() -> None:
+    runner = _Runner(_as_they_are)
+    core = _core(runner)
+    futures = [core.submit(_texts(1, 2)), core.submit(_texts(3))]
+    core.start()
+    assert [_values(future) for future in futures] == [[1, 2], [3]]
+    assert len(runner.steps) == 1 and core.num_texts == 3 and core.num_waiting == 0
+    core.close()
+
+
+def test_a_step_that_fails_fails_its_calls_and_no_other() -> None:
+    def run(texts: Sequence[PackedText]) -> Answers:
+        if texts[0].ids[0] == 1:
+            raise RuntimeError("broken")
+        return _as_they_are(texts)
+
+    core = _core(_Runner(run), most_texts=1)
+    futures = [core.submit(_texts(1, 1)), core.submit(_texts(3))]
+    core.start()
+    until(futures[0].done)
+    with pytest.raises(MllmError, match="broken"):
+        futures[0].result()
+    assert _values(futures[1]) == [3]
+    core.close()
+
+
+def test_an_answer_of_nan_is_an_error_of_its_call_alone() -> None:
+    core = _core(_Runner(lambda texts: [np.array([np.nan if text.ids[0] == 1 else 0.0]) for text in texts]))
+    futures = [core.submit(_texts(0, 1)), core.submit(_texts(0))]
+    core.start()
+    until(futures[0].done)
+    with pytest.raises(MllmError, match="NaN or inf"):
+        futures[0].result()
+    assert _values(futures[1]) == [0]
+    core.close()
+
+
+def test_a_cancelled_call_is_not_run() -> None:
+    runner = _Runner(_as_they_are)
+    core = _core(runner)
+    gone, other = core.submit(_texts(1)), core.submit(_texts(2))
+    assert gone.cancel()
+    core.start()
+    assert _values(other) == [2] and runner.steps == [[2]]
+    core.close()
+
+
+def test_a_closed_engine_ends_its_calls() -> None:
+    core = _core(_Runner(_as_they_are))
+    core.start()
+    core.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        core.submit(_texts(1))
