@@ -31,6 +31,7 @@ ORDER = (
     "RequestOutput",
     "CompletionOutput",
     "Logprob",
+    "Session",
     "EngineStats",
     "EngineConfig",
     "MllmError",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
     from mllm_compile.engine.low_level import OpenModel, ReadPrompt, open_model
     from mllm_compile.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mllm_compile.engine.sessions import Session
     from mllm_compile.engine.stats import EngineStats
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
     from mllm_compile.runtime.sampling.params import SamplingParams
@@ -39,6 +40,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "StructuredOutputsParams",
     "Trainable",
     "__version__",
@@ -58,6 +60,7 @@ _HOMES = {
     "OpenModel": "mllm_compile.engine.low_level",
     "ReadPrompt": "mllm_compile.engine.low_level",
     "RequestOutput": "mllm_compile.engine.outputs",
+    "Session": "mllm_compile.engine.sessions",
     "SamplingParams": "mllm_compile.runtime.sampling.params",
     "StructuredOutputsParams": "mllm_compile.runtime.sampling.structured_params",
     "Trainable": "mllm_compile.train.trainable",

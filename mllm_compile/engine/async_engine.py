@@ -14,9 +14,11 @@ from mllm_compile.engine.gate import EngineState
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission
+from mllm_compile.engine.sessions import SessionArg
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class AsyncEngine:
         priority: int = 0,
         stream: bool = True,
         adapter: str | None = None,
+        session: SessionArg = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers one prompt piece by piece, each output holding what is new; arguments and errors as Engine.stream.
 
@@ -61,7 +64,10 @@ class AsyncEngine:
         """
         build = self.engine.builder.build_one
         return self._run(
-            lambda: build(prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter), stream
+            lambda: build(
+                prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter, session=session
+            ),
+            stream,
         )
 
     def chat(
@@ -73,6 +79,7 @@ class AsyncEngine:
         priority: int = 0,
         stream: bool = True,
         adapter: str | None = None,
+        session: SessionArg = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like generate, for one conversation; template_options are the chat template's."""
@@ -85,6 +92,7 @@ class AsyncEngine:
                 request_id=request_id,
                 priority=priority,
                 adapter=adapter,
+                session=session,
             ),
             stream,
         )
@@ -130,6 +138,14 @@ class AsyncEngine:
     async def flush_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         await asyncio.to_thread(self.engine.flush_prefix_cache)
+
+    async def session_state(self, session_id: str, cache_salt: str | None = None) -> SessionState | None:
+        """Like Engine.session_state."""
+        return await asyncio.to_thread(self.engine.session_state, session_id, cache_salt)
+
+    async def end_session(self, session_id: str, cache_salt: str | None = None) -> bool:
+        """Like Engine.end_session."""
+        return await asyncio.to_thread(self.engine.end_session, session_id, cache_salt)
 
     async def sleep(self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None) -> None:
         """Like Engine.sleep."""

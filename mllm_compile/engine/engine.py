@@ -30,6 +30,7 @@ from mllm_compile.engine.pooling.texts import TextPrompts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
+from mllm_compile.engine.sessions import SessionArg, SessionArgs, session_key
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
 from mllm_compile.errors import ConfigError, RequestError
@@ -39,6 +40,7 @@ from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
@@ -226,6 +228,7 @@ class Engine:
         progress: bool | None = None,
         priority: int = 0,
         adapter: AdapterNames = None,
+        session: SessionArgs = None,
     ) -> list[RequestOutput]:
         """Answers prompts, all of them at once as far as there is room.
 
@@ -239,6 +242,8 @@ class Engine:
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
             adapter: the name of an adapter, or a list with one or None for each prompt.
+            session: the conversation that it belongs to, by name or as a Session, or a list with one for each prompt:
+                a bias of what the prefix cache keeps (docs/sessions.md).
 
         Returns:
             One output a prompt, in their order.
@@ -249,7 +254,7 @@ class Engine:
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
         self.core.expect()
-        submissions = self.builder.build(prompts, sampling_params, priority, adapter)
+        submissions = self.builder.build(prompts, sampling_params, priority, adapter, session)
         return self._answer(submissions, is_single_prompt(prompts), progress)
 
     def chat(
@@ -260,6 +265,7 @@ class Engine:
         progress: bool | None = None,
         priority: int = 0,
         adapter: AdapterNames = None,
+        session: SessionArgs = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Like generate, for one conversation or a list of them; raises the same.
@@ -267,13 +273,13 @@ class Engine:
         Args:
             messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts
                 in OpenAI's form.
-            sampling_params, progress, priority, adapter: as in generate.
+            sampling_params, progress, priority, adapter, session: as in generate.
             template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`. With
                 `continue_final_message=True` the answer continues the last message. An option that it does not read is
                 refused.
         """
         submissions, is_single = self.builder.build_chats(
-            messages, sampling_params, template_options, priority, adapter
+            messages, sampling_params, template_options, priority, adapter, session
         )
         return self._answer(submissions, is_single, progress)
 
@@ -423,6 +429,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        session: SessionArg = None,
     ) -> TokenStream:
         """Answers one prompt piece by piece; generation starts with this call.
 
@@ -434,6 +441,7 @@ class Engine:
             request_id: a name for `abort`; None makes one.
             priority: lower is served first.
             adapter: the name of a loaded adapter.
+            session: as in generate.
 
         Raises:
             RequestError: the prompt is refused.
@@ -441,7 +449,9 @@ class Engine:
         """
         self.core.expect()
         return self._stream(
-            self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter)
+            self.builder.build_one(
+                prompt, sampling_params, request_id=request_id, priority=priority, adapter=adapter, session=session
+            )
         )
 
     def stream_chat(
@@ -452,6 +462,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        session: SessionArg = None,
         **template_options: Any,
     ) -> TokenStream:
         """Like stream, for one conversation; template_options as in chat."""
@@ -463,6 +474,7 @@ class Engine:
                 request_id=request_id,
                 priority=priority,
                 adapter=adapter,
+                session=session,
             )
         )
 
@@ -632,6 +644,28 @@ class Engine:
             EngineDeadError: this process is a fork of the engine's.
         """
         return self._running_core.stats()
+
+    def session_state(self, session_id: str, cache_salt: str | None = None) -> SessionState | None:
+        """The state of a session; None: none has that name.
+
+        Args:
+            cache_salt: of its requests.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
+        return self.core.session_state(session_key(session_id, cache_salt))
+
+    def end_session(self, session_id: str, cache_salt: str | None = None) -> bool:
+        """Ends a session: its prefixes are given up first. False: none has that name.
+
+        Args:
+            cache_salt: of its requests.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
+        return self.core.end_session(session_key(session_id, cache_salt))
 
     def watch_pages(self, tell: TellNews) -> None:
         """Tells how the prefix cache changes from now on; nobody was told before.

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -29,6 +29,7 @@ from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
+from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -222,6 +223,14 @@ class EngineCore:
             EngineDeadError: this process is a fork of the engine's.
         """
         self._call(self._scheduler.flush_prefix_cache)
+
+    def session_state(self, key: Hashable) -> SessionState | None:
+        """The state of a session; None: it is unknown."""
+        return self._call(lambda: self._scheduler.session_state(key))
+
+    def end_session(self, key: Hashable) -> bool:
+        """Ends a session; False: it is unknown."""
+        return self._call(lambda: self._scheduler.end_session(key))
 
     @property
     def adapters(self) -> AdapterQueue:

@@ -27,6 +27,7 @@ from mllm_compile.engine.prompts import (
     is_single_prompt,
 )
 from mllm_compile.engine.sequences import Submission
+from mllm_compile.engine.sessions import Session, SessionArg, SessionArgs, session_of_each
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.grammar import Grammar
@@ -103,15 +104,16 @@ class RequestBuilder:
         params: SamplingParams | Seq[SamplingParams] | None,
         priority: int = 0,
         adapter: AdapterNames = None,
+        session: SessionArgs = None,
     ) -> list[Submission]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
         Raises:
-            RequestError: `prompts`, `params` or `adapter` as a whole are not what is expected.
+            RequestError: `prompts`, `params`, `adapter` or `session` as a whole are not what is expected.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        return self._submissions(self._prompts.read(items), each, priority, adapter)
+        return self._submissions(self._prompts.read(items), each, priority, adapter, session)
 
     def build_chats(
         self,
@@ -120,6 +122,7 @@ class RequestBuilder:
         template_options: Mapping[str, Any],
         priority: int = 0,
         adapter: AdapterNames = None,
+        session: SessionArgs = None,
     ) -> tuple[list[Submission], bool]:
         """Like build, for conversations through the chat template; also whether it is one, not a list.
 
@@ -129,7 +132,8 @@ class RequestBuilder:
         conversations, is_single = as_conversations(messages)
         each = self._params_of_each(params, len(conversations))
         render = self._prompts.renderer(template_options)
-        return self._submissions([render(one) for one in conversations], each, priority, adapter), is_single
+        built = self._submissions([render(one) for one in conversations], each, priority, adapter, session)
+        return built, is_single
 
     def build_one(
         self,
@@ -139,6 +143,7 @@ class RequestBuilder:
         request_id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        session: SessionArg = None,
     ) -> Submission:
         """The Submission of a single prompt.
 
@@ -149,7 +154,7 @@ class RequestBuilder:
             raise RequestError(
                 f"prompt: expected one text, list of token ids or dict of such, got {typed_repr(prompt)}"
             )
-        return self._one(self._prompts.read([prompt])[0], params, request_id, priority, adapter)
+        return self._one(self._prompts.read([prompt])[0], params, request_id, priority, adapter, session)
 
     def check(self, prompts: Seq[Prompt], params: SamplingParams) -> list[list[int] | MllmError]:
         """Token ids of each prompt, or the reason why `build` would refuse it; structured_outputs are not compiled.
@@ -173,13 +178,15 @@ class RequestBuilder:
         request_id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        session: SessionArg = None,
     ) -> Submission:
         """The Submission of a single conversation.
 
         Raises:
             RequestError: it is refused.
         """
-        return self._one(self._prompts.renderer(template_options)(messages), params, request_id, priority, adapter)
+        prepared = self._prompts.renderer(template_options)(messages)
+        return self._one(prepared, params, request_id, priority, adapter, session)
 
     def _one(
         self,
@@ -188,11 +195,12 @@ class RequestBuilder:
         request_id: str | None,
         priority: int,
         adapter: str | None,
+        session: SessionArg,
     ) -> Submission:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise RequestError(f"request_id: expected a text that is not empty, got {short_repr(request_id)}")
         each = self._params_of_each(params, 1)
-        submission = self._submissions([prepared], each, priority, adapter, request_id)[0]
+        submission = self._submissions([prepared], each, priority, adapter, session, request_id)[0]
         if submission.failure is not None:
             raise submission.failure.with_traceback(None)
         return submission
@@ -217,13 +225,15 @@ class RequestBuilder:
         params: list[SamplingParams],
         priority: int,
         adapter: AdapterNames,
+        session: SessionArgs,
         request_id: str | None = None,
     ) -> list[Submission]:
         priority = as_priority(priority)
         names = _adapter_of_each(adapter, len(prepared))
+        sessions = session_of_each(session, len(prepared))
         return [
-            self._submission(p, one, priority, name, request_id)
-            for p, one, name in zip(prepared, params, names, strict=True)
+            self._submission(p, one, priority, name, whose, request_id)
+            for p, one, name, whose in zip(prepared, params, names, sessions, strict=True)
         ]
 
     def _submission(
@@ -232,6 +242,7 @@ class RequestBuilder:
         params: SamplingParams,
         priority: int,
         adapter_name: str | None,
+        session: Session | None,
         request_id: str | None,
     ) -> Submission:
         def make(decoder: Decoder | None) -> Submission:
@@ -249,6 +260,7 @@ class RequestBuilder:
                 media=prepared.media,
                 prompt_ids=prepared.ids,
                 adapter=adapter,
+                session_tag=None if session is None else session.tag(prepared.cache_salt),
             )
 
         phrases, error = self._refusal(prepared, params)

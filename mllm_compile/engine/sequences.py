@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
+    from mllm_compile.runtime.schedule.pages.sessions import SessionTag
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
     from mllm_compile.runtime.step.output import StepOutput, TokenScores
 
@@ -82,6 +83,7 @@ class Submission:
         media: the prompt's images.
         prompt_ids: prompt_token_ids as requests have them; None: they are refused.
         adapter: the version of an adapter that answers; None: the model alone.
+        session_tag: what it asks of its pages in the prefix cache.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Submission:
         media: RequestMedia | None = None,
         prompt_ids: np.ndarray | None = None,
         adapter: Adapter | None = None,
+        session_tag: SessionTag | None = None,
     ) -> None:
         self.request_id = request_id
         self.adapter = adapter
@@ -124,6 +127,7 @@ class Submission:
                     grammar=grammar,
                     media=media,
                     prompt_ids=prompt_ids,
+                    session_tag=session_tag,
                 ),
                 decoder,
             )

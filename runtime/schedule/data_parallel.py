@@ -9,7 +9,7 @@ request's (`copies_of_rank`). Single-threaded; free of torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
+from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -94,6 +95,25 @@ class DataParallelScheduler:
     def has_work(self) -> bool:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         return any(scheduler.has_work() for scheduler in self._schedulers)
+
+    def session_state(self, key: Hashable) -> SessionState | None:
+        """The state of a session over all ranks, which may each have some of its requests; None: it is unknown."""
+        found = [state for one in self._schedulers if (state := one.session_state(key)) is not None]
+        if not found:
+            return None
+        return SessionState(
+            running=sum(one.running for one in found),
+            turns=sum(one.turns for one in found),
+            prompt_tokens=sum(one.prompt_tokens for one in found),
+            cached_tokens=sum(one.cached_tokens for one in found),
+            kept_tokens=sum(one.kept_tokens for one in found),
+            idle_s=min(one.idle_s for one in found),
+        )
+
+    def end_session(self, key: Hashable) -> bool:
+        """End a session on all ranks. False: it is unknown."""
+        ended = [one.end_session(key) for one in self._schedulers]
+        return any(ended)
 
     @property
     def caches(self) -> list[RadixCache]:

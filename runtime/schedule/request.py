@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mllm_compile.runtime.schedule.pages.sessions import Session, SessionTag
+
 if TYPE_CHECKING:
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
@@ -37,7 +39,7 @@ class RequestStatus(Enum):
 # Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request; the first eleven fields are the caller's, the rest is state.
+    """A request; the first twelve fields are the caller's, the rest is state.
 
     Times are time.monotonic() seconds; None until the thing has happened.
     """
@@ -53,6 +55,7 @@ class Request:
     grammar: Grammar | None = None  # params.structured_outputs, compiled
     media: RequestMedia | None = None  # the prompt's images
     prompt_ids: np.ndarray | None = None  # prompt_token_ids as ids_of makes them, where they are made already
+    session_tag: SessionTag | None = None  # what it asks of its pages in the prefix cache
 
     status: RequestStatus = RequestStatus.WAITING
     # Row of ReqToTokenPool, -1 when it has none. A request preempted while a step of its is in flight is WAITING but
@@ -65,6 +68,7 @@ class Request:
     host_tokens: int = 0  # of num_cached_tokens those that came from the host's memory
     disk_tokens: int = 0  # likewise, from the disk
     num_preemptions: int = 0
+    session: Session[Any] | None = None
     num_alike: int = ALL  # its first tokens with KV of the weights that its salt says; behind them there were new ones
     salt_anew: tuple[Hashable, ...] | None = None  # its salt once it is computed anew, where weights changed meanwhile
     adapter_slot: int = -1  # of its adapter on the device, while it has a row; -1: it has none

@@ -14,7 +14,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.batch_builder import NO_TOKENS
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.pages.page_run import Salt
+from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.pages.tables import PageTables, StatePrefix
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 
@@ -143,14 +143,24 @@ class Rows:
 
     def give_up_pages(self, request: Request) -> None:
         """Take the request's pages back; those worth it stay in the prefix cache. Those of a broken one are cleared."""
-        row, num_shared = request.row, self._num_shared(request)
+        row, num_shared, end = request.row, self._num_shared(request), None
         if request.is_broken:
             self.pages.discard(row)
         elif self._config.enable_prefix_cache and self.pages.has_unpublished(row, num_shared):
-            self.pages.publish_and_release(row, request.cache_keys, num_shared, self.salt(request))
+            end = self.pages.publish_and_release(row, request.cache_keys, num_shared, self.salt(request))
         else:
-            self.pages.release(row)
+            end = self.pages.release(row)
         self.changes += 1
+        if end is not None and self.pages.cache.sessions.are_used:
+            self._tag(end, request)
+
+    def _tag(self, end: PageRun, request: Request) -> None:
+        """Tell the cache's sessions of the path that a request has used."""
+        path = list(self.pages.cache.path_of(end))
+        starts = np.cumsum([0, *(run.pages.size for run in reversed(path))])[-2::-1]
+        num_found = request.num_cached_tokens // self._config.page_size
+        found = (starts < num_found).tolist()
+        self.pages.cache.sessions.used(zip(path, found, strict=True), request.session, request.session_tag)
 
     def discard_own_pages(self, request: Request) -> None:
         """Take the request's pages back; those that it alone has are cleared, since they may hold NaN."""

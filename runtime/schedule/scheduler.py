@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from mllm_compile.runtime.schedule.decodes import Decodes
 from mllm_compile.runtime.schedule.drafts import Drafts
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
+from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.schedule.prompts import PromptPlan, PromptQueue
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
@@ -125,6 +126,8 @@ class Scheduler:
         if self.config.rope is not None:
             request.rope_len = len(request.prompt_token_ids)
         request.sequence = next(self._sequences)
+        if request.session_tag is not None and self.config.enable_prefix_cache:
+            request.session = self.pages.cache.sessions.begin(request.session_tag)
         self._requests.add(request)
         self.prompts.add(request)
 
@@ -158,6 +161,14 @@ class Scheduler:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         self.finish_update()
         return bool(self._requests or self.rows.leaving)
+
+    def session_state(self, key: Hashable) -> SessionState | None:
+        """The state of a session; None: it is unknown."""
+        return self.pages.cache.sessions.state(key)
+
+    def end_session(self, key: Hashable) -> bool:
+        """End a session; its pages are given up first. False: it is unknown."""
+        return self.pages.cache.sessions.end(key)
 
     @property
     def caches(self) -> list[RadixCache]:
@@ -643,6 +654,9 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self._requests.remove(request)
+        if request.session is not None:
+            num_tokens = len(request.prompt_token_ids)
+            self.pages.cache.sessions.over(request.session, num_tokens, request.num_cached_tokens)
         if self._drafts is not None:
             self._drafts.end(request)
         if request.row >= 0:

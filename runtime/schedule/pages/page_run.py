@@ -34,6 +34,15 @@ class PageRun(Link):
         self.keys: list[bytes] | None = None  # of its pages, once PageKeys has made them
         self.locks = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its pages."""
+        return int(self.token_ids.size)
+
+    def any_child(self) -> PageRun | None:
+        """A run that goes on from this one, or None."""
+        return next(iter(self.children.values()), None)
+
     @classmethod
     def root(cls, salt: Salt) -> PageRun:
         """The root of a tree, which has no pages."""

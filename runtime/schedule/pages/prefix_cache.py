@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.pages.eviction_order import EvictionOrder
+from mllm_compile.runtime.schedule.pages.eviction_order import BiasedOrder, insert_behind, remove
 from mllm_compile.runtime.schedule.pages.page_keys import PageKeys
 from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
+from mllm_compile.runtime.schedule.pages.sessions import Sessions
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 from mllm_compile.runtime.schedule.pages.watch import CacheWatcher
 
@@ -29,11 +30,11 @@ class RadixCache:
     """Prefixes by full pages, one tree for each salt, evicted by least recent use.
 
     Locks are counted along paths, so a locked run's ancestors are locked and every unlocked run's descendants are
-    unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use, children before their parents
-        (unlocking walks from the leaf to the root). So its first run is always a leaf; a leaf's last pages are given up
-        first.
+    unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use and by sessions, and its first run
+    is a leaf; a leaf's last pages are given up first.
 
     Attributes:
+        sessions: those of requests, which bias the order.
         watchers: told of runs that come and go.
     """
 
@@ -44,7 +45,8 @@ class RadixCache:
         self.watchers: list[CacheWatcher] = []
         self._keys: PageKeys | None = None
         self._roots: dict[Salt, PageRun] = {}
-        self._unlocked = EvictionOrder(PageRun.root(()))
+        self._unlocked = BiasedOrder(lambda: PageRun.root(()), PageRun.any_child)
+        self.sessions: Sessions[PageRun] = Sessions(self._move)
         self._num_pages = 0
         self._num_unlocked = 0
 
@@ -162,6 +164,7 @@ class RadixCache:
         while count > 0 and (run := self._unlocked.first) is not None:
             num_kept = max(0, run.pages.size - count)
             dropped = run.pages[num_kept:]
+            self.sessions.give_up(run, dropped.size)
             self._drop_end(run, num_kept)
             evicted.append(dropped[::-1])
             count -= dropped.size
@@ -206,9 +209,13 @@ class RadixCache:
             yield run
             run = run.parent
 
+    def _move(self, run: PageRun) -> None:
+        if not run.locks and run.parent is not None:
+            self._unlocked.moved(run)
+
     def _lock_run(self, run: PageRun) -> None:
         if run.locks == 0:
-            self._unlocked.remove(run)
+            remove(run)
             self._num_unlocked -= run.pages.size
         run.locks += 1
 
@@ -225,6 +232,7 @@ class RadixCache:
         num_tokens = num_pages * self.page_size
         start = PageRun(run.parent, run.key, _part(run.token_ids, 0, num_tokens), _part(run.pages, 0, num_pages))
         start.locks = run.locks
+        self.sessions.divided(run, start)
         run.parent, run.token_ids, run.pages = start, _part(run.token_ids, num_tokens), _part(run.pages, num_pages)
         if start.parent is not None:
             start.parent.children[start.key] = start
@@ -233,7 +241,7 @@ class RadixCache:
         run.key = self._key_of(run.token_ids)
         start.children[run.key] = run
         if not run.locks:
-            self._unlocked.insert_behind(run, start)
+            insert_behind(run, start)
         return start
 
     def _drop_end(self, run: PageRun, num_kept: int) -> None:
@@ -254,7 +262,8 @@ class RadixCache:
             if run.keys is not None:
                 del run.keys[num_kept:]
             return
-        self._unlocked.remove(run)
+        remove(run)
+        self.sessions.dropped(run)
         del parent.children[run.key]
         # An emptied root goes too, or a salt per request would leak; after a flush it is not the salt's root any more.
         salt: Any = parent.key  # of a root

@@ -207,27 +207,35 @@ class PageTables:
 
     def publish_and_release(
         self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt
-    ) -> None:
-        """Give up the row's pages, the written full ones to the cache, save those that it has from another row."""
+    ) -> PageRun | None:
+        """Give up the row's pages, the written full ones to the cache, save those that it has from another row.
+
+        Returns the end of its path in the cache.
+        """
         start, end = self._path_pages[row], num_written // self.page_size
         if end > start:
             tokens = token_ids[start * self.page_size : end * self.page_size]
             self._paths[row], duplicates = self.cache.extend(self._paths[row], tokens, self.table[row, start:end], salt)
             self._path_pages[row] = end
             self.allocator.free(duplicates)
-        self.release(row)
+        return self.release(row)
 
-    def release(self, row: int) -> None:
-        """Give up the row's pages: private ones become free, its path's evictable unless others hold them."""
+    def release(self, row: int) -> PageRun | None:
+        """Give up the row's pages: private ones become free, its path's evictable unless others hold them.
+
+        Returns the end of that path.
+        """
         run = self._runs.pop(row, None)
         # Single pages are taken elsewhere again, so that the next long prompt finds such a run.
         self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]], to_the_last=run is not None)
         if run is not None:
             self.allocator.end_setting_aside(run)
-        self.cache.unlock(self._paths[row])
+        end = self._paths[row]
+        self.cache.unlock(end)
         self._paths[row] = None
         self._path_pages[row] = 0
         self._set_num_pages(row, 0)
+        return end
 
     def discard(self, row: int) -> None:
         """Like release, for KV that may hold NaN: pages without another user are cleared before they serve again.
