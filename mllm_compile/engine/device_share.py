@@ -14,7 +14,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.device.memory import CPU_KV_SHARE, memory_bytes
+from mllm_compile.runtime.device.memory import CPU_KV_SHARE, give_back_unused, memory_bytes
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.store.opened import CompiledRuntime
@@ -66,6 +66,7 @@ def device_needs(source: EngineConfig, reporter: Reporter) -> DeviceNeeds:
             "out runtime.tensor_parallel_size and runtime.expert_parallel_size, or serve it alone"
         )
     device = torch.device(runtime.device)
+    give_back_unused(device)  # what a compile has left
     free, total = memory_bytes(device)
     usable = free if device.type == "cpu" else int(total * runtime.mem_fraction_static) - (total - free)
     most = runtime.max_running_requests * runtime.max_model_len
@@ -82,9 +83,12 @@ def device_needs(source: EngineConfig, reporter: Reporter) -> DeviceNeeds:
     )
 
 
-def free_bytes(device: str) -> int:
-    """Bytes of a device that nobody holds."""
-    return memory_bytes(torch.device(device))[0]
+def begin_share(device: str) -> int:
+    """Bytes of a device that nobody holds, ahead of an engine's start; `held_bytes` then tells what it has taken."""
+    one = torch.device(device)
+    if one.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(one)
+    return memory_bytes(one)[0]
 
 
 def token_bytes(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> int:

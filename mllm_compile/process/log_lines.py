@@ -10,20 +10,30 @@ from typing import Any
 FORMATS = ("text", "json")
 
 
-def start_log(level: int, format: str, text: str) -> None:
+def start_log(level: int, format: str, text: str, model: str = "") -> None:
     """Writes log records to standard error.
 
     Args:
         format: one of FORMATS.
         text: the layout of a line of text.
+        model: its name is in each line, where a server has several.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if format == "json" else logging.Formatter(text))
+    named = f"[{model.replace('%', '%%')}] {text}" if model else text
+    handler.setFormatter(JsonFormatter(model) if format == "json" else logging.Formatter(named))
     logging.basicConfig(handlers=[handler], level=level)
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes a record one line with a JSON object, to which its `fields` are added (`extra={"fields": {…}}`)."""
+    """Makes a record one line with a JSON object, to which its `fields` are added (`extra={"fields": {…}}`).
+
+    Args:
+        model: as of start_log.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        super().__init__()
+        self._model = {"model": model} if model else {}
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -31,6 +41,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **self._model,
             **getattr(record, "fields", {}),
         }
         if record.exc_info:

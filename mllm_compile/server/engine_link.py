@@ -26,7 +26,12 @@ CommandLine = Callable[[str], Sequence[str]]
 
 def command_line(options: ServeOptions) -> CommandLine:
     """The command that serves a model to a channel's descriptor."""
-    given = (options.speculative or "", json.dumps(options.lora), json.dumps(dict(options.runtime)))
+    given = (
+        options.speculative or "",
+        json.dumps(options.lora),
+        json.dumps(dict(options.runtime)),
+        options.name_in_log,
+    )
     return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
 
 

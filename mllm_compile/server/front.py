@@ -101,6 +101,7 @@ class Front:
             on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
             on_pages=self._pages_changed,
             landlord=landlord,
+            name=options.name_in_log,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)

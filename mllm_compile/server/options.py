@@ -38,6 +38,7 @@ class ServeOptions:
         is_strict: unknown fields are refused.
         how: "quiet", "plain" or "verbose".
         log: "text" or "json", the lines on standard error.
+        name_in_log: of the model, where a server has several.
         speculative: --speculative-config; None: as the config says.
         lora: keys of the section lora that options give.
         allow_runtime_lora: clients may load and unload adapters.
@@ -70,6 +71,7 @@ class ServeOptions:
     is_strict: bool = False
     how: str = "plain"
     log: str = "text"
+    name_in_log: str = ""
     speculative: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
     allow_runtime_lora: bool = False

@@ -74,6 +74,7 @@ class Supervisor:
         on_controlled: told of calls that are over.
         on_pages: told how an engine's prefix cache has changed; None where an engine is gone.
         landlord: shares the device out; None: it is the engine's alone.
+        name: of the model, where a server has several.
 
     Attributes:
         failure: why there will be no engine.
@@ -98,6 +99,7 @@ class Supervisor:
         on_controlled: Callable[[Controlled], object],
         on_pages: Callable[[PagesChanged | None], None],
         landlord: Landlord | None = None,
+        name: str = "",
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -111,6 +113,7 @@ class Supervisor:
         self._on_controlled = on_controlled
         self._on_pages = on_pages
         self._landlord = landlord
+        self._engine = f"the engine of {name}" if name else "the engine"
         self._refusal: tuple[int, ApiError | None] = (0, None)  # how many there were, and the last one
         self.failure: str | None = None
         self.state = STARTING
@@ -235,7 +238,7 @@ class Supervisor:
                 if self.facts is None or is_mistake or failed_starts == _MOST_FAILED_STARTS:
                     self.failure = message
                     raise EngineFailedError(message)
-                logger.error("the engine has not started: %s. Trying again.", message)
+                logger.error("%s has not started: %s. Trying again.", self._engine, message)
                 await self._wait(self._is_closing, 2.0**failed_starts)
         finally:
             self.state = ENDED
@@ -302,8 +305,8 @@ class Supervisor:
     def _lost(self, why: str) -> None:
         self.restarts += 1
         self._enter(STARTING)
-        logger.error("the engine is lost: %s. Starting it again.", why)
-        self._on_lost(not_ready(f"the engine is lost: {why}. It starts again.", "engine_lost"))
+        logger.error("%s is lost: %s. Starting it again.", self._engine, why)
+        self._on_lost(not_ready(f"{self._engine} is lost: {why}. It starts again.", "engine_lost"))
 
     async def _sleep(self, link: EngineLink) -> None:
         logger.info("no request for %g s: the engine sleeps until the next one", self._sleep_after_s)

@@ -170,9 +170,9 @@ class EngineServer:
         if grant is None:
             raise SystemExit(self._left(0))
         assert isinstance(grant, Grant), "the second command is Grant"
-        from mllm_compile.engine.device_share import free_bytes  # torch
+        from mllm_compile.engine.device_share import begin_share  # torch
 
-        self._free_before = free_bytes(needs.device)
+        self._free_before = begin_share(needs.device)
         return grant.kv_tokens
 
     def _held_bytes(self, engine: Engine) -> tuple[int, int]:
@@ -357,10 +357,11 @@ def channel_at(descriptor: str) -> Channel:
 
 def main() -> None:
     """Entry point of the process: MODEL, the channel's descriptor, how much to show, the format of lines,
-    --speculative-config or nothing, and the keys of the sections lora and runtime that options give."""
-    model, descriptor, how, log, speculative, lora, runtime = sys.argv[1:]
+    --speculative-config or nothing, the keys of the sections lora and runtime that options give, and the model's name
+    in the log or nothing."""
+    model, descriptor, how, log, speculative, lora, runtime, name = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
-    start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s", name)
     reporter: Reporter = NullReporter()
     if log == "json":
         reporter = LogReporter()

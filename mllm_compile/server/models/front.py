@@ -57,7 +57,7 @@ class ModelsFront:
         self.begun = asyncio.Event()
         self._changed = asyncio.Event()
         for name, source in models.sources.items():
-            own = replace(options, model=source, served_names=(name,))
+            own = replace(options, model=source, served_names=(name,), name_in_log=name)
             tenant = Tenant(name, own, command_of(own), tracing, self.memory, name in models.pinned, self._changed.set)
             tenant.front.on_ready = partial(self._ready, tenant)
             self.tenants[name] = tenant
