@@ -7,8 +7,10 @@ device/memory.py knows what a device has and how it is shared out; here is what 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -96,16 +98,18 @@ def count_pages(runner: ProfiledModel) -> int:
 
 def _graph_bytes(runners: Sequence[ProfiledModel]) -> int:
     """Bytes of all graphs of a model and its draft model, whose passes behind verify steps are graphs too."""
-    total, num_verifies = 0, 0
+    total, num_verifies, depths = 0, 0, runners[0].config.speculative.captured_depths
     for runner in runners:
-        num_bytes, num_verifies = _estimate_graph_bytes(runner, num_verifies)
+        # Each depth has about as many sizes. A block is drafted by one pass.
+        num_passes = 1 if runner.model.block is not None or not depths else math.ceil(fmean(depths))
+        num_bytes, num_verifies = _estimate_graph_bytes(runner, num_passes * num_verifies)
         total += num_bytes
     return total
 
 
-def _estimate_graph_bytes(runner: ProfiledModel, num_steps: int) -> tuple[int, int]:
+def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, int]:
     """Bytes of a model's graphs, from the two largest of each kind, captured on a pool of the dummy page alone, and of
-    its passes behind `num_steps` verify steps of another model; and how many graphs of verify steps it has."""
+    `num_behind` passes behind verify steps of another model; and how many graphs of verify steps it has."""
     from mllm_compile.runtime.cuda_graph.draft_chain import chain_obstacle
     from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
     from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
@@ -113,8 +117,7 @@ def _estimate_graph_bytes(runner: ProfiledModel, num_steps: int) -> tuple[int, i
     runner.token_to_kv_pool = runner.make_kv_pool(1)
     runner.init_attention_backend()
     dispatcher = dispatcher_of(runner)
-    num_behind = num_steps if chain_obstacle(runner) is None else 0
-    num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind)
+    num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind if chain_obstacle(runner) is None else 0)
     del runner.token_to_kv_pool, runner.attn_backend
     give_back_unused(runner.device)
     return num_bytes, dispatcher.num_graphs(GraphKind.VERIFY)

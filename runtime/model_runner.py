@@ -309,23 +309,32 @@ class ModelRunner(RunnerSizes):
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
-        if self.captures_graphs:
-            from mllm_compile.runtime.cuda_graph.draft_chain import chain_of
-            from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
-            from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
+        if not self.captures_graphs:
+            return
+        from mllm_compile.runtime.cuda_graph.draft_chain import chain_of
 
-            self.draft_chain = chain_of(self.drafter)
-            try:
-                self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
-                self.graph_runner.capture()
-            except RuntimeError as error:
-                if self.draft_chain is None:
-                    raise
-                logger.warning("drafts are made beside verify steps: their pass is not captured (%s)", error)
-                self.draft_chain = None
-                self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
-                self.graph_runner.capture()
-            self.graph_runner.check_verifies()
+        self.draft_chain = chain_of(self.drafter)
+        fault = self._capture_graphs()
+        if fault is not None and self.draft_chain is not None:
+            logger.warning("drafts are made beside verify steps: %s. Please report this.", fault)
+            self.draft_chain = None
+            fault = self._capture_graphs()
+        if fault is not None:
+            logger.warning("verify steps run piece by piece: %s. Please report this.", fault)
+
+    def _capture_graphs(self) -> str | None:
+        """Captures graphs, without verify steps where these are wrong; then says what is."""
+        from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+        from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
+
+        self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
+        try:
+            self.graph_runner.capture()
+        except RuntimeError as error:
+            if self.draft_chain is None:
+                raise
+            return f"their passes are not captured ({error})"
+        return self.graph_runner.check_verifies()
 
     @property
     def captures_graphs(self) -> bool:

@@ -26,7 +26,8 @@ class RunnerConfig:
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each
 
-    most_chained: int = 0  # rows of a pass of a draft model that drafts a block: attention sees a request in each
+    # Rows of a draft model's pass behind a captured verify step: attention sees a request in each. 0: it makes none.
+    most_chained: int = 0
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:

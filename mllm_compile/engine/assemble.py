@@ -313,9 +313,9 @@ def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Time
     if drafter is None:
         return None
     settings = runner_config(drafter.config)
-    if drafter.artifact.program.block is not None:
-        settings = replace(settings, most_chained=MOST_VERIFIED)
     following = _draft_runner(drafter, source, timeline)
+    if following is None and "hidden_states" in drafter.artifact.program.inputs:
+        settings = replace(settings, most_chained=MOST_VERIFIED)
     return ModelRunner(settings, model_source(drafter, timeline, source), drafter=following)
 
 

@@ -90,18 +90,18 @@ class GraphRunner:
         return self._capturer.figures
 
     @torch.inference_mode()
-    def check_verifies(self) -> None:
+    def check_verifies(self) -> str | None:
         """Compares verify steps with decodes, and leaves them out where they differ: steps of pieces serve then. Before
-        anything is served."""
+        anything is served. Returns what differs."""
         verifies, decodes = self.verifies, self.decodes
         if verifies is None or decodes is None:
-            return
+            return None
         fault, communicator = verify_fault(self._runner, verifies, decodes), self._runner.communicator
         if communicator is not None and not communicator.least(fault is None):
             fault = fault or "on another rank they differ from decodes"
         if fault is not None:
-            logger.warning("verify steps run piece by piece: %s. Please report this.", fault)
             self.kinds = {kind: graphs for kind, graphs in self.kinds.items() if graphs is not verifies}
+        return fault
 
     @torch.inference_mode()
     def capture(self) -> None:

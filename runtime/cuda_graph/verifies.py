@@ -128,8 +128,6 @@ class VerifyGraphs(KindGraphs):
         self._attention.init_forward_metadata_capture_verify(size, width, batch.seq_lens)
         batch.num_verify_tokens = size
         shape, chain = (num_requests, width), self.chain
-        if chain is not None:
-            chain.plan(num_requests, width)
 
         def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             if chain is not None:

@@ -57,12 +57,19 @@ class HiddenDrafter(ModelDrafter):
         self._longest = model.config.longest_kept(self._num_layers)
         self._kept = KeptHiddenStates(model.req_to_token_pool.req_to_token.shape[0])
         self._left: list[Part] = []  # of requests that gave up their pages
+        self._is_whole: set[DraftedRequest] = set()  # a captured pass has made keys of all their hidden states
         self._carried: torch.Tensor  # [R, hidden]: the drafter's own, of its last pass
 
     # Behind a step of the model ---------------------------------------------------------------------------------------
 
     def follow(self, batch: ScheduledBatch, hidden_states: torch.Tensor | None) -> None:
-        assert hidden_states is not None, "the model was compiled to give them"
+        if hidden_states is None:  # the step's graph has read them (cuda_graph/draft_chain.py)
+            self._is_whole.update(batch.requests)
+            return
+        for request, start in zip(batch.requests, batch.prefix_lens.tolist(), strict=True):
+            if request in self._is_whole:
+                self._is_whole.discard(request)
+                self._computed[request] = start
         for request in batch.admitted:
             self._computed.pop(request, None)
             self._kept.forget(request)
@@ -91,6 +98,18 @@ class HiddenDrafter(ModelDrafter):
         self._kept.write(places, hidden_states[self._indices(np.concatenate(kept))])
         if prompts:
             self._read(prompts, hidden_states[self._indices(np.concatenate(read))])
+
+    def catch_up(self, batch: ScheduledBatch) -> None:
+        lengths = batch.prefix_lens if batch.device_lens is None else batch.device_lens
+        parts: list[Part] = []
+        for request, length in zip(batch.requests, lengths.tolist(), strict=True):
+            if length < 0 or request in self._is_whole:
+                continue
+            part = self._lacking(request, length, self._computed.get(request, 0))
+            if part is not None and part.num_read:
+                parts.append(part)
+                self._computed[request] = length
+        self._read_kept(parts)
 
     def _catch_up(self, batch: ScheduledBatch) -> None:
         """Reads what is kept of requests whose next positions there is no room for, and of prompts that go on."""
@@ -136,6 +155,8 @@ class HiddenDrafter(ModelDrafter):
 
     def leave(self, request: DraftedRequest) -> None:
         """Notes what is kept of pages that others may share."""
+        if request in self._is_whole:
+            return
         computed, num_tokens = self._computed.get(request), num_tokens_of(request)
         whole = (num_tokens - 1) // self._pages.page_size * self._pages.page_size
         known = min(whole, num_tokens - self._num_layers, self._kept.end_of(request))  # a prompt may be in its midst
@@ -152,10 +173,13 @@ class HiddenDrafter(ModelDrafter):
     def end(self, request: DraftedRequest) -> None:
         super().end(request)
         self._kept.forget(request)
+        self._is_whole.discard(request)
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
         for one in asked:
+            if one.request in self._is_whole:  # its newest hidden state was read and not kept
+                continue
             newest = one.num_computed - 1
             part = self._lacking(one.request, one.num_computed, min(self._computed.get(one.request, 0), newest))
             if part is None or one.request in self._broken or part.num_read > room:

@@ -17,7 +17,6 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import NO_TOKEN
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest
 from mllm_compile.runtime.step.draft_model import DraftRow
@@ -31,41 +30,10 @@ class ParallelDrafter(HiddenDrafter):
     def __init__(self, model: ModelRunner, pages: HostPageTable, block: DraftBlock) -> None:
         super().__init__(model, pages)
         self._block = block
-        self._is_whole: set[DraftedRequest] = set()  # keys of all its hidden states are there
         if block.sees_ahead:
             self.keys_reach = 0
 
     # Behind a step of the model ---------------------------------------------------------------------------------------
-
-    def follow(self, batch: ScheduledBatch, hidden_states: torch.Tensor | None) -> None:
-        if hidden_states is None:  # the step's graph has read them (cuda_graph/draft_chain.py)
-            self._is_whole.update(batch.requests)
-            return
-        for request, start in zip(batch.requests, batch.prefix_lens.tolist(), strict=True):
-            if request in self._is_whole:
-                self._is_whole.discard(request)
-                self._computed[request] = start
-        super().follow(batch, hidden_states)
-
-    def catch_up(self, batch: ScheduledBatch) -> None:
-        lengths = batch.prefix_lens if batch.device_lens is None else batch.device_lens
-        parts: list[Part] = []
-        for request, length in zip(batch.requests, lengths.tolist(), strict=True):
-            if length < 0 or request in self._is_whole:
-                continue
-            part = self._lacking(request, length, self._computed.get(request, 0))
-            if part is not None and part.num_read:
-                parts.append(part)
-                self._computed[request] = length
-        self._read_kept(parts)
-
-    def leave(self, request: DraftedRequest) -> None:
-        if request not in self._is_whole:
-            super().leave(request)
-
-    def end(self, request: DraftedRequest) -> None:
-        super().end(request)
-        self._is_whole.discard(request)
 
     def _read(self, parts: Sequence[Part], hidden_states: torch.Tensor) -> None:
         if self._block.sees_ahead:
@@ -74,11 +42,12 @@ class ParallelDrafter(HiddenDrafter):
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
-        if self._block.sees_ahead:  # then each row is a request to attention
+        found = super()._first_rows(asked)
+        if self._block.sees_ahead:  # then each row is a request to attention, and the newest token has one
             room = min(room, self._model.config.max_attended)
-        whole = [one for one in asked if one.request in self._is_whole and one.request not in self._broken]
-        found = [DraftRow(one, _newest(one.request), one.num_computed, one.most) for one in whole]
-        for row in [*found, *super()._first_rows([one for one in asked if one.request not in self._is_whole])]:
+            whole = [one for one in asked if one.request in self._is_whole and one.request not in self._broken]
+            found = [*(DraftRow(one, _newest(one.request), one.num_computed, one.most) for one in whole), *found]
+        for row in found:
             row = replace(row, most=min(row.most, self._block.most))
             room -= len(row.token_ids) + 1 + row.most
             if room >= 0:

@@ -34,7 +34,7 @@ def config_of(cache: Path, model: Path, head: Path | None, mode: str = "auto", *
 
 @pytest.mark.parametrize("mode", ["auto", "none"])
 def test_a_head_that_is_right_drafts_every_token(tmp_path, mode):
-    model, head = echo(tmp_path, head_dim=64)
+    model, head = echo(tmp_path, head_dim=128)
     prompts = [[5, 9, 2], [1] * 90, [7, 8], list(range(21))] * 3
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with Engine(config_of(tmp_path / "cache", model, head, mode)) as engine:

@@ -16,6 +16,7 @@ import torch
 from mllm_compile.runtime.config_sections import SpeculativeSection
 from mllm_compile.runtime.cuda_graph import verify_check
 from mllm_compile.runtime.cuda_graph.draft_chain import DraftChain, chain_obstacle, chain_of
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
@@ -26,11 +27,14 @@ from tests.runtime.runner_cases import VOCAB, Loop, make_runner
 from tests.runtime.step import test_hidden_drafter as hidden
 from tests.runtime.step.test_captured_verify import TimedLoop, ahead_steps
 from tests.runtime.step.test_grammar_rows import EVERYTHING, FakeGrammar, FakeMasks, add
+from tests.runtime.step.test_hidden_drafter import Head
+from tests.runtime.step.test_parallel_drafter import HEADS_OF as BLOCK_HEADS
 from tests.runtime.step.test_parallel_drafter import MASK, BlockHead
 from tests.runtime.step.test_verify_steps import PROMPTS, seen
 
 MOST = 3
 SIZES = (1, 2, 4, 8)
+HEADS_OF = {**BLOCK_HEADS, "token by token": Head}
 
 
 class TellsItsTokens(PlayedModel, hidden.Model):
@@ -67,7 +71,8 @@ def look_up_bounds(runner: ModelRunner, seen: list[int]) -> None:
         assert ((lengths >= 0) & (lengths <= num_columns)).all()
         assert {len(one) for one in (positions, slots)} == {count}
         assert tokens.hidden_states is None or len(tokens.hidden_states) == count
-        if batch.forward_mode.is_decode():
+        is_behind = len(how) > 1 and how[1].kind is GraphKind.VERIFY
+        if batch.forward_mode.is_decode() and (is_behind or not runner.model.reads_hidden_states):
             pages = runner.attn_backend.page_table
             assert len(pages) >= len(rows) == count
             for place in torch.nonzero((rows > 0) & (lengths > 0)).flatten().tolist():
@@ -130,11 +135,11 @@ def counts(loop: Loop) -> tuple[int, int]:
     return drafted, accepted
 
 
-@pytest.mark.parametrize("from_newest", [False, True])
+@pytest.mark.parametrize("kind", HEADS_OF)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_drafts_are_right_while_a_step_is_in_flight(played, from_newest, page_size):
+def test_drafts_are_right_while_a_step_is_in_flight(played, kind, page_size):
     requests = [{"prompt": prompt, "max_tokens": 20 + i} for i, prompt in enumerate(PROMPTS)]
-    loop = compare(requests, BlockHead(from_newest=from_newest), page_size=page_size, num_pages=400)
+    loop = compare(requests, HEADS_OF[kind](), page_size=page_size, num_pages=400)
     drafted, accepted = counts(loop)
     assert ahead_steps(loop) > 3
     assert accepted > 50
@@ -169,14 +174,16 @@ def test_a_request_without_drafts_beside_one_with_a_grammar_leaves_no_hole(playe
     assert other.num_accepted_tokens > 12
 
 
+@pytest.mark.parametrize("kind", HEADS_OF)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_drafts_that_are_rejected_leave_right_keys(played, shift):
+def test_drafts_that_are_rejected_leave_right_keys(played, kind, shift):
     requests = [{"prompt": prompt, "temperature": 1.5, "seed": i, "max_tokens": 40} for i, prompt in enumerate(PROMPTS)]
-    loop = compare(requests, BlockHead(shift))
+    loop = compare(requests, HEADS_OF[kind](shift))
     assert (counts(loop)[1] > 60) is not shift
 
 
-def test_requests_that_join_and_leave_give_the_same_tokens(played):
+@pytest.mark.parametrize("kind", ["block", "chain", "token by token"])
+def test_requests_that_join_and_leave_give_the_same_tokens(played, kind):
     """Of some the graph's choice is not used: what is drafted follows the tokens that hold."""
     random = Random(3)
     others = [
@@ -193,15 +200,16 @@ def test_requests_that_join_and_leave_give_the_same_tokens(played):
         | random.choice(others)
         for _ in range(24)
     ]
-    loop = compare(requests, BlockHead(), joining=4, prefix_cache=True)
+    loop = compare(requests, HEADS_OF[kind](), joining=4, prefix_cache=True)
     drafted, accepted = counts(loop)
     assert ahead_steps(loop) > 10
     assert accepted > drafted / 3
 
 
-def test_preempted_requests_give_the_same_tokens(played):
+@pytest.mark.parametrize("kind", ["block", "chain", "token by token"])
+def test_preempted_requests_give_the_same_tokens(played, kind):
     requests = [{"prompt": [1, 2, 3, 4, 5, 6], "max_tokens": 20, "seed": i, "temperature": 0.6} for i in range(4)]
-    loop = compare(requests, BlockHead(), num_pages=16)
+    loop = compare(requests, HEADS_OF[kind](), num_pages=16)
     assert loop.scheduler.stats().preemptions > 0
     assert ahead_steps(loop) > 0
 
@@ -227,8 +235,9 @@ def test_a_head_whose_rope_follows_lengths_is_told_those_of_decodes(played):
     assert counts(loop)[1] > 0
 
 
-def test_a_head_without_numbers_costs_no_token(played):
-    class Broken(BlockHead):
+@pytest.mark.parametrize("kind", [BlockHead, Head])
+def test_a_head_without_numbers_costs_no_token(played, kind):
+    class Broken(kind):
         def head(self, body, logits_indices):
             return torch.full_like(super().head(body, logits_indices), torch.nan)
 
@@ -236,8 +245,9 @@ def test_a_head_without_numbers_costs_no_token(played):
     assert counts(loop) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", ["block", "chain", "token by token"])
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_no_index_of_a_pass_is_outside_of_memory(played, page_size, monkeypatch):
+def test_no_index_of_a_pass_is_outside_of_memory(played, kind, page_size, monkeypatch):
     """At the start's check, and in answers up to the last position, whose blocks would go beyond it."""
     seen, init = [], ModelRunner.init_attention_backend
 
@@ -248,22 +258,23 @@ def test_no_index_of_a_pass_is_outside_of_memory(played, page_size, monkeypatch)
     monkeypatch.setattr(ModelRunner, "init_attention_backend", looking)
     monkeypatch.setattr(verify_check, "_LENGTH", 20)
     section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
-    runner = chained_runner(BlockHead(), section, page_size=page_size)
+    runner = chained_runner(HEADS_OF[kind](), section, page_size=page_size)
     runner.graph_runner.check_verifies()
     assert runner.graph_runner.verifies is not None
     at_start = len(seen)
     requests = [{"prompt": prompt, "max_tokens": 60} for prompt in PROMPTS]
-    loop = serve(requests, BlockHead(), page_size=page_size, num_pages=100)
+    loop = serve(requests, HEADS_OF[kind](), page_size=page_size, num_pages=100)
     assert counts(loop)[1] > 50
     assert len(seen) > at_start + 40
 
 
 @pytest.mark.parametrize(
-    ("changes", "obstacle"), [({}, None), ({"decode_loop": None}, "choose"), ({"block": None}, "block")]
+    ("chooses", "most_chained", "obstacle"), [(True, 64, None), (False, 64, "choose"), (True, 0, "reads")]
 )
-def test_what_keeps_a_draft_model_from_drafting_behind_steps_is_named(played, changes, obstacle):
+def test_what_keeps_a_draft_model_from_drafting_behind_steps_is_named(played, chooses, most_chained, obstacle):
     head = chained_runner(BlockHead(), SpeculativeSection(method="dflash", num_speculative_tokens=MOST)).drafter
-    head.model = replace(head.model, **changes)
+    head.model = replace(head.model, decode_loop=head.model.decode_loop if chooses else None)
+    head.config = replace(head.config, most_chained=most_chained)
     found = chain_obstacle(head)
     assert found is None if obstacle is None else obstacle in found
     assert (chain_of(head) is None) is (obstacle is not None)
@@ -273,14 +284,28 @@ def fails(self, batch):
     raise ValueError("no such batch")
 
 
+@pytest.mark.parametrize("kind", ["block", "chain", "token by token"])
 @pytest.mark.parametrize("fault", ["none", "other drafts", "no comparison"])
-def test_a_pass_that_drafts_something_else_is_left_out_at_the_start(played, fault, monkeypatch):
+def test_a_pass_that_drafts_something_else_is_left_out_at_the_start(played, kind, fault, monkeypatch):
     if fault == "other drafts":
-        monkeypatch.setattr(DraftChain, "_choose", lambda self, logits, rows, places: torch.full_like(rows, VOCAB - 2))
+        choose = DraftChain._choose
+        monkeypatch.setattr(DraftChain, "_choose", lambda *of: torch.full_like(choose(*of), VOCAB - 2))
     monkeypatch.setattr(verify_check, "_LENGTH", 20)  # the block has room behind
     section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
-    graphs = chained_runner(BlockHead(), section).graph_runner
+    graphs = chained_runner(HEADS_OF[kind](), section).graph_runner
     if fault == "no comparison":
         monkeypatch.setattr(ModelRunner, "run_eager", fails)
     graphs.check_verifies()
     assert (graphs.verifies is None) is (fault != "none")
+
+
+def test_a_start_whose_passes_are_wrong_keeps_its_verify_steps(played, monkeypatch, caplog):
+    monkeypatch.setattr(DraftChain, "fault", lambda self, step, width: "drafts are not the head's")
+    monkeypatch.setattr(ModelRunner, "captures_graphs", True)
+    monkeypatch.setattr(verify_check, "_LENGTH", 20)
+    section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
+    runner = chained_runner(BlockHead(), section)
+    runner.init_cuda_graphs()
+    assert runner.draft_chain is None
+    assert runner.graph_runner.verifies.chain is None
+    assert "drafts are made beside verify steps: drafts are not the head's" in caplog.text

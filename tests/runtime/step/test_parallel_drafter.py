@@ -76,8 +76,10 @@ class ChainHead(Head):
     def body(self, inputs, all_rows=None):
         ids, positions, hidden = (inputs[name].clone() for name in ("input_ids", "positions", "hidden_states"))
         for row in np.flatnonzero(ids == MASK).tolist():
-            hidden[row] = torch.stack([ids[row - 1], positions[row]])
-            ids[row] = next_token(ids[row - 1], positions[row])
+            # In a graph rows that stand for nothing may be between.
+            before = int(np.flatnonzero(positions[:row] == positions[row] - 1)[-1])
+            hidden[row] = torch.stack([ids[before], positions[row]])
+            ids[row] = next_token(ids[before], positions[row])
         return super().body({"input_ids": ids, "positions": positions, "hidden_states": hidden})
 
 
