@@ -49,12 +49,14 @@ def page() -> str:
 def _section(name: str) -> str:
     thing = getattr(mllm_compile, name)
     lines = [f"\n## {name}\n", *_code(_signature(name, thing)), *_with_types(thing, _text(thing))]
-    for method in _methods(thing):
+    shared = [method for method in _methods(thing) if _is_shared(thing, method)]
+    for method in (method for method in _methods(thing) if method not in shared):
         function = inspect.unwrap(getattr(thing, method))
         lines += [f"\n### {name}.{method}\n", *_code(_signature(method, function)), *_text(function)]
     properties = [(key, value) for key, value in vars(thing).items() if isinstance(value, property)]
-    told = [f"- `{key}`: {inspect.getdoc(value)}" for key, value in properties if _is_told(thing, key)]
+    told = [f"- `{key}`: {_first_line(value)}" for key, value in properties if _is_told(thing, key)]
     lines += ["\n**Properties**\n", *told] if told else []
+    lines += [f"\nThe others are Engine's, awaited: {', '.join(f'`{name}`' for name in shared)}."] if shared else []
     return "\n".join(lines) + "\n"
 
 
@@ -114,6 +116,16 @@ def _text(thing: object) -> Iterator[str]:
 def _is_told(thing: type, name: str) -> bool:
     is_internal = name.startswith("_") or f"{thing.__name__}.{name}" in _INTERNAL
     return not is_internal and bool(inspect.getdoc(getattr(thing, name)))
+
+
+def _is_shared(thing: type, name: str) -> bool:
+    """True for a method that says no more than Engine's of that name."""
+    said, original = _first_line(getattr(thing, name)), getattr(mllm_compile.Engine, name, None)
+    return said == f"Like Engine.{name}." or (thing is mllm_compile.AsyncEngine and said == _first_line(original))
+
+
+def _first_line(thing: object) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
 def _methods(thing: type) -> list[str]:

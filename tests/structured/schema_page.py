@@ -1,4 +1,4 @@
-"""docs/json-schema.md, of what the backends do: `python -m tests.structured.schema_page` writes it."""
+"""docs/lab/json-schema.md, of what the backends do: `python -m tests.structured.schema_page` writes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mllm_compile.structured.backend import make_backend
 from tests.structured.conftest import BACKENDS, make_vocabulary
 from tests.structured.schema_judge import CASES, TEXTS, refusal
 
-PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lab" / "json-schema.md"
 _HEAD = """\
 # JSON Schema
 
-How each backend of [structured output](serving.md#structured-output) treats each keyword. `python -m
+How each backend of [structured output](../serving.md#structured-output) treats each keyword. `python -m
 tests.structured.schema_page` writes this page: it gives both libraries the schemas of
 `tests/structured/schema_cases.json`, alone and with values at the edges.
 
@@ -26,7 +26,7 @@ tests.structured.schema_page` writes this page: it gives both libraries the sche
 - Integers in bounds, `enum` and `const` beyond 2**53 are refused: both libraries round them.
 - `minProperties` of 2 and more is refused where `required` does not name them: a name could come twice.
 - XGrammar keeps to bounds, items and properties only beside one `type`, and to nothing beside `$ref` and `anyOf`.
-- The same holds for schemas in structural tags, so in `tools` ([tool calls](tool-calls.md)).
+- The same holds for schemas in structural tags, so in `tools` ([tool calls](../tool-calls.md)).
 
 | llguidance | XGrammar | keywords |
 |---|---|---|
