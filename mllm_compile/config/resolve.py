@@ -71,8 +71,12 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 # Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
 DETERMINISTIC_ANY_TOKENS = 2048
 DETERMINISTIC_ATTENTION_BLOCKS = 512
-# Beginnings of names in config.json of models with images, latents, or products that are no linears.
-_OF_OTHER_LAYERS = ("vision", "image", "audio", "kv_lora", "q_lora", "compress", "altup", "rwkv")
+# Beginnings of names in config.json of models with images, latents, products that are no linears, or linears that the
+# library adds up in several orders: routers in float32, and gates of one row (docs/lab/serving.md).
+_OF_OTHER_LAYERS = (
+    *("vision", "image", "audio", "kv_lora", "q_lora", "compress", "altup", "rwkv"),
+    *("n_routed_experts", "shared_expert"),
+)
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.

@@ -574,6 +574,10 @@ OF_PAGE: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({}, {"runtime": {"tensor_parallel_size": 2}}),
     ],
     "fp8 weights with a scale a row": [({}, {"model": {"path": "m", "quantization": "fp8"}})],
+    "routers in float32, gates of one row (`n_routed_experts`, `shared_expert_…` in config.json)": [
+        ({"n_routed_experts": 64}, {}),
+        ({"num_experts": 8, "shared_expert_intermediate_size": 512}, {}),
+    ],
     "other quantised weights, fp8 caches, images, latents, adapters": [
         ({}, {"model": {"path": "m", "quantization": "int4"}}),
         ({}, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),

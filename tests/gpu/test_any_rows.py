@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "experts in fp8": ("qwen3_moe", OF_EXPERTS, {"quantization": "fp8"}, {}),
     "fp8": ("qwen3", WIDE | {"intermediate_size": 1024}, {"quantization": "fp8"}, {}),
     "delta nets": ("qwen3_5_text", WIDE, {}, {}),
-    "mamba": ("nemotron_h", WIDE, {}, {}),
+    "mamba": ("falcon_h1", WIDE, {}, {}),
     "two ranks": ("qwen3", WIDE | {"intermediate_size": 1024}, {}, {"tensor_parallel_size": 2}),
 }
 

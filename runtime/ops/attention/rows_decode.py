@@ -1,8 +1,8 @@
 """Decodes whose neighbours may be of one request: rows of a prompt in the deterministic mode, a token each.
 
 A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request are attended
-together: its keys are read once. A row's bits are as by split_decode with one block a request. Products have the same
-shape and order of keys, and a key that a row does not see adds zeros.
+together: its keys are read once. A row's bits are as by split_decode with one block a request. Keys are in the same
+order, and a key that a row does not see adds zeros.
 
 Registered and packaged as split_decode.py's. Shape legend: as there.
 """
@@ -16,13 +16,15 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.attention.split_decode import (
     LOG2_E,
-    MIN_DOT_ROWS,
     add_keys,
     block_of_keys,
     sink_weights,
     slots_of,
 )
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+
+# Of a product: twice split_decode's, by the same instruction. Those of 64 rows have another, and other bits.
+_DOT_ROWS = 32
 
 
 @triton.jit
@@ -138,7 +140,7 @@ def rows_decode(
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
-    dot_rows = max(MIN_DOT_ROWS, padded_group)
+    dot_rows = max(_DOT_ROWS, padded_group)
     rows_of_tile = dot_rows // padded_group
     wrap_triton(_rows_decode_kernel)[(num_kv_heads, (num_rows + rows_of_tile - 1) // rows_of_tile)](
         q,
