@@ -66,7 +66,7 @@ def engine(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
     config = config_of(folders[0], tmp_path_factory.mktemp("cache"), "auto")
     # Updates under graphs are tested alone. For pieces as traced FlashInfer would compile kernels for minutes.
     config |= {"compile": {"backend": "eager"}, "cudagraph": {"mode": "none"}}
-    config["runtime"] |= {"attention_backend": "torch"}
+    config["runtime"] |= {"attention_backend": "torch", "mem_fraction_static": 0.1}  # trainers are on the GPU too
     with Engine(config) as engine:
         yield engine
 
