@@ -20,6 +20,9 @@ from mllm_compile.server.models.tenant import Tenant
 logger = logging.getLogger("mllm_compile.server")
 
 _LOOK_S = 0.01  # between two looks whether a model has become idle, while another one waits for its memory
+# By so much may engines exceed what was planned for them: graphs and libraries are estimated, and mem_fraction_static
+# leaves more. Without it two that fit could park each other for ever.
+_SLACK = 0.03
 _AGAIN_S = 0.5  # until a model that could not be woken is tried once more
 
 
@@ -85,7 +88,7 @@ class Broker:
         awake = sum(one.is_awake for one in self.tenants)
         if self._most_awake is not None and awake >= self._most_awake:
             return False
-        return self.given_bytes - _held(tenant) + _all(tenant) <= self.num_bytes
+        return self.given_bytes - _held(tenant) + _all(tenant) <= self.num_bytes * (1 + _SLACK)
 
     def _rivals(self, tenant: Tenant) -> list[Tenant]:
         return [one for one in self.tenants if one.is_awake and not one.is_pinned and one is not tenant]
@@ -108,11 +111,13 @@ class Broker:
         logger.info("%s is parked for %s in %.3f s", victim.name, tenant.name, time.monotonic() - began)
 
     async def _take(self, tenant: Tenant) -> None:
-        began = time.monotonic()
+        began, since = time.monotonic(), tenant.waits_since
         try:
             await tenant.take()
         except ApiError as error:
             await self._not_woken(tenant, error)
+            if tenant.is_alive and not tenant.is_idle:
+                tenant.waits_since = since  # it keeps its place
             return
         if tenant.is_awake:
             logger.info("%s is awake in %.3f s", tenant.name, time.monotonic() - began)
@@ -132,8 +137,6 @@ class Broker:
             tenant.front.supervisor.refuse(not_ready(why, "no_memory"))
         if victim is None:
             await asyncio.sleep(_AGAIN_S)
-        if not tenant.is_idle:
-            tenant.wanted()
 
 
 def _held(one: Tenant) -> int:

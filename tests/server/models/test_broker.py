@@ -190,6 +190,22 @@ def test_a_model_that_cannot_be_parked_stays():
     run(machine, models, work)
 
 
+def test_engines_that_take_a_little_more_than_was_planned_stay_beside_each_other():
+    machine = Machine(1000)
+    a, b = models = [CountingModel(name, machine, 480) for name in "ab"]
+
+    async def work(broker: Broker) -> None:
+        for model in models:
+            model.share = Share(10, held_bytes=15, awake_bytes=490)
+        machine.taken.pop("a")
+        a.is_awake = False  # as after a crash
+        a.ask()
+        await until(lambda: a.is_awake, broker)
+        assert b.is_awake
+
+    run(machine, models, work)
+
+
 def test_no_more_run_at_once_than_may():
     machine = Machine(1000)
     models = [CountingModel(name, machine, 10) for name in "abc"]
