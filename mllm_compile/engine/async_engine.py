@@ -147,9 +147,11 @@ class AsyncEngine:
         """Like Engine.end_session."""
         return await asyncio.to_thread(self.engine.end_session, session_id, cache_salt)
 
-    async def sleep(self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None) -> None:
+    async def sleep(
+        self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None, *, refuses: bool = False
+    ) -> None:
         """Like Engine.sleep."""
-        await asyncio.to_thread(self.engine.sleep, level, mode, tags)
+        await asyncio.to_thread(self.engine.sleep, level, mode, tags, refuses=refuses)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Like Engine.wake_up."""
