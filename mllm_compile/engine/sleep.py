@@ -18,7 +18,7 @@ from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.pauses import pause
 from mllm_compile.engine.weight_updates import WeightUpdates
-from mllm_compile.errors import RequestError
+from mllm_compile.errors import DeviceMemoryError, RequestError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.runtime.device.ranked_sleep import RankedMemory, Send
 from mllm_compile.runtime.device.sleep import MEMORY_TAGS, MemoryTag, SleepingMemory
@@ -103,9 +103,12 @@ class EngineSleep:
         """See Engine.wake_up."""
         chosen = SLEEP_TAGS if tags is None else _known(tags)
         with self._lock:
-            for tag in MEMORY_TAGS:
-                if tag in chosen and tag in self._core.gate.sleeping:
-                    self._take(tag)
+            asleep = [tag for tag in MEMORY_TAGS if tag in chosen and tag in self._core.gate.sleeping]
+            try:
+                self._take(asleep)  # the cache is mapped while weights are copied
+            except DeviceMemoryError:
+                for tag in asleep:  # what fits alone is awake
+                    self._take([tag])
             self._core.move_gate(lambda gate: gate.wake(chosen))
 
     def _drain(self) -> None:
@@ -137,11 +140,13 @@ class EngineSleep:
         sizes = ", ".join(f"{tag} {format_bytes(memory.num_bytes[tag])}" for tag in tags)
         logger.info("asleep in %.3f s: %s", time.monotonic() - began, sizes)
 
-    def _take(self, tag: MemoryTag) -> None:
+    def _take(self, tags: Collection[MemoryTag]) -> None:
+        if not tags:
+            return
         memory, began = self._givable(), time.monotonic()
-        self._core.while_still(lambda requests: memory.wake((tag,)))
-        self._core.move_gate(lambda gate: gate.wake((tag,)))
-        logger.info("%s awake in %.3f s", tag, time.monotonic() - began)
+        self._core.while_still(lambda requests: memory.wake(tags))
+        self._core.move_gate(lambda gate: gate.wake(tags))
+        logger.info("%s awake in %.3f s", " and ".join(tags), time.monotonic() - began)
 
 
 def _between_steps(core: EngineCore, tell: Callable[[Message], T], message: Message) -> T:

@@ -20,6 +20,8 @@ _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_…, CU_MEM_LO
 _GRANULE = 2 << 20  # bytes of a page, on every GPU that has kernels
 _PART = 1 << 30  # bytes that are taken at once
 
+_DEFAULT_STREAM = ctypes.c_void_p(0)
+
 _Parts = list[tuple[int, int]]  # (address, bytes) of memory that is mapped
 
 
@@ -113,9 +115,9 @@ class VirtualMemory:
         _unmap(self._index, self._mapped)
 
     def fill_zeros(self) -> None:
-        """Makes all bytes zero; returns when they are."""
-        call("cuMemsetD8_v2", self._index, "filling memory", self._whole[0], ctypes.c_ubyte(0), self._whole[1])
-        call("cuCtxSynchronize", self._index, "filling memory")
+        """Makes all bytes zero, once the device is synchronised."""
+        address, size = self._whole
+        call("cuMemsetD8Async", self._index, "filling memory", address, ctypes.c_ubyte(0), size, _DEFAULT_STREAM)
 
     def pin_copy(self) -> None:
         """Takes pinned memory of the host for a copy, once or often. From any thread.
@@ -134,10 +136,11 @@ class VirtualMemory:
         call("cuMemcpyDtoH_v2", self._index, "a copy to the host", self._copy.address, address, size)
 
     def restore(self) -> None:
-        """Copies them back."""
+        """Copies them back, once the device is synchronised: other memory can be mapped meanwhile."""
         assert self._copy is not None, "what was saved is restored"
         address, size = self._whole
-        call("cuMemcpyHtoD_v2", self._index, "a copy to the device", address, self._copy.address, size)
+        doing = "a copy to the device"
+        call("cuMemcpyHtoDAsync_v2", self._index, doing, address, self._copy.address, size, _DEFAULT_STREAM)
 
     def drop_copy(self) -> None:
         """Gives the host's memory back. Once or often."""

@@ -98,6 +98,7 @@ class SleepingMemory:
             for arena in arenas:
                 arena.wake()
         except BaseException:
+            self._synchronize()
             for arena in arenas:
                 arena.sleep()
             raise

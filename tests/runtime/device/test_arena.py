@@ -127,7 +127,7 @@ class PlayedDriver:
         ctypes.memset(address.value, 0xFF, size.value)
         return 0
 
-    def cuMemsetD8_v2(self, address, value, size) -> int:
+    def cuMemsetD8Async(self, address, value, size, stream) -> int:
         ctypes.memset(address.value, value.value, size.value)
         return 0
 
@@ -145,7 +145,7 @@ class PlayedDriver:
         ctypes.memmove(to.value, source.value, size.value)
         return 0
 
-    def cuMemcpyHtoD_v2(self, to, source, size) -> int:
+    def cuMemcpyHtoDAsync_v2(self, to, source, size, stream) -> int:
         return self.cuMemcpyDtoH_v2(to, source, size)
 
 
