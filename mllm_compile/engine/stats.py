@@ -180,6 +180,9 @@ class EngineStats:
         snapshots_kept: cached prefixes with their state, for models whose layers carry one.
         snapshots_total: how many there can be.
         snapshots_bytes: memory of those kept.
+        sessions: sessions that are known.
+        sessions_ended: those that a caller has ended.
+        ended_pages_evicted: pages of no further use to their session that were given up for others.
         drafts: drafts that were checked.
         drafted_tokens: their tokens.
         accepted_tokens: those of them that became part of an answer.
@@ -212,6 +215,9 @@ class EngineStats:
     snapshots_kept: int = 0
     snapshots_total: int = 0
     snapshots_bytes: int = 0
+    sessions: int = 0
+    sessions_ended: int = 0
+    ended_pages_evicted: int = 0
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -362,6 +368,9 @@ class StatsRecorder:
             snapshots_kept=scheduler.snapshots_kept,
             snapshots_total=scheduler.snapshots_total,
             snapshots_bytes=scheduler.snapshots_kept * self._snapshot_bytes,
+            sessions=scheduler.sessions,
+            sessions_ended=scheduler.sessions_ended,
+            ended_pages_evicted=scheduler.ended_pages_evicted,
             generated_tokens=self._num_generated,
             prompt_tokens=self._num_prompt,
             tokens_per_second=self._generated.rate(now),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import difflib
 import hmac
@@ -19,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from mllm_compile.server import about, adapters, endpoints
+from mllm_compile.server import about, adapters, endpoints, session_paths
 from mllm_compile.server.api.anthropic import MessagesFields, MessagesRequest
 from mllm_compile.server.api.errors import ApiError, not_ready, wrong_encoding
 from mllm_compile.server.api.fields import ChatFields, CompletionFields
@@ -29,7 +28,7 @@ from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
-from mllm_compile.server.http import Receive, Scope, client_of, header, respond, respond_error
+from mllm_compile.server.http import Receive, Scope, client_of, header, key_of, respond, respond_error
 from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.models.paths import answers_of
 from mllm_compile.server.openapi import openapi
@@ -98,6 +97,8 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     *endpoints.ENDPOINTS,
     ("POST", "/v1/load_lora_adapter", adapters.load),
     ("POST", "/v1/unload_lora_adapter", adapters.unload),
+    ("GET", "/v1/sessions/{name:path}", session_paths.tell),
+    ("DELETE", "/v1/sessions/{name:path}", session_paths.end),
     ("GET", "/load", about.load),
     ("GET", "/server_info", about.server_info),
     ("GET", "/openapi.json", lambda front: openapi(paths_of(front.options), _bodies_of(front.options))),
@@ -137,7 +138,7 @@ def _guarded(front: Front | ModelsFront, answers: Sequence[tuple[str, str, endpo
         app = CORSMiddleware(  # type: ignore[assignment]
             app,  # type: ignore[arg-type]
             allow_origins=front.options.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-mllm-timing", "x-mllm-ignored"],
         )
@@ -223,11 +224,7 @@ class _Guarded:
         return not self._is_private or host is None or host in self._known_hosts or _is_of_no_site(host)
 
     def _has_key(self, scope: Scope) -> bool:
-        kind, _, value = (header(scope, b"authorization") or "").partition(" ")
-        if kind == "Basic":  # a browser's: any name, and the key as password
-            with contextlib.suppress(ValueError):
-                value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-        given = (value.strip() or header(scope, b"x-api-key") or "").encode()
+        given = key_of(scope).encode()
         # All are compared: how long it takes says nothing about which one is nearly right.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)

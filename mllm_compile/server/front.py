@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mllm_compile.engine.requests import as_priority
+from mllm_compile.engine.sessions import Session
 from mllm_compile.errors import MllmError
 from mllm_compile.server.adapter_changes import AdapterChanges
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
 from mllm_compile.server.api.fields import check_request_id
 from mllm_compile.server.api.interfaces import AnswerPlan, ApiRequest
+from mllm_compile.server.client_sessions import SessionCalls
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine
 from mllm_compile.server.flow.admission import Admission
@@ -25,7 +27,7 @@ from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.memory import Memory, Share
 from mllm_compile.server.flow.threads import Threads
 from mllm_compile.server.flow.writer import Headers, Outlet
-from mllm_compile.server.http import Bodies
+from mllm_compile.server.http import Bodies, Scope, key_of
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.rl.calls import RolloutCalls
@@ -100,11 +102,13 @@ class Front:
             adapters=lambda: self.names.adapters,
             on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
             on_pages=self._pages_changed,
+            on_session=lambda event: self.sessions.told(event),
             landlord=landlord,
             name=options.name_in_log,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)
+        self.sessions = SessionCalls(self.supervisor.send)
         self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave, gives_aborted=options.enable_rl)
         self.metrics = Metrics(
             lambda: self.names.first or "",
@@ -131,6 +135,7 @@ class Front:
     def _engine_lost(self, error: ApiError) -> None:
         self.dispatcher.fail_all(error)
         self.adapter_changes.fail_all(error)
+        self.sessions.fail_all(error)
         if self.rollouts is not None:
             self.rollouts.engine_lost(error)
 
@@ -145,6 +150,10 @@ class Front:
             self._events.engine_is_gone()
         else:
             self._events.take(event.rank, event.news)
+
+    def owner_of(self, scope: Scope) -> str:
+        """Whose sessions a request may name: those of its API key, where there are keys."""
+        return key_of(scope) if self.options.api_keys else ""
 
     @property
     def is_idle(self) -> bool:
@@ -254,6 +263,7 @@ class Front:
         header_id: str | None,
         share: Share,
         parent: Context | None = None,
+        session: Session | None = None,
     ) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
 
@@ -294,7 +304,7 @@ class Front:
                 self.admission.leave()
             raise
         adapter = self.names.adapter(request.fields.model)
-        self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt, adapter)
+        self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt, adapter, session)
         return job
 
     def _name(self, prefix: str, asked: str | None, header_id: str | None) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ApiRequest
+from mllm_compile.server.client_sessions import session_of
 from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
@@ -48,7 +49,8 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
         try:
             request = kind(await front.bodies.read(receive, share))
             name, parent = header(scope, b"x-request-id"), front.parent_of(scope["headers"])
-            starting = front.start(request, kind.prefix, outlet, client, name, share, parent)
+            session = session_of(request.fields, header(scope, b"x-session-id"), front.owner_of(scope))
+            starting = front.start(request, kind.prefix, outlet, client, name, share, parent, session)
             # Most wait for nothing, and need no tasks.
             job = await (starting if front.starts_at_once(request) else unless_gone(starting, receive))
         except ClientGoneError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -93,6 +95,15 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 def header(scope: Scope, name: bytes) -> str | None:
     """A request's header, the first of that name."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+def key_of(scope: Scope) -> str:
+    """The API key that a request gives; nothing where it gives none."""
+    kind, _, value = (header(scope, b"authorization") or "").partition(" ")
+    if kind == "Basic":  # a browser's: any name, and the key as password
+        with contextlib.suppress(ValueError):
+            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+    return value.strip() or header(scope, b"x-api-key") or ""
 
 
 def client_of(scope: Scope) -> str:

@@ -27,6 +27,7 @@ from mllm_compile.server.wire.messages import (
     Needs,
     PagesChanged,
     Pulse,
+    SessionTold,
     Stage,
 )
 
@@ -73,6 +74,7 @@ class Supervisor:
         adapters: those that the next engine is to have, where another one was ready before it.
         on_controlled: told of calls that are over.
         on_pages: told how an engine's prefix cache has changed; None where an engine is gone.
+        on_session: told of sessions that were asked for.
         landlord: shares the device out; None: it is the engine's alone.
         name: of the model, where a server has several.
 
@@ -98,6 +100,7 @@ class Supervisor:
         adapters: Callable[[], list[AdapterCard]],
         on_controlled: Callable[[Controlled], object],
         on_pages: Callable[[PagesChanged | None], None],
+        on_session: Callable[[SessionTold], None],
         landlord: Landlord | None = None,
         name: str = "",
     ) -> None:
@@ -112,6 +115,7 @@ class Supervisor:
         self._adapters = adapters
         self._on_controlled = on_controlled
         self._on_pages = on_pages
+        self._on_session = on_session
         self._landlord = landlord
         self._engine = f"the engine of {name}" if name else "the engine"
         self._refusal: tuple[int, ApiError | None] = (0, None)  # how many there were, and the last one
@@ -339,6 +343,8 @@ class Supervisor:
             self._on_adapters(event)
         elif isinstance(event, PagesChanged):
             self._on_pages(event)
+        elif isinstance(event, SessionTold):
+            self._on_session(event)
         elif isinstance(event, Controlled):
             self._on_controlled(event)
         elif isinstance(event, Failed):

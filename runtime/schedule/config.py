@@ -150,5 +150,8 @@ class SchedulerStats:
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
     snapshots_kept: int = 0  # prefixes whose state the prefix cache has
     snapshots_total: int = 0  # rows for such states
+    sessions: int = 0  # that are known
+    sessions_ended: int = 0  # by a caller
+    ended_pages_evicted: int = 0  # pages of no further use that were given up
     tiers: tuple[TierFigures, ...] = ()  # of the memory behind the KV cache
     step_bound_ms: float | None = None  # of the last step with decodes and prompts; None: there was none

@@ -209,6 +209,9 @@ class Scheduler:
             recomputed_tokens=self.prompts.recomputed_tokens,
             snapshots_kept=self.pages.cache.states.num_kept,
             snapshots_total=self.config.num_snapshots,
+            sessions=len(self.pages.cache.sessions),
+            sessions_ended=self.pages.cache.sessions.num_ended,
+            ended_pages_evicted=self.pages.cache.sessions.pages_given_up,
             step_bound_ms=self.pace.last_bound_ms,
             tiers=() if self.tiers is None else self.tiers.figures(),
         )

@@ -35,6 +35,8 @@ def usage_of(job: Job) -> dict[str, Any]:
         "total_tokens": job.num_prompt_tokens + job.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": job.num_cached_tokens},
     }
+    if (by_tier := job.cached_by_tier) is not None:
+        usage["prompt_tokens_details"]["cached_tokens_details"] = by_tier
     if job.num_drafted_tokens:
         usage["completion_tokens_details"] = {
             "accepted_prediction_tokens": job.num_accepted_tokens,

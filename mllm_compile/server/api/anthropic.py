@@ -19,9 +19,10 @@ from mllm_compile.server.engine_facts import EngineFacts
 
 _FOREIGN = {**FOREIGN, **OF_MESSAGES}
 _IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_TTLS = ("5m", "1h")  # the longest last
 _TOOL = "{'name': …, 'input_schema': …}"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Of a tool, and without a meaning here: prefixes are cached by themselves, and inputs always stream as they are made.
+# Inputs always stream as they are made.
 _TOOL_FIELDS = {"name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming"}
 
 
@@ -64,7 +65,9 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # ours: a model's own switches, such as enable_thinking
+    cache_control: dict[str, Any] | None = None
+    session_id: str | None = None  # ours, as is the next one
+    chat_template_kwargs: dict[str, Any] | None = None  # a model's own switches, such as enable_thinking
 
     path: ClassVar[str] = "/v1/messages"
 
@@ -97,6 +100,8 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         include_reasoning=_shows_thinking(given.thinking),
+        session_id=given.session_id,
+        prompt_cache_retention=_retention(given),
         thinks=given.thinking is None or given.thinking.type != "disabled",
         chat_template_kwargs=given.chat_template_kwargs,
     )
@@ -112,6 +117,26 @@ def _shows_thinking(thinking: Thinking | None) -> bool:
     if thinking.display not in (None, "summarized", "omitted"):
         raise bad_request(f"thinking: expected display to be summarized or omitted, got {thinking.display[:40]!r}")
     return thinking.type != "disabled" and thinking.display != "omitted"
+
+
+def _retention(given: MessagesFields) -> str | None:
+    """The longest time that a cache_control asks for, of the request, of tools and of blocks; None: there is no such.
+
+    Raises:
+        ApiError: one of them is of another form.
+    """
+    contents = [given.system, *(message.get("content") for message in given.messages)]
+    blocks = [block for content in contents if _is_blocks(content) for block in content]
+    holders = [{"cache_control": given.cache_control}, *(given.tools or ()), *blocks]
+    asked = [found for holder in holders if (found := holder.get("cache_control")) is not None]
+    for control in asked:
+        is_known = (
+            isinstance(control, dict) and control.get("type") == "ephemeral" and control.keys() <= {"type", "ttl"}
+        )
+        if not is_known or control.get("ttl", "5m") not in _TTLS:
+            expected = f"{{'type': 'ephemeral'}}, with a ttl of {' or '.join(_TTLS)}"
+            raise bad_request(f"cache_control: expected {expected}, got {typed_repr(control)}", "cache_control")
+    return max((control.get("ttl", "5m") for control in asked), key=_TTLS.index, default=None)
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:

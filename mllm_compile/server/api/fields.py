@@ -86,6 +86,9 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     priority: Any = None
     request_id: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     # The form of the answer, under one of these names; structured/request_dicts.py reads them.
     response_format: Any = None
     structured_outputs: Any = None

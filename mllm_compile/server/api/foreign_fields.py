@@ -69,9 +69,7 @@ FOREIGN: ForeignFields = {
     "safety_identifier": _taken("OpenAI", _OWNERS),
     "store": _taken("OpenAI", "nothing is stored"),
     "service_tier": _taken("OpenAI", "there is one tier; priority orders requests"),
-    "prompt_cache_key": _taken("OpenAI", _CACHED),
     "prompt_cache_options": _taken("OpenAI", _CACHED),
-    "prompt_cache_retention": _taken("OpenAI", _CACHED),
     # vLLM's, today's and earlier ones
     "use_beam_search": Foreign("vLLM", _BEAMS, (False,)),
     "length_penalty": Foreign("vLLM", _BEAMS, (1, 1.0)),
@@ -101,7 +99,6 @@ FOREIGN: ForeignFields = {
     "routed_experts_prompt_start": Foreign("vLLM", _EXPERTS, (0,)),
     "return_token_offsets": _taken("vLLM", "it is for paths that render alone, also in vLLM"),
     "return_mm_kwargs": _taken("vLLM", "it is for paths that render alone, also in vLLM"),
-    "session_id": _taken("vLLM, SGLang", _ROUTED),
     # SGLang's
     "stop_regex": Foreign("SGLang", "an answer ends at texts. Use stop, or regex for all of the answer", ([], "")),
     "lora_path": Foreign("SGLang", _ADAPTERS),
@@ -163,7 +160,6 @@ OF_MESSAGES: ForeignFields = {
     "context_management": Foreign("Anthropic", "messages are not shortened", ({},)),
     "speed": Foreign("Anthropic", "there is one speed", ("standard",)),
     "diagnostics": Foreign("Anthropic", "an answer has none. See x-mllm-timing"),
-    "cache_control": _taken("Anthropic", _CACHED),
     "inference_geo": _taken("Anthropic", "all is computed here"),
     "user_profile_id": _taken("Anthropic", _OWNERS),
     "workspace_id": _taken("Anthropic", _OWNERS),

@@ -60,6 +60,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None  # answers have it again
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     path: ClassVar[str] = "/v1/responses"
 
@@ -94,6 +97,9 @@ class ResponsesRequest:
             tools=None if given.tools is None else [_tool(index, tool) for index, tool in enumerate(given.tools)],
             tool_choice=_tool_choice(given.tool_choice),
             parallel_tool_calls=given.parallel_tool_calls,
+            session_id=given.session_id,
+            prompt_cache_key=given.prompt_cache_key,
+            prompt_cache_retention=given.prompt_cache_retention,
         )
         self.has_media = has_media(self.fields.messages)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mllm_compile.engine.sessions import Session
 from mllm_compile.errors import EngineDeadError, EnginePausedError, MllmError
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
@@ -37,6 +38,7 @@ from mllm_compile.server.wire.messages import (
     Abort,
     AdapterCard,
     AdaptersChanged,
+    AskSession,
     Begin,
     Close,
     Command,
@@ -47,6 +49,7 @@ from mllm_compile.server.wire.messages import (
     LoadAdapter,
     Needs,
     Pulse,
+    SessionTold,
     Submit,
     UnloadAdapter,
 )
@@ -205,6 +208,8 @@ class EngineServer:
                         engine.core.withdraw([submission])
                 elif isinstance(command, LoadAdapter | UnloadAdapter):
                     self._loads.submit(self._change_adapters, engine, command)
+                elif isinstance(command, AskSession):
+                    self._loads.submit(self._tell_session, engine, command)
                 elif isinstance(command, Control):
                     self._controls(engine).begin(command)
                 elif isinstance(command, Close):
@@ -233,6 +238,13 @@ class EngineServer:
         text = None if error is None else " ".join(str(error).split())
         with self._telling:
             self._tell(AdaptersChanged(command.key, _cards(engine), text, type(error).__name__))
+
+    def _tell_session(self, engine: Engine, command: AskSession) -> None:
+        """Tells the state of a session, and ends it where that is asked for."""
+        state = engine.session_state(command.name, command.cache_salt)
+        if command.ends:
+            engine.end_session(command.name, command.cache_salt)
+        self._tell(SessionTold(command.key, None if state is None else state._asdict()))
 
     def _begin(self, engine: Engine, events: StepEvents, forms: FormQueue, commands: Sequence[Submit]) -> None:
         """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
@@ -280,8 +292,9 @@ def _submission(engine: Engine, command: Submit) -> Submission:
         prompt["cache_salt"] = command.cache_salt
     params = messages.params_of_wire(command.params)
     name, version = command.adapter or (None, 0)
+    session = None if command.session is None else Session(*command.session)  # type: ignore[arg-type]  # checked there
     submission = engine.builder.build_one(
-        prompt, params, request_id=command.request_id, priority=command.priority, adapter=name
+        prompt, params, request_id=command.request_id, priority=command.priority, adapter=name, session=session
     )
     if submission.adapter is not None and submission.adapter.version != version:
         raise AdapterReplacedError(f"adapter {name!r} was replaced while the request was on its way. Ask again.")

@@ -123,6 +123,7 @@ class StepEvents:
             if place is not None:
                 scheduled = request.scheduled_time or 0.0
                 admitted_to = Admitted(*place, int(batch.rows[index]), request.num_cached_tokens, scheduled)
+                admitted_to.host_tokens, admitted_to.disk_tokens = request.host_tokens, request.disk_tokens
                 self._rest.admitted.append(admitted_to)
 
     def _note_scores(self, batch: ScheduledBatch, accepted: list[int], newest: list[int] | None = None) -> None:

@@ -52,7 +52,7 @@ class PromptRun:
         self.text = text
         self.is_only_echoed = is_only_echoed
         self.is_waiting = True
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0
         self.scores: list[Scores] = []
         self.choices: list[Choice] = []
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from mllm_compile.engine.sessions import Session
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_kind
@@ -64,6 +65,7 @@ class Dispatcher:
         priority: int,
         cache_salt: str | None,
         adapter: AdapterCard | None = None,
+        session: Session | None = None,
     ) -> None:
         """Hands a job's prompts to the engine."""
         self.jobs[job.name] = job
@@ -79,6 +81,8 @@ class Dispatcher:
                 submit.media = Media(prompt.media.segment, prompt.media.is_feature, prompt.media.items)
             if adapter is not None:
                 submit.adapter = (adapter.name, adapter.version)
+            if session is not None:
+                submit.session = (session.id, session.retention, session.is_one_line)
             self._send(submit)
 
     def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:

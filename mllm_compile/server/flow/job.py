@@ -146,6 +146,17 @@ class Job:
         return sum(prompt.num_cached_tokens for prompt in self.prompts)
 
     @property
+    def cached_by_tier(self) -> dict[str, int] | None:
+        """The cached tokens by where they were, in SGLang's names; None: all were on the device."""
+        host, storage = (
+            sum(prompt.num_host_tokens for prompt in self.prompts),
+            sum(prompt.num_disk_tokens for prompt in self.prompts),
+        )
+        if not host + storage:
+            return None
+        return {"device": self.num_cached_tokens - host - storage, "host": host, "storage": storage}
+
+    @property
     def is_waiting(self) -> bool:
         """True until a prompt of it is admitted."""
         return self.scheduled_s is None
@@ -171,6 +182,7 @@ class Job:
             choice.was_admitted = True
             if admitted.index == 0:  # its siblings share its prompt
                 prompt.num_cached_tokens = admitted.num_cached_tokens
+                prompt.num_host_tokens, prompt.num_disk_tokens = admitted.host_tokens, admitted.disk_tokens
         else:
             self.num_preemptions += 1
         if self.scheduled_s is None:

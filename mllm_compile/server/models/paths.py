@@ -62,7 +62,7 @@ def _of_model(server: ModelsFront, method: str, path: str, endpoint: Endpoint) -
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if method == "GET":
+            if method != "POST":
                 tenant = server.find(_model_of_query(scope))
             else:
                 with server.memory.share() as share:

@@ -40,6 +40,7 @@ _GAUGES: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("requests_running", "num_requests_running", "Completions that hold KV pages.", lambda s: s["running"]),
     ("kv_usage", "kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", lambda s: _share(s)),
     ("prefix_hit_rate", "gpu_prefix_cache_hit_rate", "Share of prompt tokens found, 0 to 1.", lambda s: _hit_rate(s)),
+    ("sessions", None, "Sessions that are known.", lambda s: s["sessions"]),
     ("tokens_per_second", None, "Generated tokens a second, of the last ten.", lambda s: s["tokens_per_second"]),
     ("inter_token_latency_longest_seconds", None, "The longest such gap since the start.", lambda s: _longest_gap(s)),
 )
@@ -47,6 +48,8 @@ _COUNTERS: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("prefix_query_tokens", "prefix_cache_queries", "Prompt tokens looked up.", lambda s: s["prefix_query_tokens"]),
     ("prefix_hit_tokens", "prefix_cache_hits", "Prompt tokens found in the cache.", lambda s: s["prefix_hit_tokens"]),
     ("preemptions", "num_preemptions", "Requests put back, as pages ran out.", lambda s: s["preemptions"]),
+    ("sessions_ended", None, "Sessions that clients have ended.", lambda s: s["sessions_ended"]),
+    ("ended_pages_evicted", None, "Evicted pages of no further use.", lambda s: s["ended_pages_evicted"]),
     ("steps", None, "Steps of the engine.", lambda s: s["steps"]),
     ("drafts", "spec_decode_num_drafts", "Drafts that were checked.", lambda s: s["drafts"]),
     ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that were drafted.", lambda s: s["drafted_tokens"]),

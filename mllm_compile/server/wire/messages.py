@@ -44,6 +44,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     cache_salt: str | None
     media: Media | None = None
     adapter: tuple[str, int] | None = None  # name and version
+    session: tuple[str | None, str | None, bool] | None = None  # fields of a Session
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True):
@@ -78,6 +79,15 @@ class Control(msgspec.Struct, tag=7, array_like=True):
     key: int
     name: str
     fields: dict[str, Any]
+
+
+class AskSession(msgspec.Struct, tag=9, array_like=True):
+    """Asks for a session's state, or ends it; `SessionTold` with the same key follows."""
+
+    key: int
+    name: str
+    cache_salt: str | None
+    ends: bool
 
 
 class AdapterCard(msgspec.Struct, array_like=True):
@@ -178,6 +188,13 @@ class Controlled(msgspec.Struct, tag=6, array_like=True):
     error_kind: str = ""  # name of the MllmError
 
 
+class SessionTold(msgspec.Struct, tag=9, array_like=True):
+    """The state of a session, before its end where it was to end; None: it is unknown."""
+
+    key: int
+    state: dict[str, Any] | None
+
+
 class PagesChanged(msgspec.Struct, tag=7, array_like=True):
     """A rank's prefix cache has changed, for KV events."""
 
@@ -193,6 +210,8 @@ class Admitted(msgspec.Struct, array_like=True):
     row: int
     num_cached_tokens: int
     scheduled: float
+    host_tokens: int = 0  # of the cached ones those from the host's memory
+    disk_tokens: int = 0  # likewise
 
 
 class Scores(msgspec.Struct, array_like=True):
@@ -231,8 +250,8 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
         return not (told or self.experts) and self.version is None
 
 
-Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant | AskSession
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs | SessionTold
 
 _STEP = b"S"
 _EVENT = b"T"
