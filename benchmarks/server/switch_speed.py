@@ -3,7 +3,8 @@
     python -m benchmarks.server.switch_speed a=configs/qwen-8b-shape.yaml b=configs/qwen-8b-shape.yaml [--max-awake 1]
 
 Asks the models by turns for one token, often enough that each is woken in every round, and once more while it is awake.
-The first wait of a model has its first park in it, which takes the host's memory for the copy of its weights.
+The first wait of a model has its first park in it, which takes the host's memory for the copy of its weights. A model's
+token has to be the same each time.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Served:
     def __init__(self, process: subprocess.Popen[bytes], said: Path) -> None:
         self._process, self._said = process, said
         self._port = 0
+        self._tokens: dict[str, list[int]] = {}  # of each model's first answer
 
     def wait(self) -> dict[str, str]:
         """Waits until it is ready; the models' states."""
@@ -65,11 +67,15 @@ class Served:
     def wait_ms(self, model: str) -> float:
         """Milliseconds until a model has answered with a token."""
         began = time.perf_counter()
-        body = {"model": model, "prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        body = {"model": model, "prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         status, answer = self.ask("POST", "/v1/completions", body)
+        waited_ms = 1e3 * (time.perf_counter() - began)
         if status != 200:
             sys.exit(f"{model}: {answer}")
-        return 1e3 * (time.perf_counter() - began)
+        tokens = answer["choices"][0]["token_ids"]
+        if tokens != self._tokens.setdefault(model, tokens):
+            sys.exit(f"{model}: tokens behind a switch are others than before: {tokens}")
+        return waited_ms
 
     def moves(self) -> list[str]:
         """The log's lines on parks and wakes."""
