@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ANY_ROWS, NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.linear import match_linear, match_silu_mul
+from mllm_compile.passes.match.linear import match_adapted_linear, match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.gated_linear.kernel import is_taken
+from mllm_compile.runtime.ops.gated_linear.kernel import is_taken, takes_adapters
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
 
@@ -29,13 +29,16 @@ class FuseGatedLinear(GraphPass):
 
         y = mllm.gated_linear(x, w)
 
+    With mllm.add_lora of both halves behind the linear it is mllm.gated_linear_lora, of products with A by
+    mllm.lora_shrink_whole.
+
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a variant by stream_linears for up to 208 tokens at
         least, as the kernel's tiles are of 256; or with ANY_ROWS, as it computes a token alike in any company.
     Preserves: gates, ups and silu are rounded, as in the model, then the product.
     """
 
     name: ClassVar[str] = "fuse_gated_linear"
-    needs: ClassVar[tuple[str, ...]] = ("gated_linear",)
+    needs: ClassVar[tuple[str, ...]] = ("gated_linear", "gated_linear_lora", "lora_shrink_whole")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -51,8 +54,23 @@ class FuseGatedLinear(GraphPass):
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     product = match_silu_mul(node)
-    linear = None if product is None or len(product.users) != 1 else match_linear(product)
+    if product is None or len(product.users) != 1:
+        return False
+    linear = match_linear(product) or match_adapted_linear(product)
     if linear is None or not is_taken(*linear.shape) or linear.weight.meta["val"].dtype != torch.bfloat16:
         return False
-    replace_by_op(graph, node, op("gated_linear"), linear.source, linear.weight)
+    if not linear.adapters:
+        replace_by_op(graph, node, op("gated_linear"), linear.source, linear.weight)
+        return True
+    a, b, slots, *parts = linear.adapters
+    if (
+        not takes_adapters(linear.shape[0], int(b.meta["val"].shape[2]), *parts)
+        or a.meta["val"].dtype != torch.bfloat16
+    ):
+        return False
+    with graph.inserting_before(node):
+        shrunk = graph.call_function(op("lora_shrink_whole"), (linear.source, a, slots))
+    shape = slots.meta["val"].shape[0], a.meta["val"].shape[1]
+    shrunk.meta["val"] = linear.source.meta["val"].new_empty(shape)
+    replace_by_op(graph, node, op("gated_linear_lora"), linear.source, linear.weight, shrunk, b, slots)
     return True

@@ -15,6 +15,7 @@ from mllm_compile.runtime.cuda.driver import Axis, TensorMap
 
 _PANEL_BYTES = 128  # of a row: what is swizzled together
 _PANEL = _PANEL_BYTES // 2  # columns in bfloat16
+_NARROW = 16  # columns of a product of tensor cores
 _EIGHT = 8  # rows, whose swizzle begins anew
 _LANES = 4  # that have a row of wgmma's sums: two neighbouring ones of each eight
 
@@ -61,6 +62,25 @@ def spread_halves(matrix: torch.Tensor) -> Axes:
         Axis(2, row, 2),
         Axis(num_rows // (2 * _EIGHT), _EIGHT * row, _LANES),
         Axis(2, num_rows // 2 * row, 2),
+        Axis(_EIGHT // 2, 2 * row, _EIGHT // 2),
+    )
+
+
+def spread_slots(half: torch.Tensor) -> Axes:
+    """16 columns of a panel as `spread_halves` has it, of one half of each slot's rows: at (column, 0, row / 8, 0, 0),
+    the row counted through all slots' halves of either kind, with zeros for the second half; at -1 in the place of the
+    last but one 0 zeros come first.
+
+    Args:
+        half: [L, N / 2, r], a half of the rows of [L, N, r].
+    """
+    num_slots, num_rows, rank = half.shape
+    row, all_rows = rank * half.element_size(), (2 * num_slots - 1) * num_rows
+    return (
+        Axis(rank, half.element_size(), _NARROW),
+        Axis(2, row, 2),
+        Axis(all_rows // _EIGHT, _EIGHT * row, _LANES),
+        Axis(1, num_rows * row, 2),
         Axis(_EIGHT // 2, 2 * row, _EIGHT // 2),
     )
 

@@ -10,6 +10,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.gated_linear.kernel import choose, gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
+from mllm_compile.runtime.ops.lora.reference import add_lora_reference
 from tests.gpu.test_few_tokens import MARGIN, compiled, off_by, random_inputs
 
 pytestmark = [
@@ -31,8 +32,8 @@ class Piece(torch.nn.Module):
 """
 
 
-def load(shape: tuple[int, int], folder) -> None:
-    kernels = gated_kernels(*shape)
+def load(shape: tuple[int, int], folder, rank: int = 0) -> None:
+    kernels = gated_kernels(*shape, rank)
     with KernelCompiler() as compiler:
         compiler.write(kernels, folder, NullReporter())
     load_gated_kernels(kernels, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
@@ -74,3 +75,41 @@ def test_a_graph_replays_it_on_other_inputs(tmp_path):
         graph.replay()
         assert torch.equal(captured, function([x, weight])[0])
         assert torch.equal(captured, torch.ops.mllm.gated_linear(x, weight))
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((24576, 4096), 16), ((6144, 1024), 32), ((576, 2048), 16)], ids=str)
+def test_with_adapters_it_is_as_near_to_float32_as_torch_and_a_token_the_same_alone(tmp_path, shape, rank):
+    load(shape, tmp_path, rank)
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (
+        torch.randn(3, *size, generator=generator, device="cuda") for size in ((2 * rank, shape[1]), (shape[0], rank))
+    )
+    a, b = (a / shape[1] ** 0.5).bfloat16(), (b / rank**0.5).bfloat16()
+    half = shape[0] // 2
+    parts = [0, half], [half, half]
+    for num_tokens in (8, 200, 257, 320, 449, 1000, 2240):
+        x, weight = random_inputs([("T", shape[1]), shape], num_tokens)
+        every = torch.arange(num_tokens, device="cuda")
+        for slots in (every * 0 + 1, every * 4 // num_tokens - 1, every % 4 - 1, every * 0 - 1):
+            slots = slots.int()
+            true, torchs = (
+                gated(add_lora_reference(linear(x.to(dtype), weight.to(dtype)), *of(dtype, x, a, b), slots, *parts))
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            shrunk = torch.ops.mllm.lora_shrink_whole(x, a, slots)
+            assert not shrunk[slots < 0].any()
+            ours = torch.ops.mllm.gated_linear_lora(x, weight, shrunk, b, slots)
+            assert off_by(ours, true) <= MARGIN * off_by(torchs, true), (num_tokens, slots)
+            alone = torch.ops.mllm.gated_linear_lora(x[5:7], weight, shrunk[5:7], b, slots[5:7].clone())
+            assert torch.equal(alone, ours[5:7])
+            base = torch.ops.mllm.gated_linear_lora(x, weight, shrunk, b, torch.full_like(slots, -1))
+            assert torch.equal(ours[slots < 0], base[slots < 0])
+
+
+def gated(product: torch.Tensor) -> torch.Tensor:
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
+
+
+def of(dtype: torch.dtype, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(dtype) for tensor in tensors]

@@ -17,12 +17,12 @@ from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.program.spec import PieceStep, Program
 from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.support.stand_ins import streamed_ops_on_cpu
+from tests.passes.support.stand_ins import LORA, stand_in_ops, streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    with streamed_ops_on_cpu(), pytest.MonkeyPatch.context() as patch:
+    with streamed_ops_on_cpu(), stand_in_ops(LORA), pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
         yield
 
@@ -46,6 +46,21 @@ def test_the_piece_for_many_tokens_is_rewritten_and_computes_the_same():
     assert "gated_linear" not in fused_ops(gm.piece_a_streamed)
     program = Program((PieceStep("piece_a", (), ()),), (), (), "logits")
     assert kernels_of(gm, program)["gated_linear"] == gated_kernels(2 * FFN, HIDDEN)
+
+
+@pytest.mark.parametrize(("rank", "is_taken"), [(16, True), (32, True), (8, False), (64, False)])
+def test_adapters_of_gates_and_ups_go_with_the_product_where_the_kernel_takes_their_rank(rank, is_taken):
+    piece, inputs = decoder_piece(4, rank=rank)
+    before = piece(*inputs)
+    matches, gm = rewritten(piece)
+    assert matches == int(is_taken)
+    assert ("gated_linear_lora" in fused_ops(gm.piece_a)) is is_taken
+    assert fused_ops(gm.piece_a).count("lora_shrink_whole") == int(is_taken)
+    for ours, theirs in zip(gm.piece_a(*inputs), before, strict=True):
+        assert (ours - theirs).float().norm() <= 4e-3 * theirs.float().norm()
+    program = Program((PieceStep("piece_a", (), ()),), (), (), "logits")
+    expected = gated_kernels(2 * FFN, HIDDEN, rank) if is_taken else ()
+    assert kernels_of(gm, program).get("gated_linear", ()) == expected
 
 
 def test_a_piece_without_a_variant_for_fewer_tokens_stays():

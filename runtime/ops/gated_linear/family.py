@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mllm_compile.runtime.cuda.family import CalledPieces
 
+_SLOTS = 3  # of adapters that are tried
 _TOLERANCE = 2e-2  # ‖ours − theirs‖ / ‖theirs‖ of the worst token; rounding alone is up to 3e-3 in bfloat16
 
 
@@ -32,14 +33,16 @@ class Family(KernelFamily):
     def wanted(self, pieces: CalledPieces) -> tuple[GatedKernel, ...]:
         from mllm_compile.runtime.ops import op
 
-        weights = [
-            node.args[1].meta["val"]
+        calls = [
+            (node.args[1], node.args[3:4])
             for piece, _ in pieces
             for node in piece.graph.nodes
-            if node.target is op("gated_linear")
+            if node.target in (op("gated_linear"), op("gated_linear_lora"))
         ]
-        shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
-        return tuple(kernel for rows, columns in shapes for kernel in gated_kernels(rows, columns))
+        shapes = (
+            (*weight.meta["val"].shape, *(b.meta["val"].shape[2] for b in of_slots)) for weight, of_slots in calls
+        )
+        return tuple(kernel for shape in dict.fromkeys(shapes) for kernel in gated_kernels(*map(int, shape)))
 
     def from_json(self, data: Mapping[str, Any]) -> GatedKernel:
         return GatedKernel.from_json(data)
@@ -61,20 +64,42 @@ class Family(KernelFamily):
             return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
 
         gated = [kernel for kernel in kernels if isinstance(kernel, GatedKernel)]
-        for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in gated):
+        for rows, columns, rank in dict.fromkeys((kernel.rows, kernel.columns, kernel.rank) for kernel in gated):
             weight = random(rows, columns)
-            of_weight = [kernel for kernel in gated if (kernel.rows, kernel.columns) == (rows, columns)]
+            b = random(_SLOTS * rows, rank).view(_SLOTS, rows, rank) if rank else None
+            shape = rows, columns, rank
+            of_weight = [kernel for kernel in gated if (kernel.rows, kernel.columns, kernel.rank) == shape]
             for kernel, count in _fewest_tokens(of_weight):
                 x = random(count, columns) / math.sqrt(columns)
-                gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
+                product = torch.nn.functional.linear(x, weight).float()
+                if b is None:
+                    ours = op("gated_linear")(x, weight)
+                else:
+                    slots = torch.arange(count, dtype=torch.int32, device=device) % (_SLOTS + 1) - 1
+                    shrunk = random(count, 2 * rank) / math.sqrt(rank)
+                    ours = op("gated_linear_lora")(x, weight, shrunk, b, slots)
+                    product += _added(shrunk, b, slots)
+                gate, up = product.chunk(2, -1)
                 theirs = torch.nn.functional.silu(gate) * up
-                off = (op("gated_linear")(x, weight).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+                off = (ours.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
                 error = off.max().item()
                 if not error <= _TOLERANCE:
                     yield (
                         f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit "
                         f"{_TOLERANCE:g}). Set {kernel.switch} to do without it, and report this."
                     )
+
+
+def _added(shrunk: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[T, N] float32 of what adapters add; arguments as gated_linear_lora has them."""
+    import torch
+
+    added = torch.zeros(shrunk.shape[0], b.shape[1], device=b.device)
+    for slot, of_slot in enumerate(b):
+        halves = zip(shrunk.chunk(2, -1), of_slot.chunk(2), strict=True)
+        its = torch.cat([torch.nn.functional.linear(u.float(), half.float()) for u, half in halves], -1)
+        added = torch.where((slots == slot)[:, None], its, added)
+    return added
 
 
 def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:

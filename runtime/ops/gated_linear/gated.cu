@@ -10,7 +10,10 @@
 //
 // The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
-// Defined by kernel.py: N rows of the weight (gates, then ups), and what units.cuh asks for.
+// With adapters (adapted.cuh) a tile has further stages, one for each slot that its tokens have: B of the slot, times
+// A . x, which a kernel ahead has made.
+//
+// Defined by kernel.py: N rows of the weight (gates, then ups), RANK of adapters (0: none), and what units.cuh asks for.
 
 constexpr int OUTPUTS = N / 2, COPY_OUTPUTS = COPY_ROWS / 2;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
@@ -59,14 +62,99 @@ struct Work : Tokens {
   }
 };
 
-// The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty,
-                                    const Work& work) {
+#if RANK
+constexpr int NO_SLOT = 1 << 30;  // above all
+constexpr int B_COLUMNS = 16, B_BOX_BYTES = COPY_ROWS * B_COLUMNS * 2, B_PART_BYTES = COPIES * B_BOX_BYTES;
+constexpr int B_BYTES = 2 * RANK / B_COLUMNS * B_PART_BYTES;  // of a slot and a tile: gates' and ups'
+static_assert(RANK % B_COLUMNS == 0 && B_BYTES <= W_BYTES, "in the place of a stage of the weight");
+
+struct Adapters {
+  const u32* shrunk;  // A . x: [tokens, 2, RANK] bfloat16
+  const int* slots;   // of each token; -1: none
+};
+// Reads it again each time, so that no register keeps it: they have the sums.
+__device__ __forceinline__ int slot_again(const int* from) {
+  int v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+// Slots of tokens `token` to `end`, a tile's.
+struct TileSlots {
+  const int* slots;
+  int token, end;
+  __device__ __forceinline__ int of(int its) const { return its < end ? slot_again(slots + its) : -1; }
+  // The least one above another, by all lanes of a warp; NO_SLOT: none.
+  __device__ __forceinline__ int next(int before) const {
+    int least = NO_SLOT;
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < TILE_UNITS * UNIT_ROWS; i += 32) {
+      const int slot = of(token + i);
+      least = slot > before ? min(least, slot) : least;
+    }
+    return __reduce_min_sync(~0u, least);
+  }
+};
+// 16 columns of B of a part, zeros for rows of the other: `first_eight` counts eights of rows of all slots. Gates are
+// the first half of what the box takes, ups, whose map begins at them, the second.
+__device__ __forceinline__ void load_b(u32 to, const TensorMap* map, int column, int half, int first_eight,
+                                       u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %3}], [%6];"
+      ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(first_eight), "r"(half), "r"(barrier) : "memory");
+}
+// An operand of wgmma: rows of 32 bytes, swizzled, in groups of eight.
+__device__ __forceinline__ u64 narrow_matrix(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (16ull << 32) | (3ull << 62);
+}
+// Adds to `sums` what adapters add to a tile's outputs, as its further stages arrive; `token` is the lane's first.
+__device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUMS], const u32* shrunk,
+                                                  const TileSlots& slots, u32 ring, u32 full, u32 empty_of_one,
+                                                  Place& place, int token, int lane) {
+  for (int slot = slots.next(-1); slot != NO_SLOT; slot = slots.next(slot)) {
+    wait_for(full + 8 * place.slot, place.phase);
+#pragma unroll 1
+    for (int column = 0; column < 2 * RANK; column += B_COLUMNS) {
+      const u32* mine = shrunk + token * RANK + lane % 4;
+      u32 u[GROUP_UNITS][4];  // two tokens by two columns, and two that are eight behind
+#pragma unroll
+      for (int m = 0; m < GROUP_UNITS; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int its = m * UNIT_ROWS + i % 2 * 8;
+          u[m][i] = slots.of(token + its) == slot ? mine[its * RANK + column / 2 + i / 2 * 4] : 0;
+        }
+      const u64 b = narrow_matrix(ring + place.slot * STAGE_BYTES + column / B_COLUMNS * B_PART_BYTES);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int m = 0; m < GROUP_UNITS; m++) multiply_registers(sums[m], u[m], b, true);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    }
+    if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * place.slot);
+    place.go_on();
+  }
+}
+#endif
+
+// The warp that asks, by one lane; with adapters all lanes look for a tile's slots.
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
+#if RANK
+                                    const TensorMap* b_of_gates, const TensorMap* b_of_ups, const Adapters& adapters,
+#endif
+                                    u32 ring, u32 full, u32 empty, const Work& work) {
+#if RANK
+  const bool is_one = threadIdx.x == 0;
+#else
+  constexpr bool is_one = true;
+#endif
   auto ask_weight = [&](const Tile& tile, int bytes, int step, int slot) {
+    if (!is_one) return;
     expect_bytes(full + 8 * slot, bytes);
     load_weight(ring + slot * STAGE_BYTES, weight, tile.row_tile, step, full + 8 * slot);
   };
   auto ask_x = [&](const Tile& tile, int tokens, int step, int slot) {
+    if (!is_one) return;
     const u32 to = ring + slot * STAGE_BYTES + W_BYTES;
     for (int token = work.rank * work.box; token < tokens; token += SHARE * work.box)
       load_x(to + token * ROW_BYTES, x, step, tile.token + token, full + 8 * slot);
@@ -88,6 +176,21 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       ask_weight(tile, bytes, step, place.slot), ask_x(tile, tokens, step, place.slot);
       place.go_on();
     }
+#if RANK
+    const TileSlots slots = {adapters.slots, tile.token, tile.token + tokens};
+    for (int slot = slots.next(-1); slot != NO_SLOT; slot = slots.next(slot), place.go_on()) {
+      wait_for(empty + 8 * place.slot, place.phase ^ 1);
+      if (!is_one) continue;
+      const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
+      expect_bytes(barrier, B_BYTES);
+      for (int i = 0; i < 2 * RANK / B_COLUMNS; i++)
+        for (int copy = 0; copy < COPIES; copy++) {
+          const int part = i / (RANK / B_COLUMNS), column = i % (RANK / B_COLUMNS) * B_COLUMNS;
+          const int eight = slot * (N / 8) + (tile.row_tile * COPIES + copy) * COPY_OUTPUTS / 8;
+          load_b(to + i * B_PART_BYTES + copy * B_BOX_BYTES, part ? b_of_ups : b_of_gates, column, -part, eight, barrier);
+        }
+    }
+#endif
   }
 }
 
@@ -117,7 +220,12 @@ extern "C" __global__ void
 __cluster_dims__(SHARE, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight,
-                                           const __grid_constant__ TensorMap x, uint4* out, const Tokens tokens) {
+                                           const __grid_constant__ TensorMap x,
+#if RANK
+                                           const __grid_constant__ TensorMap b_of_gates,
+                                           const __grid_constant__ TensorMap b_of_ups, const Adapters adapters,
+#endif
+                                           uint4* out, const Tokens tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
@@ -128,7 +236,11 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
   make_ring(full, empty);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#if RANK
+    if (warp == 0) ask(&weight, &x, &b_of_gates, &b_of_ups, adapters, ring, full, empty, work);
+#else
     if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work);
+#endif
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -151,6 +263,10 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
         multiply<1>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
       else
         multiply<0>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
+#if RANK
+      const TileSlots slots = {adapters.slots, tile.token, work.end_of(tile)};
+      multiply_adapters(sums, adapters.shrunk, slots, ring, full, empty_of_one, place, tile.token + my_token, lane);
+#endif
       finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));
     }
   }

@@ -6,7 +6,7 @@ Shape legend: N rows (gates, then ups) and K columns of the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
@@ -14,6 +14,7 @@ from typing import ClassVar
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.units import TILE_COST, TILE_UNITS, UnitsKernel
 from mllm_compile.runtime.cuda.units import UNIT_ROWS as UNIT_TOKENS
+from mllm_compile.runtime.cuda.wgmma import multiply_registers
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64
 _TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
@@ -21,6 +22,7 @@ _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
 LEAST_UNITS = 4  # steps of fewer are stream_linear's
 MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
+RANKS = (16, 32)  # of adapters whose B fits in the place of a stage of the weight
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class GatedKernel(UnitsKernel):
     Attributes:
         rows, columns: N and K.
         tile_rows: rows of the weight in a tile.
+        rank: of the adapters that it takes with it; 0: none.
     """
 
     source: ClassVar[str] = "ops/gated_linear/gated.cu"
@@ -38,10 +41,18 @@ class GatedKernel(UnitsKernel):
     rows: int
     columns: int
     tile_rows: int
+    rank: int = 0
 
     @property
     def name(self) -> str:
-        return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}"
+        rank = f"_rank{self.rank}" if self.rank else ""
+        return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}{rank}"
+
+    def constants(self) -> dict[str, int]:
+        return {**super().constants(), **({"RANK": self.rank} if self.rank else {})}
+
+    def preamble(self) -> str:
+        return super().preamble() + (multiply_registers(self.tile_rows) if self.rank else "")
 
     @cached_property
     def share(self) -> int:
@@ -94,9 +105,9 @@ def divided(num_tokens: int) -> Division:
     return Division(tiles, *divmod(all_units, tiles))
 
 
-def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
+def gated_kernels(rows: int, columns: int, rank: int = 0) -> tuple[GatedKernel, ...]:
     """The kernels of a gated linear: each is the fastest for some number of tokens."""
-    kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
+    kernels = [GatedKernel(rows, columns, tile_rows, rank) for tile_rows in _TILE_ROWS if tile_rows <= rows]
     return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)))
 
 
@@ -108,3 +119,8 @@ def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
 def is_taken(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides into tiles."""
     return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0
+
+
+def takes_adapters(rows: int, rank: int, starts: Sequence[int], counts: Sequence[int]) -> bool:
+    """True if a kernel takes adapters of this rank with it, whose parts have these outputs: both halves."""
+    return rank in RANKS and list(starts) == [0, rows // 2] and list(counts) == [rows // 2] * 2

@@ -123,6 +123,13 @@ def gated_linear(x, weight):
     return silu(gate) * up
 
 
+def gated_linear_lora(x, weight, shrunk, b, slots):
+    half = weight.shape[0] // 2
+    parts = [0, half], [half, half]
+    gate, up = lora_expand(torch_linear(x, weight), shrunk[None], b, slots, *parts, False, True).chunk(2, -1)
+    return silu(gate) * up
+
+
 def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """The weight in float32, of fp8 or four bits."""
     kind = "int4_lanes" if values.dtype == torch.uint8 else "fp8"
@@ -171,6 +178,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
+    library.impl("gated_linear_lora", gated_linear_lora, "CPU")
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
@@ -369,6 +377,10 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
     return torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
 
 
+def lora_shrink_whole(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return lora_shrink(x, a, slots, False, True).sum(0)
+
+
 def lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
     out, first, rank = y.clone(), 0, b.shape[2]
     inputs = shrunk.sum(0)
@@ -417,6 +429,7 @@ INTEGERS = {
 }
 LORA = {
     "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few, bool early_slots) -> Tensor": lora_shrink,
+    "lora_shrink_whole(Tensor x, Tensor a, Tensor slots) -> Tensor": lora_shrink_whole,
     "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
     "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand,
     "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "

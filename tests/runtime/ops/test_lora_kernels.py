@@ -73,6 +73,17 @@ def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@pytest.mark.parametrize("tokens", [1, 71])
+def test_products_in_one_sum_are_rounded_once_and_zero_without_an_adapter(kernels, tokens):
+    _, x, a, _ = operands(tokens, [0, HALF], [HALF, HALF], 20, torch.float16)
+    slots = torch.arange(tokens, dtype=torch.int32) % (SLOTS + 1) - int(tokens > 1)
+    found = kernels[0].lora_shrink_whole(x, a, slots)
+    exact = torch.einsum("tk,trk->tr", x.float(), a[slots.clamp(min=0)].float()) * (slots >= 0)[:, None]
+    assert torch.allclose(found.float(), exact, rtol=2e-3, atol=1e-3)
+    assert not found[slots < 0].any()
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
 def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
     shrink, expand, _ = kernels
     starts, rows, tokens = [0, HALF], [HALF, HALF], 71
