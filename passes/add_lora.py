@@ -97,6 +97,20 @@ class AddLora(GraphPass):
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
+def places_of_slots(gm: fx.GraphModule, name: str) -> frozenset[int]:
+    """The inputs of a piece that are the program's slots, wherever it is called."""
+    of_calls = [
+        {place for place, given in enumerate(node.args) if _is_slots_input(given)}
+        for node in gm.graph.nodes
+        if node.op == "call_module" and node.target == name
+    ]
+    return frozenset(set.intersection(*of_calls))
+
+
+def _is_slots_input(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta.get("input_name") == SLOTS_INPUT
+
+
 class _Adapters:
     """The inputs and calls of a graph that adapters change."""
 

@@ -62,7 +62,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     if not linear.adapters:
         replace_by_op(graph, node, op("gated_linear"), linear.source, linear.weight)
         return True
-    a, b, slots, *parts = linear.adapters
+    a, b, slots, *parts, _ = linear.adapters
     if (
         not takes_adapters(linear.shape[0], int(b.meta["val"].shape[2]), *parts)
         or a.meta["val"].dtype != torch.bfloat16

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.add_lora import SLOTS_INPUT, AddLora
+from mllm_compile.passes.add_lora import AddLora, places_of_slots
 from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.lora_chains import chain
 from mllm_compile.passes.match.linear import match_silu_mul
@@ -63,7 +63,7 @@ class LaunchLora(GraphPass):
         variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
         matches = 0
         for name in called_pieces(gm):
-            early = _places_of_slots(gm, name)
+            early = places_of_slots(gm, name)
             matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early))
             small = variants.get(name, {}).values()
             matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early))
@@ -88,20 +88,6 @@ def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
     """The first output of each part, and how many there are."""
     operands: Any = node.args
     return operands[5:] if is_op(node, "add_lora") else ([0], [_size(node)])
-
-
-def _places_of_slots(gm: fx.GraphModule, name: str) -> frozenset[int]:
-    """The inputs of a piece that are the program's slots, wherever it is called."""
-    of_calls = [
-        {place for place, given in enumerate(node.args) if _is_slots_input(given)}
-        for node in gm.graph.nodes
-        if node.op == "call_module" and node.target == name
-    ]
-    return frozenset(set.intersection(*of_calls))
-
-
-def _is_slots_input(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta.get("input_name") == SLOTS_INPUT
 
 
 def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int]) -> bool:

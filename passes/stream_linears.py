@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from mllm_compile.passes.add_lora import places_of_slots
 from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
 from mllm_compile.passes.match.linear import Linear, is_of_step, match_linear, match_quantised_as_linear
-from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
+from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.variants import add_variants
 from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS as ADAPTED_TOKENS
@@ -27,6 +28,9 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
 )
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
+
+_ADAPTED = "_streamed_adapters"  # variants' names end so
+_ADAPTED_OPS = "stream_linear_lora", "stream_linear_lora_residual", "stream_linear_lora_residual_norm"
 
 
 class StreamLinears(GraphPass):
@@ -65,9 +69,7 @@ class StreamLinears(GraphPass):
         "stream_linear",
         "stream_linear_residual",
         "stream_linear_residual_norm",
-        "stream_linear_lora",
-        "stream_linear_lora_residual",
-        "stream_linear_lora_residual_norm",
+        *_ADAPTED_OPS,
         "stream_quantised_linear",
         "stream_quantised_linear_residual",
         "stream_quantised_linear_residual_norm",
@@ -81,7 +83,9 @@ class StreamLinears(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_variants(gm, ADAPTED_TOKENS, "_streamed_adapters", _adapted_variant)
+        matches = add_variants(gm, ADAPTED_TOKENS, _ADAPTED, _adapted_variant)
+        for name in called_pieces(gm) if matches else ():
+            _tell_early_slots(gm, name)
         for size in VARIANT_TOKENS:
             matches += add_variants(gm, size, "_streamed", partial(_variant, tokens=size))
         _drop_slower_variants(gm)
@@ -108,8 +112,21 @@ def _adapted_variant(piece: fx.GraphModule) -> fx.GraphModule | None:
     return _variant_by(piece, ops)
 
 
+def _tell_early_slots(gm: fx.GraphModule, name: str) -> None:
+    """Says so in a piece's variant with adapters, where their slots are an input of the step."""
+    variant: Any = getattr(gm, name + _ADAPTED, None)
+    early = places_of_slots(gm, name)
+    nodes = [] if variant is None else list(variant.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    for node in nodes:
+        if is_op(node, *_ADAPTED_OPS):
+            x, weight, a, b, slots, starts, rows, _, *others = node.args
+            is_early = any(one is slots for place, one in enumerate(inputs) if place in early)
+            node.args = (x, weight, a, b, slots, starts, rows, is_early, *others)
+
+
 def _is_adapted_taken(linear: Linear) -> bool:
-    a, b, _, *parts = linear.adapters
+    a, b, _, *parts, _ = linear.adapters
     is_bfloat16 = all(one.meta["val"].dtype == torch.bfloat16 for one in (linear.source, a, b))
     return is_bfloat16 and takes_adapters(*linear.shape, int(b.meta["val"].shape[2]), parts_of(*parts))
 

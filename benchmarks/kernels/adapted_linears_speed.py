@@ -84,7 +84,9 @@ class Linear:
 
     def run(self, layer: int, slots: torch.Tensor | None) -> torch.Tensor:
         ops, weight = torch.ops.mllm, self.weights[layer]
-        adapters = () if slots is None else (self.a[layer], self.b[layer], slots, self.shape.starts, self.shape.parts)
+        adapters = (
+            () if slots is None else (self.a[layer], self.b[layer], slots, self.shape.starts, self.shape.parts, True)
+        )
         if self.kind.residual:
             op = ops.stream_linear_residual_norm if slots is None else ops.stream_linear_lora_residual_norm
             out: torch.Tensor = op(self.x, weight, *adapters, self.residual, self.next_norm)[0]

@@ -23,7 +23,8 @@ class Linear:
     Attributes:
         weight: [N, K], or the values of a quantised one.
         quantised: what the call of a quantised weight says; None: it is a plain one.
-        adapters: what mllm.add_lora adds to it by, behind its two inputs; then `node` is that.
+        adapters: what mllm.add_lora adds to it by, behind its two inputs, and that slots may not be read early; then
+            `node` is that.
     """
 
     node: fx.Node
@@ -71,7 +72,7 @@ def match_adapted_linear(node: object) -> Linear | None:
     linear = match_linear(product)
     if linear is None or linear.source is not source or len(linear.node.users) != 1:
         return None
-    return Linear(node, linear.source, linear.weight, adapters=tuple(adapters))
+    return Linear(node, linear.source, linear.weight, adapters=(*adapters, False))
 
 
 def match_quantised_as_linear(node: object, takes_bias: bool = False) -> Linear | None:

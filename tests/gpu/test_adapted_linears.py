@@ -60,7 +60,7 @@ class Case:
 
     def ours(self, is_adapted: bool = True) -> torch.Tensor:
         kind, ops = self.kind, torch.ops.mllm
-        adapters = (self.a, self.b, self.slots, *map(list, zip(*kind.parts, strict=True))) if is_adapted else ()
+        adapters = (self.a, self.b, self.slots, *map(list, zip(*kind.parts, strict=True)), True) if is_adapted else ()
         name = f"stream_linear{'_lora' if is_adapted else ''}"
         if kind.next_blocks:
             return getattr(ops, f"{name}_residual_norm")(self.x, self.weight, *adapters, self.residual, self.norm)[0]

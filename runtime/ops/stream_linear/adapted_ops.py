@@ -2,8 +2,8 @@
 `stream_linear_lora_residual_norm`, as streamed_ops.py has them, for up to 64 tokens.
 
 A weight is [N, K] with A [L, P * r, K] and B [L, rows of all parts, r] of L adapters, bfloat16, the slot of each token
-[T] int32 (-1: no adapter), and each part's first output and number of outputs, as `mllm.add_lora` has them. What
-adapters add is float32 until the sum is rounded.
+[T] int32 (-1: no adapter), and each part's first output and number of outputs, as `mllm.add_lora` has them.
+early_slots is as lora_shrink has it. What adapters add is float32 until the sum is rounded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _MOST_COUNTS = 1 << 14  # of linears at the same time, of a device
 class _Adapters(ctypes.Structure):
     """Mirrors Adapters in adapters.cuh."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("a", "b", "slots", "shrunk", "counts")]
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "slots", "shrunk", "counts")),
+        ("early_slots", ctypes.c_int),
+    )
 
 
 class AdaptedLinear(LoadedLinear):
@@ -52,7 +55,7 @@ class AdaptedLinear(LoadedLinear):
             self._counts.setdefault(device, zeros)
 
     def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
-        a, b, slots, *_ = beside
+        a, b, slots, *_, early_slots = beside
         assert isinstance(self.kernel, AdaptedTiling), "as Family chooses"
         shrunk = x.new_empty(num_sums(self.kernel), dtype=torch.float32)
         device = x.get_device()
@@ -63,7 +66,8 @@ class AdaptedLinear(LoadedLinear):
         its_counts = counts.data_ptr() + place % _MOST_COUNTS * counts.stride(0) * counts.element_size()
         by_tma = isinstance(self.kernel, AdaptedTileTiling)  # which A's products do not read x by
         rows_of_x = (address_of(x),) if by_tma else ()
-        return (*rows_of_x, _Adapters(a.data_ptr(), b.data_ptr(), slots.data_ptr(), shrunk.data_ptr(), its_counts))
+        addresses = (tensor.data_ptr() for tensor in (a, b, slots, shrunk))
+        return (*rows_of_x, _Adapters(*addresses, its_counts, early_slots))
 
 
 def _kind_of(
@@ -73,6 +77,7 @@ def _kind_of(
     slots: torch.Tensor,
     starts: Iterable[int],
     counts: Iterable[int],
+    early_slots: bool,
 ) -> AdaptedKind:
     rows, columns = weight.shape
     return AdaptedKind(int(rows), int(columns), rank=int(b.shape[2]), parts=parts_of(list(starts), list(counts)))
@@ -85,7 +90,7 @@ def _weight_of(weight: Weight, tokens: slice) -> Weight:
 
 STREAMED = StreamedOps(
     "stream_linear_lora",
-    "Tensor weight, Tensor a, Tensor b, Tensor slots, int[] starts, int[] rows",
+    "Tensor weight, Tensor a, Tensor b, Tensor slots, int[] starts, int[] rows, bool early_slots",
     _kind_of,
     num_streamed_norm_blocks,
     launch_tokens=MAX_TOKENS,

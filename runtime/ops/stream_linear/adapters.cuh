@@ -5,7 +5,8 @@
 // multiply A of each slot that tokens have: a task is up to 8 tokens of one slot, 16 rows of A and a part of the
 // inputs. They leave float32 sums in `shrunk` and count tasks. When all are done, each block adds up what its outputs
 // need into shared memory. Sums have one order, so numbers are the same every time. Warps that run take the tasks, so
-// nobody waits for a block that does not run yet.
+// nobody waits for a block that does not run yet. Where slots are an input of the step, factors are asked for ahead of
+// x: a kernel's wait covers what kernels of the step write.
 //
 // Defined by adapted.py: RANK, A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs), SHRINK_SPLITS (parts of
 // the inputs), ADAPTED_TOKENS (at most), and of an output `part_of` (-1: no part) and its row of B, `row_of_b`.
@@ -21,6 +22,7 @@ struct Adapters {
   const int* slots;   // of each token; -1: none
   float* shrunk;      // [SHRINK_SPLITS, ADAPTED_TOKENS, A_ROWS]
   Counts* counts;
+  int early_slots;  // no kernel right ahead writes slots
 };
 
 // Tokens of a slot, one bit each.
@@ -123,12 +125,23 @@ __device__ __forceinline__ u32 seen(const u32* count) {
 __device__ __forceinline__ u32 take(const Adapters& adapters) {
   return threadIdx.x % 32 ? 0 : atomicAdd(&adapters.counts->taken, 1);
 }
-// The tasks that the warp takes, `taken` first.
-__device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x,
-                                            u32 taken) {
+__device__ __forceinline__ void fetch(const char* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+// Gets A of a task near.
+__device__ __forceinline__ void fetch_a(const Adapters& adapters, const StepSlots& slots, u32 task) {
+  if (task >= slots.num_tasks()) return;
+  const int part = task % SHRINK_SPLITS, first_row = task / SHRINK_SPLITS % A_GROUPS * 16;
+  const int begin = part * A_STEPS / SHRINK_SPLITS * A_STEP, end = (part + 1) * A_STEPS / SHRINK_SPLITS * A_STEP;
+  const char* from = adapters.a + (u64)slots.of_tile(task / SHRINK_SPLITS / A_GROUPS).slot * A_ROWS * K * 2;
+  for (int row = first_row + threadIdx.x % 32; row < min(first_row + 16, A_ROWS); row += 32)
+    for (int column = begin; column < end; column += 64) fetch(from + ((u64)row * K + column) * 2);
+}
+// The tasks that the warp takes, `task` first.
+__device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x, u32 task) {
   const u32 total = slots.num_tasks();
-  u32 done = 0;
-  for (u32 task = __shfl_sync(~0u, taken, 0); task < total; task = __shfl_sync(~0u, taken, 0), done++) {
+  u32 done = 0, taken;
+  for (; task < total; task = __shfl_sync(~0u, taken, 0), done++) {
     taken = take(adapters);
     shrink(adapters, slots, x, task);
   }
@@ -176,9 +189,6 @@ __device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const St
 
 __device__ __forceinline__ const char* place_of_b(const Adapters& adapters, int slot, int output, int part) {
   return adapters.b + ((u64)slot * B_ROWS + row_of_b(output, part)) * RANK * 2;
-}
-__device__ __forceinline__ void fetch(const char* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 __device__ __forceinline__ void fetch_b(const Adapters& adapters, int slot, int output) {
   const int part = part_of(output);

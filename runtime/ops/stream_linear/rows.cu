@@ -62,10 +62,12 @@ constexpr int ALL_WARPS = WARPS + 1;
 // The warp that adapters have: shrinks, and gets B near for what the block finishes.
 __device__ __forceinline__ void add_adapters(const Adapters& adapters, const char* x, Shared& shared, int num_tokens,
                                              int first_finished) {
-  wait_for_prerequisites();
+  if (!adapters.early_slots) wait_for_prerequisites();
   const int lane = threadIdx.x % 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
+  const u32 task = __shfl_sync(~0u, taken, 0);
+  fetch_a(adapters, slots, task);
   const int slot = __shfl_sync(~0u, slots.mine[0], lane / 4);
   u32 parts = 0;
   for (int group = first_finished; group < GROUPS; group += SPLIT * CLUSTERS)
@@ -75,7 +77,8 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
       fetch_b(adapters, slot, row), parts |= mask_of(part_of(row));
       if (GATED) fetch_b(adapters, slot, row + OUTPUTS), parts |= mask_of(part_of(row + OUTPUTS));
     }
-  shrink_some(adapters, slots, x, taken);
+  if (adapters.early_slots) wait_for_prerequisites();
+  shrink_some(adapters, slots, x, task);
   wait_for_all(adapters, slots, CLUSTERS * SPLIT);
   add_up_shrunk<32>(adapters, slots, parts, lane, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();

@@ -177,9 +177,12 @@ constexpr int HELPERS = 3;  // warps of a block
 template <typename Work>
 __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Shared& shared, int num_tokens, int rank,
                                      int first_tile, Work meanwhile) {
+  if (!adapters.early_slots) wait_for_prerequisites();
   const int thread = threadIdx.x - 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
+  const u32 task = __shfl_sync(~0u, taken, 0);
+  fetch_a(adapters, slots, task);
   for (u64 left = slots.adapted; left;) {
     const SlotTokens its = slots.first_of_those(left);
     left &= ~its.tokens;
@@ -197,7 +200,9 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
       const int output = tile * OUT_ROWS + (place * SPLIT + rank) * OUT_GROUP;
       parts |= mask_of(part_of(output)) | (GATED ? mask_of(part_of(output + OUTPUTS)) : 0);
     }
-  shrink_some(adapters, slots, x, taken);
+  if (adapters.early_slots) wait_for_prerequisites();
+  start_dependents();
+  shrink_some(adapters, slots, x, task);
   meanwhile();
   wait_for_all(adapters, slots, BLOCKS * HELPERS);
   add_up_shrunk<32 * HELPERS>(adapters, slots, parts, thread, [&](int i, float4 v) {
@@ -306,8 +311,6 @@ __launch_bounds__(THREADS, 1) stream_linear(
     if (warp == 0) {
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
     } else if (NORM_BLOCKS || HELPERS) {
-      wait_for_prerequisites();
-      start_dependents();
       auto norm = [&] {
         if (!NORM_BLOCKS) return;
         compute_factors<16>(squares, shared.factors, eps, 0, num_tokens);
@@ -317,6 +320,8 @@ __launch_bounds__(THREADS, 1) stream_linear(
 #if RANK
       help(adapters, rows_of_x, shared, num_tokens, rank, first_tile, norm);
 #else
+      wait_for_prerequisites();
+      start_dependents();
       norm();
 #endif
     }

@@ -156,16 +156,16 @@ def streamed_ops_on_cpu() -> Iterator[None]:
         weight = small_weight(values, scales, zeros).to(x.dtype)
         return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS, plus_one)
 
-    def adapted(x, weight, a, b, slots, starts, rows, squares, eps, gated):
+    def adapted(x, weight, a, b, slots, starts, rows, early_slots, squares, eps, gated):
         product = add_lora(linear(x, weight, squares, eps, False), scaled(x, squares, eps), a, b, slots, starts, rows)
         gate, up = product.chunk(2, -1)
         return silu(gate) * up if gated else product
 
-    def adapted_residual(x, weight, a, b, slots, starts, rows, residual):
+    def adapted_residual(x, weight, a, b, slots, starts, rows, early_slots, residual):
         return residual + add_lora(torch_linear(x, weight), x, a, b, slots, starts, rows)
 
-    def adapted_residual_norm(x, weight, a, b, slots, starts, rows, residual, norm_weight, plus_one=False):
-        out = adapted_residual(x, weight, a, b, slots, starts, rows, residual)
+    def adapted_residual_norm(x, weight, a, b, slots, starts, rows, early_slots, residual, norm_weight, plus_one=False):
+        out = adapted_residual(x, weight, a, b, slots, starts, rows, early_slots, residual)
         return outputs_for_norm(out, norm_weight, num_streamed_norm_blocks(*weight.shape), plus_one)
 
     library = torch.library.Library("mllm", "IMPL")

@@ -108,7 +108,7 @@ def test_two_engines_count_the_tasks_of_their_linears_apart(driver, monkeypatch)
     x, weight, slots = torch.zeros(2, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), torch.zeros(2).int()
     adapters = [(torch.zeros(1, 16, 4096).bfloat16(), torch.zeros(1, 4096, 16).bfloat16()) for _ in range(2)]
     for a, b in (*adapters, adapters[0]):
-        loaded(x, (weight, a, b, slots, [0], [4096]), [None] * 6, 0.0, 2)
+        loaded(x, (weight, a, b, slots, [0], [4096], True), [None] * 6, 0.0, 2)
     counts = AdaptedLinear._counts[-1].data_ptr()
     assert [one.counts - counts for one in launches] == [0, 16, 0]
     assert [one.a for one in launches] == [a.data_ptr() for a, _ in (*adapters, adapters[0])]
@@ -221,7 +221,8 @@ struct Launch {
 };
 static const Launch* launched;
 static void body() {
-  const Launch& l = *launched;
+  Launch l = *launched;
+  l.adapters.early_slots = l.num_tokens % 2;
 #ifdef TOKENS  // of tiles.cu
   TensorMap maps[2];
   memcpy(&maps[0], &l.weight, sizeof(char*)), memcpy(&maps[1], &l.x, sizeof(char*));
@@ -315,6 +316,7 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, kind, slots):
         shrunk = torch.full(num_sums(tiling), torch.nan)
         tensors = (weight, x, a, b, of_tokens, shrunk, counts, squares, residual, norm, out, scaled, sums)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers.insert(7, None)  # early_slots
         arguments = (ctypes.c_uint64 * (len(pointers) + 1))(*(pointer or 0 for pointer in pointers), tokens)
         stuck = library.launch(arguments, tiling.num_blocks, tiling.num_threads, ctypes.c_uint64(seed))
         assert not stuck, "threads wait for each other"
