@@ -17,6 +17,7 @@ from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes import stream_linears
+from mllm_compile.passes.add_lora import SLOTS_INPUT
 from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
@@ -82,6 +83,18 @@ def test_linears_take_their_adapters_with_them(takes_all_adapters, norm):
     assert not any(is_call(node, LINEAR) for node in variant.graph.nodes)
     for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+
+
+@pytest.mark.parametrize("is_input", [True, False])
+def test_slots_that_are_an_input_of_the_step_are_read_early(takes_all_adapters, is_input):
+    gm = graph_of_one_piece(decoder_piece(4, rank=16)[0])
+    (slots,) = (node for node in gm.graph.nodes if node.name == "adapter_slots")
+    if is_input:
+        slots.meta["input_name"] = SLOTS_INPUT
+    StreamLinears()(gm)
+    variant = gm.get_submodule(gm.meta[VARIANTS]["piece_a"][64])
+    told = [node.args[7] for node in variant.graph.nodes if str(node.target).startswith("mllm.stream_linear_lora")]
+    assert told == [is_input] * 4
 
 
 def test_a_kernel_is_wanted_for_each_linear_with_adapters(takes_all_adapters):
