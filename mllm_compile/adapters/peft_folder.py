@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_
 from mllm_compile.adapters.base_names import check_base
 from mllm_compile.adapters.dora import check_magnitudes, scaled
 from mllm_compile.adapters.expert_factors import by_expert, with_parameters
-from mllm_compile.adapters.in_stretches import times
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
@@ -226,10 +225,11 @@ def _matrices(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each weight; of one that several modules are, A has the rows of all, and B blocks of theirs."""
     parts: dict[str, list[tuple[RowsOf, torch.Tensor, torch.Tensor]]] = {}
-    for module, one in factors.items():
-        down, up = _tensor(data, one.down), _tensor(data, one.up)
-        down = down if down.dtype == base.dtype else times(down, 1.0, base.dtype)
-        up = times(up, names.scale(module), base.dtype)
+    ups = _scaled(
+        [_tensor(data, one.up) for one in factors.values()], [names.scale(one) for one in factors], base.dtype
+    )
+    for (module, one), up in zip(factors.items(), ups, strict=True):
+        down = _tensor(data, one.down).to(base.dtype)
         if not (_is_finite(down) and _is_finite(up)):
             dtype = str(base.dtype).removeprefix("torch.")
             raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")
@@ -238,6 +238,17 @@ def _matrices(
         for rows in places[module]:
             parts.setdefault(rows.weight, []).append((rows, down, up.narrow(-2, rows.source_start, rows.rows)))
     return {weight: _joined(found, base.targets[weight][0]) for weight, found in parts.items()}
+
+
+def _scaled(matrices: list[torch.Tensor], scales: list[float], dtype: torch.dtype) -> Iterable[torch.Tensor]:
+    """Each times a number, computed in float32 and rounded once, in its own type too.
+
+    By one operation where it can be: Python's lock goes to another thread at each.
+    """
+    if all(matrix.dtype == dtype for matrix in matrices):
+        return torch._foreach_mul(matrices, scales)
+    pairs = zip(matrices, scales, strict=True)
+    return (one * scale if one.dtype == dtype else (one.float() * scale).to(dtype) for one, scale in pairs)
 
 
 def _joined(parts: list[tuple[RowsOf, torch.Tensor, torch.Tensor]], outputs: int) -> tuple[torch.Tensor, torch.Tensor]:

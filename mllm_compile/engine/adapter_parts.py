@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
-from mllm_compile.adapters.in_stretches import copy_in_stretches
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
@@ -44,19 +43,13 @@ class PoolWriter:
         """The matrices in one block of pinned memory, for a GPU."""
         if not self._is_pinned:
             return matrices
-        flat = torch.empty(
-            sum(one.numel() for pair in matrices.values() for one in pair), dtype=self._dtype, pin_memory=True
-        )
-        pinned: dict[str, tuple[torch.Tensor, ...]] = {}
-        start = 0
-        for weight, pair in matrices.items():
-            places = []
-            for one in pair:
-                places.append(flat[start : start + one.numel()].view(one.shape))
-                copy_in_stretches(one, places[-1])
-                start += one.numel()
-            pinned[weight] = tuple(places)
-        return pinned
+        every = [one for pair in matrices.values() for one in pair]
+        sizes = [one.numel() for one in every]
+        parts = torch.empty(sum(sizes), dtype=self._dtype, pin_memory=True).split(sizes)
+        places = [part.view(one.shape) for part, one in zip(parts, every, strict=True)]
+        torch._foreach_copy_(places, every)  # at once: Python's lock goes to another thread at each operation
+        left = iter(places)
+        return {weight: tuple(next(left) for _ in pair) for weight, pair in matrices.items()}
 
     def write(self, slot: int, matrices: Matrices) -> None:
         """Replaces what is in a slot, on all ranks, on the stream of the steps; behind an error none may use it."""

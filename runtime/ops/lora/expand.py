@@ -288,7 +288,7 @@ def many_kernel(
             )  # fmt: skip
             tl.store(out_ptr + places, (y.to(tl.float32) + added).to(y.dtype), mask=is_token[:, None])
     else:
-        for i in range(0, GROUP):
+        for i in range(GROUP):
             block = begin + i * BLOCK_T
             is_token = block + tokens < num_tokens
             places = block * N + (tokens[:, None] * N + columns[None, :])
