@@ -10,10 +10,11 @@
 //
 // The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
-// With adapters (adapted.cuh) a tile has further stages, one for each slot that its tokens have: B of the slot, times
-// A . x, which a kernel ahead has made.
+// With adapters a tile has further stages, one for each slot that its tokens have: B of the slot, times A . x, which a
+// kernel ahead has made.
 //
-// Defined by kernel.py: N rows of the weight (gates, then ups), RANK of adapters (0: none), and what units.cuh asks for.
+// Defined by kernel.py: N rows of the weight (gates, then ups), RANK of adapters if there are any, and what units.cuh
+// asks for.
 
 constexpr int OUTPUTS = N / 2, COPY_OUTPUTS = COPY_ROWS / 2;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
@@ -187,7 +188,8 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
         for (int copy = 0; copy < COPIES; copy++) {
           const int part = i / (RANK / B_COLUMNS), column = i % (RANK / B_COLUMNS) * B_COLUMNS;
           const int eight = slot * (N / 8) + (tile.row_tile * COPIES + copy) * COPY_OUTPUTS / 8;
-          load_b(to + i * B_PART_BYTES + copy * B_BOX_BYTES, part ? b_of_ups : b_of_gates, column, -part, eight, barrier);
+          load_b(to + i * B_PART_BYTES + copy * B_BOX_BYTES, part ? b_of_ups : b_of_gates, column, -part, eight,
+                 barrier);
         }
     }
 #endif

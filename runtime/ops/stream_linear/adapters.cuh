@@ -173,7 +173,8 @@ __device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const St
     const int first_row = (__ffs(left) - 1) * RANK;
 #pragma unroll
     for (int first = 0; first < COUNT; first += HELPING) {
-      const int at = first + thread, token = min(at, COUNT - 1) / FOURS, i = token * A_ROWS + first_row + at % FOURS * 4;
+      const int at = first + thread, token = min(at, COUNT - 1) / FOURS;
+      const int i = token * A_ROWS + first_row + at % FOURS * 4;
       const bool is_there = at < COUNT && slots.adapted >> token & 1;
       float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
