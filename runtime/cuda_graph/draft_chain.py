@@ -12,6 +12,7 @@ them by the first pass; T rows of it, R * (C + B); M rows of the slot table.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -154,6 +155,17 @@ class DraftChain:
             if same.numel() and (share := float(same.float().mean())) <= _LEAST_SAME:
                 return f"behind {num_requests} requests {1 - share:.0%} of drafts are not the head's"
         return None
+
+    def drafts_of(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """The drafts of requests of such lengths, for the host; nothing where none was made at that length. Waits for
+        the device."""
+        of_rows = torch.tensor(rows, device=self._drafts.device)
+        counts, made_at = self._counts[of_rows], self._made_at[of_rows]
+        found = torch.cat([self._drafts[of_rows], counts[:, None], made_at[:, None]], 1).tolist()
+        return [
+            draft[:count] if made == length else []
+            for (*draft, count, made), length in zip(found, lengths, strict=True)
+        ]
 
     def _place(self, step: StepTensors, rows: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
         """Makes the inputs of the first pass."""

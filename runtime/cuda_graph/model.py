@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -36,6 +37,8 @@ class ChainedDrafts(Protocol):
     def run(self, step: StepTensors, width: int) -> None: ...
 
     def fault(self, step: StepTensors, width: int) -> str | None: ...
+
+    def drafts_of(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]: ...
 
 
 class CapturableModel(Protocol):

@@ -88,7 +88,7 @@ class Drafts:
         drafter = self._speculation.drafter
         if drafter.keeps_keys:
             for one in asked.values():
-                self._take_pages(one.request.row, one.most)
+                self._take_pages(one.request.row, one.most + self._speculation.keys_ahead)
         drafts: list[Draft] = [()] * len(decodes.requests)
         for (index, one), proposed in zip(asked.items(), drafter.propose(list(asked.values())), strict=True):
             drafts[index] = draft = self._checked(one, proposed)
@@ -114,11 +114,12 @@ class Drafts:
                 continue
             row, computed = request.row, int(self._rows.computed[request.row])
             held = int(pages.num_pages[row])
-            most = min(num_tokens, self._room(request), (held + num_pages) * pages.page_size - computed - 1)
+            behind = self._speculation.keys_ahead
+            most = min(num_tokens, self._room(request), (held + num_pages) * pages.page_size - computed - 1 - behind)
             if most < 1:
                 continue
             num_tokens -= most
-            num_pages -= max(0, pages.pages_for(computed + 1 + most) - held)
+            num_pages -= max(0, self._pages_of(row, most + behind) - held)
             yield index, Asked(request, most, computed, pages.table[row])
 
     def _room(self, request: Request) -> int:
@@ -133,8 +134,12 @@ class Drafts:
     def _take_pages(self, row: int, num_drafted: int) -> None:
         """Gives a row the pages of its next token and of so many drafted ones."""
         pages = self._rows.pages
-        end = int(self._rows.computed[row]) + 1 + num_drafted
-        pages.grow(row, pages.pages_for(end) - int(pages.num_pages[row]))
+        pages.grow(row, self._pages_of(row, num_drafted) - int(pages.num_pages[row]))
+
+    def _pages_of(self, row: int, num_drafted: int) -> int:
+        """The pages of a row's next token and of so many behind it, as far as a row goes."""
+        pages = self._rows.pages
+        return min(pages.pages_for(int(self._rows.computed[row]) + 1 + num_drafted), pages.table.shape[1])
 
     def _checked(self, asked: Asked, proposed: Draft) -> Draft:
         """The draft up to the first id that is none, in the length that is wanted."""

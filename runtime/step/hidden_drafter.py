@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mllm_compile.runtime.cuda_graph.model import ChainedDrafts
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -50,8 +51,14 @@ class HiddenDrafter(ModelDrafter):
 
     _ahead = 1
 
-    def __init__(self, model: ModelRunner, pages: HostPageTable) -> None:
+    def __init__(self, model: ModelRunner, pages: HostPageTable, chain: ChainedDrafts | None = None) -> None:
+        """
+        Args:
+            model, pages: as ModelDrafter has them.
+            chain: drafts behind captured verify steps; None: nothing does.
+        """
         super().__init__(model, pages)
+        self._behind = chain
         self.keys_reach = self._num_layers = len(self._models)
         self._most_tokens = model.config.runtime.max_num_batched_tokens
         self._longest = model.config.longest_kept(self._num_layers)
@@ -101,8 +108,8 @@ class HiddenDrafter(ModelDrafter):
 
     def catch_up(self, batch: ScheduledBatch) -> None:
         lengths = batch.prefix_lens if batch.device_lens is None else batch.device_lens
-        parts: list[Part] = []
-        for request, length in zip(batch.requests, lengths.tolist(), strict=True):
+        decodes, parts = batch.requests[: batch.num_decodes], list[Part]()
+        for request, length in zip(decodes, lengths[: batch.num_decodes].tolist(), strict=True):
             if length < 0 or request in self._is_whole:
                 continue
             part = self._lacking(request, length, self._computed.get(request, 0))
@@ -170,6 +177,18 @@ class HiddenDrafter(ModelDrafter):
 
     # Drafts -----------------------------------------------------------------------------------------------------------
 
+    def propose(self, asked: Sequence[Asked]) -> list[Draft]:
+        whole = [one for one in asked if one.request in self._is_whole]
+        if self._behind is None or not whole:
+            return super().propose(asked)
+        others = [one for one in asked if one.request not in self._is_whole]
+        found = dict(zip([one.request for one in others], super().propose(others), strict=True))
+        rows, lengths = [one.request.row for one in whole], [one.num_computed for one in whole]
+        with torch.inference_mode(), self._model.on_device():
+            made = self._behind.drafts_of(rows, lengths)
+        found |= {one.request: draft[: one.most] for one, draft in zip(whole, made, strict=True)}
+        return [found[one.request] for one in asked]
+
     def end(self, request: DraftedRequest) -> None:
         super().end(request)
         self._kept.forget(request)
@@ -178,8 +197,6 @@ class HiddenDrafter(ModelDrafter):
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
         for one in asked:
-            if one.request in self._is_whole:  # its newest hidden state was read and not kept
-                continue
             newest = one.num_computed - 1
             part = self._lacking(one.request, one.num_computed, min(self._computed.get(one.request, 0), newest))
             if part is None or one.request in self._broken or part.num_read > room:

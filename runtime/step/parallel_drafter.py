@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mllm_compile.runtime.cuda_graph.model import ChainedDrafts
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.speculation.block import DraftBlock
-from mllm_compile.runtime.speculation.drafter import Asked, Draft, DraftedRequest
+from mllm_compile.runtime.speculation.drafter import Asked, Draft
 from mllm_compile.runtime.step.draft_model import DraftRow
 from mllm_compile.runtime.step.hidden_drafter import HiddenDrafter, Part
 from mllm_compile.runtime.step.host_page_table import HostPageTable
@@ -27,8 +28,10 @@ from mllm_compile.runtime.step.host_page_table import HostPageTable
 class ParallelDrafter(HiddenDrafter):
     """See the module's header."""
 
-    def __init__(self, model: ModelRunner, pages: HostPageTable, block: DraftBlock) -> None:
-        super().__init__(model, pages)
+    def __init__(
+        self, model: ModelRunner, pages: HostPageTable, chain: ChainedDrafts | None, block: DraftBlock
+    ) -> None:
+        super().__init__(model, pages, chain)
         self._block = block
         if block.sees_ahead:
             self.keys_reach = 0
@@ -42,12 +45,9 @@ class ParallelDrafter(HiddenDrafter):
 
     def _first_rows(self, asked: Sequence[Asked]) -> list[DraftRow]:
         rows, room = [], self._most_tokens
-        found = super()._first_rows(asked)
-        if self._block.sees_ahead:  # then each row is a request to attention, and the newest token has one
+        if self._block.sees_ahead:  # then each row is a request to attention
             room = min(room, self._model.config.max_attended)
-            whole = [one for one in asked if one.request in self._is_whole and one.request not in self._broken]
-            found = [*(DraftRow(one, _newest(one.request), one.num_computed, one.most) for one in whole), *found]
-        for row in found:
+        for row in super()._first_rows(asked):
             row = replace(row, most=min(row.most, self._block.most))
             room -= len(row.token_ids) + 1 + row.most
             if room >= 0:
@@ -125,7 +125,3 @@ class ParallelDrafter(HiddenDrafter):
 def _num_read(row: DraftRow) -> int:
     """Hidden states that a request's pass reads."""
     return row.asked.num_computed - row.start
-
-
-def _newest(request: DraftedRequest) -> Sequence[int]:
-    return [[*request.prompt_token_ids[-1:], *request.output_token_ids[-1:]][-1]]

@@ -55,7 +55,8 @@ class StepRunner:
         runtime, num_rows = runner.config.runtime, runner.row_state.last_tokens.shape[0]
         pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
-        self.drafter = None if runner.drafter is None else model_drafter(runner.drafter, pages)
+        head = runner.drafter
+        self.drafter = None if head is None else model_drafter(head, pages, runner.draft_chain)
         dp_step = None
         if runner.dp_size > 1 and runner.communicator is not None:
             most = runtime.max_running_requests

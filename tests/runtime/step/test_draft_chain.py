@@ -146,11 +146,12 @@ def test_drafts_are_right_while_a_step_is_in_flight(played, kind, page_size):
     assert drafted - accepted <= MOST * len(requests), "drafts are cut where a request may end"
 
 
+@pytest.mark.parametrize("kind", ["block", "chain", "token by token"])
 @pytest.mark.parametrize("num_alone", [0, 1, 2])
-def test_a_request_without_drafts_beside_one_with_a_grammar_leaves_no_hole(played, num_alone, monkeypatch):
+def test_a_request_without_drafts_beside_one_with_a_grammar_leaves_no_hole(played, kind, num_alone, monkeypatch):
     """The host drafts for the grammar. The other request has none at first: its keys are made ahead of the pass."""
     section = SpeculativeSection(method="dflash", num_speculative_tokens=MOST)
-    runner = chained_runner(BlockHead(), section)
+    runner = chained_runner(HEADS_OF[kind](), section)
     verifies = runner.graph_runner.verifies
     speculation = make_speculation(section, VOCAB, None, verifies.most_requests, verifies.chain.keys_ahead)
     loop = TimedLoop(runner, False, speculation)
@@ -172,6 +173,7 @@ def test_a_request_without_drafts_beside_one_with_a_grammar_leaves_no_hole(playe
     for request in (of_grammar, other):
         assert request.num_drafted_tokens - request.num_accepted_tokens <= MOST, "drafts are cut where it may end"
     assert other.num_accepted_tokens > 12
+    assert of_grammar.num_accepted_tokens > 4, "the host reads what passes behind steps have drafted"
 
 
 @pytest.mark.parametrize("kind", HEADS_OF)
