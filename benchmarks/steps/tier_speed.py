@@ -9,14 +9,17 @@ the prefix cache beside a miss, decodes beside loads, and what a miss costs with
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -194,6 +197,18 @@ def measure_misses(engine: Engine, length: int, rounds: int) -> None:
     )
 
 
+def for_length(config: EngineConfig, num_tokens: int, folder: Path) -> EngineConfig:
+    """The config of a shape with random weights, for prompts as long as that, which it was never trained for.
+    Others stay as they are."""
+    source = Path(config.model.path)
+    if config.model.load_format != "dummy":
+        return config
+    shape = json.loads((source / "config.json").read_text())
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], num_tokens)
+    (folder / "config.json").write_text(json.dumps(shape))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
@@ -207,14 +222,20 @@ def main() -> int:
         "kv_offloading_size": args.host_gib,
         "kv_offloading_min_gain": 0.0,
     }
+    with TemporaryDirectory() as folder:
+        config = with_runtime(EngineConfig.from_yaml(args.config), runtime)
+        measure(for_length(config, args.tokens + 256, Path(folder)), args)
+    return 0
+
+
+def measure(config: EngineConfig, args: Namespace) -> None:
     began = time.perf_counter()
-    with Engine(with_runtime(EngineConfig.from_yaml(args.config), runtime)) as engine:
+    with Engine(config) as engine:
         print(f"{machine_line(str(engine.config.runtime.device))}; started in {time.perf_counter() - began:.1f} s")
         check_tokens(engine, min(6_000, args.tokens))
         prompt = measure_hits(engine, args.tokens, args.rounds)
         measure_misses(engine, min(_TURN, args.tokens), args.rounds)
         measure_decodes(engine, prompt, args.rounds)
-    return 0
 
 
 if __name__ == "__main__":

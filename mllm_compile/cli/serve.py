@@ -128,6 +128,15 @@ def serve_command(
             "--enable-sleep-mode", help="The config's runtime.enable_sleep_mode: /sleep gives memory back in place."
         ),
     ] = False,
+    kv_offloading_size: Annotated[
+        float | None, typer.Option(help="The config's runtime.kv_offloading_size: GiB of the host's memory behind KV.")
+    ] = None,
+    kv_offloading_disk_path: Annotated[
+        str | None, typer.Option(help="The config's runtime.kv_offloading_disk_path: a folder behind that.")
+    ] = None,
+    kv_offloading_disk_size: Annotated[
+        float | None, typer.Option(help="The config's runtime.kv_offloading_disk_size: GiB of files in it.")
+    ] = None,
     logprobs_mode: Annotated[
         str | None,
         typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
@@ -152,6 +161,12 @@ def serve_command(
     runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
     if enable_sleep_mode:
         runtime["enable_sleep_mode"] = True
+    of_tiers = {
+        "kv_offloading_size": kv_offloading_size,
+        "kv_offloading_disk_path": kv_offloading_disk_path and os.path.abspath(user_path(kv_offloading_disk_path)),
+        "kv_offloading_disk_size": kv_offloading_disk_size,
+    }
+    runtime |= {name: value for name, value in of_tiers.items() if value is not None}
     if kv_events_config is not None:
         runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
     are_several = len(models) > 1 or is_folder_of_yamls(models[0])

@@ -390,8 +390,24 @@ def _check_tiers(asked: RuntimeConfig) -> None:
     Raises:
         ConfigError: there is memory behind the KV cache, and something that it does not work with.
     """
+    path, size = asked.kv_offloading_disk_path, asked.kv_offloading_disk_size
+    if bool(path) != bool(size):
+        raise ConfigError(
+            f"runtime.kv_offloading_disk_path is {path or 'not set'} and runtime.kv_offloading_disk_size is {size:g} "
+            "GiB. Set both, or none."
+        )
     if not asked.kv_offloading_size:
+        if path:
+            raise ConfigError(
+                "runtime.kv_offloading_disk_path is set, and runtime.kv_offloading_size is 0: files come and go "
+                "through that memory. Set it to 1 or more."
+            )
         return
+    if path and asked.skip_compiled:
+        raise ConfigError(
+            "runtime.kv_offloading_disk_path and runtime.skip_compiled are set: files are named after the weights of "
+            "a compiled model. Set one of them alone."
+        )
     obstacles = {
         "tensor_parallel_size": asked.tensor_parallel_size > 1,
         "expert_parallel_size": asked.expert_parallel_size > 1,

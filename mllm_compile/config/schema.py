@@ -246,6 +246,7 @@ class RuntimeConfig(Section):
 
     kv_events_config: KVEventsConfig = KVEventsConfig()
     """Events on what it keeps, for routers (docs/sessions.md): {enable_kv_cache_events: true, endpoint: …, …}."""
+
     kv_offloading_size: float = Field(default=0.0, ge=0.0, le=65536.0)
     """GiB of the host's memory behind the KV cache: prefixes that the device has no room for are kept there, and
     loaded (docs/tiers.md). 0: none."""
@@ -253,6 +254,20 @@ class RuntimeConfig(Section):
     kv_offloading_min_gain: float = Field(default=1.0, ge=0.0, le=1e6)
     """A prefix is loaded where computing it takes at least so many times as long, by what both were seen to take. 0:
     always."""
+
+    kv_offloading_disk_path: PathText | None = None
+    """A folder behind that memory, whose files are there again after a restart (docs/tiers.md). It is as secret as
+    prompts."""
+
+    kv_offloading_disk_size: float = Field(default=0.0, ge=0.0, le=1048576.0)
+    """GiB of files in it."""
+
+    kv_offloading_write_policy: Literal["write_through", "write_back"] = "write_through"
+    """The folder gets what the host's memory gets at once, so that a crash loses nothing (write_through), or what that
+    is about to give up, and the rest at the end (write_back), which wears a drive less."""
+
+    kv_load_failure_policy: Literal["recompute"] = "recompute"
+    """Pages that do not arrive are computed."""
 
     cascade_attention: Auto | bool = "auto"
     """Decodes of requests that begin with the same cached tokens read these once, in steps where that is estimated to
@@ -529,9 +544,12 @@ class EngineConfig(Section):
         cache = self.cache
         if cache.dir != "auto":
             cache = cache.model_copy(update={"dir": os.path.normpath(folder / user_path(cache.dir))})
-        return self.model_copy(
-            update={"model": model, "speculative": self.speculative.anchored(folder), "lora": lora, "cache": cache}
-        )
+        runtime = self.runtime
+        if runtime.kv_offloading_disk_path is not None:
+            path = os.path.normpath(folder / user_path(runtime.kv_offloading_disk_path))
+            runtime = runtime.model_copy(update={"kv_offloading_disk_path": path})
+        sections = {"model": model, "speculative": self.speculative.anchored(folder), "lora": lora, "cache": cache}
+        return self.model_copy(update={**sections, "runtime": runtime})
 
 
 def _anchored_model_path(text: str, folder: Path) -> str:

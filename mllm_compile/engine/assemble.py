@@ -159,7 +159,7 @@ def _load(
 
                 assert isinstance(scheduler, Scheduler), "resolve.py refuses tiers over ranks"
                 with timeline.stage("take host memory"):
-                    put_tiers_behind(scheduler, runner)
+                    put_tiers_behind(scheduler, runner, compiled.artifact.factors, timeline)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
             adapters = adapter_parts(compiled, runner, None if group is None else group.tell)

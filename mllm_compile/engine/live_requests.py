@@ -148,6 +148,7 @@ class LiveRequests:
     def label(self, version: str, before: str) -> None:
         """Tokens from here on are of a version of the weights, those there are of the one before."""
         self._version = version
+        self._scheduler.weights_changed()
         for request, sequence in self._live.items():
             if sequence.versions is None:
                 sequence.versions = [(0, before)]

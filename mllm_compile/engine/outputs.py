@@ -139,7 +139,8 @@ class RequestOutput:
         outputs: the completions by index; in a stream only those with news.
         finished: all completions have ended.
         prompt_logprobs: for each prompt token, None at the first; in a stream with the first output.
-        num_cached_tokens: prompt tokens that the prefix cache held.
+        num_cached_tokens: prompt tokens that the prefix cache held, or a tier behind it.
+        num_host_tokens, num_disk_tokens: those of them that came from the host's memory, and from the disk.
         metrics: seconds of each phase; in a stream with the last output.
         error: why the request was refused or failed, when `finish_reason` is "error".
         adapter: the adapter that answered, with its name and version; None: the model alone.
@@ -152,6 +153,8 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
     adapter: Adapter | None = None

@@ -3,43 +3,117 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.byte_sizes import format_bytes
+from mllm_compile.files.user_path import user_path
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.tiers.copies import SlotCopies
-from mllm_compile.runtime.tiers.layout import SlotLayout
+from mllm_compile.runtime.tiers.disk import DiskFiles, DiskTierError
+from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
+from mllm_compile.runtime.updates.live import LiveWeights
+from mllm_compile.runtime.weights.sums import weight_sums
 
 _MOST_SLOTS = 1 << 20  # where pages hold nothing, as of models without attention
 _STATES = 0.5  # of the memory, of a model whose layers carry one beside attention
+# Keys of `runtime` that keys and values depend on; the runtime's own key has the rest.
+_OF_NUMERICS = (
+    "attention_backend",
+    "page_size",
+    "kv_cache_dtype",
+    "state_dtype",
+    "deterministic",
+    "any_rows",
+    "without",
+)
 
 
-def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner) -> None:
-    """Puts the memory that the config names behind a scheduler's prefix cache.
+def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping[str, str], reporter: Reporter) -> None:
+    """Puts the memory that the config names behind a scheduler's prefix cache. Where the folder behind that cannot be
+    used, a line says why, and there is none.
+
+    Args:
+        factors: of the runtime's key.
 
     Raises:
         ConfigError: it is smaller than a page.
         DeviceMemoryError: the system has too little.
     """
-    runtime = runner.config.runtime
-    num_bytes = int(runtime.kv_offloading_size * 2**30)
-    runners = (runner, *runner.drafters)
+    runtime, runners = runner.config.runtime, (runner, *runner.drafters)
     pages = SlotLayout([tensor for one in runners for tensor in one.token_to_kv_pool.tensors])
     states = SlotLayout(runner.state_pool.tensors if scheduler.config.num_snapshots else [])
-    of_states = int(num_bytes * _STATES) if pages.slot_bytes else num_bytes
-    num_states = of_states // states.slot_bytes if states.slot_bytes else 0
-    rest = num_bytes - num_states * states.slot_bytes
-    num_slots = rest // pages.slot_bytes if pages.slot_bytes else _MOST_SLOTS
-    if not num_slots or (states.slot_bytes and not num_states):
-        least = pages.slot_bytes + (max(pages.slot_bytes, 2 * states.slot_bytes) if states.slot_bytes else 0)
-        raise ConfigError(
-            f"runtime.kv_offloading_size is {format_bytes(num_bytes)}, and a page of runtime.page_size: "
-            f"{runtime.page_size} tokens takes {format_bytes(pages.slot_bytes)}"
-            + (f", a state {format_bytes(states.slot_bytes)}" if states.slot_bytes else "")
-            + f". Set it to {least / 2**30:.3g} GiB or more."
+    num_slots, num_states = _slots("kv_offloading_size", runtime.kv_offloading_size, pages, states, 0, runtime)
+    files, sizes = None, (0, 0)
+    if runtime.kv_offloading_disk_path is not None:
+        size = runtime.kv_offloading_disk_size
+        sizes = _slots("kv_offloading_disk_size", size, pages, states, ALIGNMENT, runtime)
+        files = _files(runtime.kv_offloading_disk_path, _namespace(runners, pages, states, factors), reporter)
+    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, files)
+    below = None
+    if files is not None:
+        below = (
+            TierIndex(sizes[0], partial(copies.remove, is_state=False)),
+            TierIndex(sizes[1], partial(copies.remove, is_state=True)),
         )
-    copies = SlotCopies(pages, states, num_slots, num_states, runner.device)
-    secret = secrets.token_bytes(32)
-    scheduler.use_tiers(Tiers(scheduler.pages, copies, num_slots, num_states, secret, runtime.kv_offloading_min_gain))
+        _fill(below, files)
+    secret = secrets.token_bytes(32) if files is None else files.secret
+    writes_through = runtime.kv_offloading_write_policy == "write_through"
+    gain = runtime.kv_offloading_min_gain
+    scheduler.use_tiers(Tiers(scheduler.pages, copies, num_slots, num_states, secret, gain, below, writes_through))
+
+
+def _slots(
+    key: str, gib: float, pages: SlotLayout, states: SlotLayout, more: int, runtime: RuntimeSection
+) -> tuple[int, int]:
+    """Slots of pages and of states in so much memory, of `more` bytes each beside their content."""
+    num_bytes, page_bytes, state_bytes = int(gib * 2**30), pages.slot_bytes + more, states.slot_bytes + more
+    has_states = bool(states.slot_bytes)
+    of_states = int(num_bytes * _STATES) if pages.slot_bytes else num_bytes
+    num_states = of_states // state_bytes if has_states else 0
+    rest = num_bytes - num_states * state_bytes
+    num_slots = rest // page_bytes if pages.slot_bytes else _MOST_SLOTS
+    if not num_slots or (has_states and not num_states):
+        least = page_bytes + (max(page_bytes, 2 * state_bytes) if has_states else 0)
+        state = f", a state {format_bytes(states.slot_bytes)}" if has_states else ""
+        raise ConfigError(
+            f"runtime.{key} is {format_bytes(num_bytes)}, and a page of runtime.page_size: {runtime.page_size} tokens "
+            f"takes {format_bytes(pages.slot_bytes)}{state}. Set it to {least / 2**30:.3g} or more, in GiB."
+        )
+    return num_slots, num_states
+
+
+def _files(path: str, namespace: Mapping[str, str], reporter: Reporter) -> DiskFiles | None:
+    try:
+        return DiskFiles(Path(user_path(path)), namespace)
+    except DiskTierError as error:
+        reporter.announce(f"runtime.kv_offloading_disk_path is not used: {error}")
+        return None
+
+
+def _namespace(
+    runners: tuple[ModelRunner, ...], pages: SlotLayout, states: SlotLayout, factors: Mapping[str, str]
+) -> dict[str, str]:
+    """All that keys and values depend on, besides tokens and salts."""
+    sums = []
+    for runner in runners:
+        assert isinstance(runner.model.live, LiveWeights), "resolve.py refuses models without"
+        sums.append(sorted(weight_sums(runner.model.live.tensors).items()))
+    settings = {f"runtime.{name}": str(getattr(runners[0].config.runtime, name)) for name in _OF_NUMERICS}
+    shapes = [[section.num_bytes for section in layout.sections] for layout in (pages, states)]
+    return {**factors, **settings, "sums of weights": str(sums), "shapes": str(shapes)}
+
+
+def _fill(below: tuple[TierIndex, TierIndex], files: DiskFiles) -> None:
+    """Lists the files, those used last at the end; the first ones go where there are too many."""
+    for place, _ in sorted(files.places(), key=lambda found: found[1]):
+        index = below[place.is_state]
+        for slot in index.take(1):
+            index.put(Entry(place.key, place.parent, place.first, place.depth, slot))

@@ -71,10 +71,29 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
         ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {each / 2**10:.1f} KiB a token"),
         *_states(known),
         *_adapters(known),
+        *_tiers(known, each),
         ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
         ("limits", f"{runtime.max_running_requests} running, prompt and answer {runtime.max_model_len:,} tokens"),
         ("template", f"{text}; {syntax.described()}"),
     ]
+
+
+def _tiers(known: _Known, token_bytes: float) -> list[tuple[str, str]]:
+    """The memory behind the KV cache, where there is some.
+
+    Args:
+        token_bytes: of KV.
+    """
+    runtime, lines = known.config.runtime, []
+    for size, where in (
+        (runtime.kv_offloading_size, "of the host's memory"),
+        (runtime.kv_offloading_disk_size, f"in {runtime.kv_offloading_disk_path}"),
+    ):
+        if size:
+            share = "" if not known.state_layers else ", half of it for states"
+            tokens = f"{int(size * 2**30 / token_bytes):,} KV tokens" if token_bytes else "states alone"
+            lines.append(("", f"behind it {size:g} GiB {where}: {tokens}{share}"))
+    return lines
 
 
 def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None = None) -> _Known:

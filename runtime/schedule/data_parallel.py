@@ -138,6 +138,9 @@ class DataParallelScheduler:
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Do nothing: no rank has a tier."""
 
+    def weights_changed(self) -> None:
+        """Do nothing, likewise."""
+
     def close(self) -> None:
         """Do nothing, likewise."""
 

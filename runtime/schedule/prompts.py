@@ -269,16 +269,15 @@ class PromptQueue:
         return True
 
     def _note_admission(self, request: Request, cached: int) -> None:
-        loaded = 0
+        from_host = from_disk = 0
         if self.tiers is not None:
-            loaded = min(cached, self.tiers.tokens_loaded_for(request))
-            self.tiers.count_hit(loaded)
+            from_host, from_disk = self.tiers.count_hit(request, cached)
             self.tiers.leave(request)
         if request.num_preemptions:
             self.recomputed_tokens -= cached
             return
         request.scheduled_time = time.monotonic()
-        request.num_cached_tokens, request.host_tokens = cached, loaded
+        request.num_cached_tokens, request.host_tokens, request.disk_tokens = cached, from_host, from_disk
         if self._config.enable_prefix_cache and not request.needs_prompt_logprobs:
             self.queried_tokens += len(request.prompt_token_ids)
             self.hit_tokens += cached

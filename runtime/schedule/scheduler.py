@@ -100,12 +100,18 @@ class Scheduler:
     def use_tiers(self, tiers: Tiers) -> None:
         """Put memory behind the prefix cache, ahead of the first request."""
         self.tiers = self.prompts.tiers = self._states.tiers = tiers
-        tiers.rows_to_read = self._states.rows_to_read
+        tiers.read_behind(self._states.rows_to_read)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Has `wake` called when a copy of a tier is over, from any thread: then schedule() may have more to do."""
         if self.tiers is not None:
             self.tiers.wake_by(wake)
+
+    def weights_changed(self) -> None:
+        """Note that keys and values are of other weights from here on, with no step in flight."""
+        if self.tiers is not None:
+            self.tiers.settle()
+            self.tiers.leave_below()
 
     def close(self) -> None:
         """End copies for good; nobody schedules any more."""

@@ -17,10 +17,13 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+from mllm_compile.runtime.tiers.disk import DiskFiles
+from mllm_compile.runtime.tiers.file_copies import FileCopies
 from mllm_compile.runtime.tiers.host_memory import HostMemory
 from mllm_compile.runtime.tiers.layout import SlotLayout
-from mllm_compile.runtime.tiers.rows import DeviceRows, HostRows, copier_on
+from mllm_compile.runtime.tiers.rows import Copier, DeviceRows, HostRows, copier_on
 
 logger = logging.getLogger("mllm_compile.tiers")
 
@@ -33,6 +36,7 @@ class SlotCopies:
     Args:
         pages, states: of the device's pools.
         num_slots, num_state_slots: of each; pages come first.
+        files: the tier below; None: there is no such tier.
 
     Attributes:
         wake: called when a copy is over, from another thread.
@@ -45,12 +49,13 @@ class SlotCopies:
         num_slots: int,
         num_state_slots: int,
         device: torch.device,
+        files: DiskFiles | None = None,
     ) -> None:
         self.page_bytes, self.state_bytes = pages.num_bytes, states.num_bytes
         self._device = device
         self.wake: Callable[[], None] = _nothing
         split = num_slots * pages.slot_bytes
-        self._memory = HostMemory(split + num_state_slots * states.slot_bytes, device)
+        self._memory = HostMemory([*pages.chunks(num_slots), *states.chunks(num_state_slots)], device)
         data = self._memory.data
         self._places = {
             False: (DeviceRows(pages), HostRows(pages, data[:split]), 0),
@@ -59,10 +64,13 @@ class SlotCopies:
         self._over: deque[Ticket] = deque()
         self._num_begun = self._num_over = 0
         self._one_is_over = threading.Condition()
-        self._queues: dict[bool, SimpleQueue[_Job | None]] = {True: SimpleQueue(), False: SimpleQueue()}
+        self._files = None if files is None else FileCopies(files)
+        self._queues: dict[str, SimpleQueue[_Job | None]] = {
+            name: SimpleQueue() for name in ("load", "store", *(() if files is None else ("write",)))
+        }
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"mllm-tier-{name}", daemon=True)
-            for name, queue in (("load", self._queues[True]), ("store", self._queues[False]))
+            for name, queue in self._queues.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -72,11 +80,16 @@ class SlotCopies:
     def begin(self, ticket: Ticket) -> None:
         """See TierCopies.begin."""
         launched = None
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not ticket.is_write:
             launched = torch.cuda.Event()
             launched.record(torch.cuda.current_stream(self._device))
         self._num_begun += 1
-        self._queues[ticket.is_load].put((ticket, launched))
+        self._queues["load" if ticket.is_load else "write" if ticket.is_write else "store"].put((ticket, launched))
+
+    def remove(self, entry: Entry, is_state: bool) -> None:
+        """See TierCopies.remove."""
+        if self._files is not None:
+            self._files.remove(entry, is_state)
 
     def finished(self) -> list[Ticket]:
         """See TierCopies.finished."""
@@ -96,6 +109,8 @@ class SlotCopies:
             queue.put(None)
         for thread in self._threads:
             thread.join()
+        if self._files is not None:
+            self._files.close()
         self._memory.close()
 
     # --- the copies' threads ------------------------------------------------------------------------------------------
@@ -105,17 +120,15 @@ class SlotCopies:
         while (job := queue.get()) is not None:
             ticket, launched = job
             ticket.failed = np.zeros(len(ticket.entries), dtype=bool)
+            if not ticket.is_load:
+                ticket.from_below = np.zeros(len(ticket.entries), dtype=bool)
             began = time.perf_counter()
             try:
-                pool, slots, start = self._places[ticket.is_state]
-                self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
+                _, slots, start = self._places[ticket.is_state]
+                if not ticket.is_write:
+                    self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
                 began = time.perf_counter()
-                copier.begin_behind(launched)
-                if ticket.is_load:
-                    copier.load(pool, ticket.pages, slots, ticket.slots)
-                else:
-                    copier.store(pool, ticket.pages, slots, ticket.slots)
-                copier.wait()
+                self._copy(copier, ticket, launched)
             except Exception as error:
                 logger.warning("a copy of %d pages beside the steps failed: %s", len(ticket.entries), error)
                 ticket.failed[:] = True
@@ -125,6 +138,20 @@ class SlotCopies:
                 self._num_over += 1
                 self._one_is_over.notify_all()
             self.wake()
+
+    def _copy(self, copier: Copier, ticket: Ticket, launched: torch.cuda.Event | None) -> None:
+        pool, slots, _ = self._places[ticket.is_state]
+        if self._files is not None and ticket.is_write:
+            self._files.write(ticket, slots)
+            return
+        if self._files is not None and ticket.from_below.any():
+            self._files.read(ticket, slots)
+        copier.begin_behind(launched)
+        if ticket.is_load:
+            copier.load(pool, ticket.pages, slots, ticket.slots)
+        else:
+            copier.store(pool, ticket.pages, slots, ticket.slots)
+        copier.wait()
 
 
 def _nothing() -> None:

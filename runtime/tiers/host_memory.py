@@ -10,22 +10,23 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.cuda import driver
+from mllm_compile.runtime.device.memory import check_fits
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
-_CHUNK = 128 << 20  # bytes that are registered by one call, which launches may wait for
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
 
 
 class HostMemory:
     """
     Args:
-        num_bytes: of all slots.
+        chunks: bytes of each part that is registered by itself: no copy may reach from one into the next.
         device: whose GPU copies; a CPU needs no registration.
         name: for tools that list a process's files.
 
@@ -36,8 +37,11 @@ class HostMemory:
         DeviceMemoryError: the system has too little.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, name: str = "mllm-kv-tier") -> None:
-        size = max(num_bytes, ALIGNMENT)
+    def __init__(self, chunks: Sequence[int], device: torch.device, name: str = "mllm-kv-tier") -> None:
+        size = max(sum(chunks), ALIGNMENT)
+        self._chunks = chunks
+        what = "the host's memory of runtime.kv_offloading_size needs"
+        check_fits(size, what, "Lower it.", torch.device("cpu"))
         handle = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(handle, size)
@@ -86,15 +90,18 @@ class HostMemory:
             self._is_closing = True
         if self._thread is not None:
             self._thread.join()
-            for start in range(0, self._num_registered, _CHUNK):
-                self._call("cuMemHostUnregister", start)
+            start = 0
+            for count in self._chunks:
+                if start < self._num_registered:
+                    self._call("cuMemHostUnregister", start)
+                start += count
         self._num_registered = 0
 
     def _register(self) -> None:
-        for start in range(0, self.num_bytes, _CHUNK):
+        for count in self._chunks:
             if self._is_closing:
                 return
-            count, fault = min(_CHUNK, self.num_bytes - start), None
+            fault, start = None, self._num_registered
             try:
                 self._call("cuMemHostRegister_v2", start, ctypes.c_size_t(count), ctypes.c_uint(_PORTABLE))
             except Exception as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+_CHUNK = 128 << 20  # bytes of slots that are registered at once, which launches may wait for
 ALIGNMENT = 4096  # bytes of a slot: as files that are read past the page cache have it
 
 
@@ -42,6 +43,7 @@ class SlotLayout:
         sections: in the order of the pools; those without bytes are left out.
         num_bytes: of all sections.
         slot_bytes: what a slot takes; 0 where there is nothing to keep.
+        chunk_slots: slots that are registered at once; a copy has slots of one chunk.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -54,3 +56,9 @@ class SlotLayout:
             self.sections.append(Section(rows, self.num_bytes))
             self.num_bytes += rows.shape[1]
         self.slot_bytes = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+        self.chunk_slots = max(1, _CHUNK // max(self.slot_bytes, 1))
+
+    def chunks(self, num_slots: int) -> list[int]:
+        """Bytes of each chunk of so many slots."""
+        sizes = range(0, num_slots * self.slot_bytes, max(1, self.chunk_slots * self.slot_bytes))
+        return [min(self.chunk_slots * self.slot_bytes, num_slots * self.slot_bytes - start) for start in sizes]

@@ -26,8 +26,13 @@ class HostRows:
     """Slots of that layout in the host's memory, data [n] uint8."""
 
     def __init__(self, layout: SlotLayout, data: torch.Tensor) -> None:
-        self.slot_bytes = layout.slot_bytes
+        self.slot_bytes, self.chunk_slots = layout.slot_bytes, layout.chunk_slots
         self.slots = data.view(-1, layout.slot_bytes) if layout.slot_bytes else data.new_empty((0, 0))
+
+    def bytes_of(self, slot: int) -> np.ndarray:
+        """[slot_bytes] uint8 of a slot; empty where slots hold nothing."""
+        found: np.ndarray = (self.slots[slot] if self.slot_bytes else self.slots.flatten()).numpy()
+        return found
 
 
 class Copier(Protocol):
@@ -100,7 +105,7 @@ class _StreamCopier:
 
     def _copy(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray, is_load: bool) -> None:
         stretches, base = [], host.slots.data_ptr()
-        for first, count in runs_of(rows, slots):
+        for first, count in runs_of(rows, slots, host.chunk_slots):
             row, slot = int(rows[first]), int(slots[first])
             for section in pool.sections:
                 pitch = section.rows.stride(0)
@@ -110,8 +115,9 @@ class _StreamCopier:
         copy_stretches(stretches, to_device=is_load, stream=self._stream.cuda_stream, device=self._device)
 
 
-def runs_of(rows: np.ndarray, slots: np.ndarray) -> list[tuple[int, int]]:
-    """(first, count) of each run of neighbours in both."""
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(slots) != 1)) + 1
+def runs_of(rows: np.ndarray, slots: np.ndarray, chunk_slots: int) -> list[tuple[int, int]]:
+    """(first, count) of each run of neighbours in both, with slots of one chunk."""
+    is_cut = (np.diff(rows) != 1) | (np.diff(slots) != 1) | (np.diff(slots // chunk_slots) != 0)
+    breaks = np.flatnonzero(is_cut) + 1
     edges = [0, *breaks.tolist(), len(rows)]
     return [(first, end - first) for first, end in pairwise(edges) if end > first]

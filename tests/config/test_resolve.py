@@ -266,7 +266,14 @@ def test_a_cache_smaller_than_a_request_is_refused():
     assert resolved(runtime=keys | {"max_total_tokens": 100}).runtime.max_total_tokens == 100
 
 
-_OF_TIERS = {"kv_offloading_size": 1.5, "kv_offloading_min_gain": 0.0}
+_OF_TIERS = {
+    "kv_offloading_size": 1.5,
+    "kv_offloading_min_gain": 0.0,
+    "kv_offloading_disk_path": "/tmp/kv",
+    "kv_offloading_disk_size": 3.0,
+    "kv_offloading_write_policy": "write_back",
+    "kv_load_failure_policy": "recompute",
+}
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size", "expert_parallel_size", "routed_experts"])
@@ -274,6 +281,20 @@ def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(ke
     assert resolved(runtime=_OF_TIERS).runtime.kv_offloading_size == 1.5
     with pytest.raises(ConfigError, match=f"kv_offloading_size is 1.5, which runtime.{key} excludes"):
         resolved(runtime=_OF_TIERS | {key: 2 if "size" in key else True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_offloading_disk_size": 0.0}, "Set both, or none"),
+        ({"kv_offloading_disk_path": None}, "Set both, or none"),
+        ({"kv_offloading_size": 0.0}, "through that memory"),
+        ({"skip_compiled": True}, "skip_compiled are set"),
+    ],
+)
+def test_a_folder_behind_the_cache_needs_what_it_is_reached_through(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(runtime=_OF_TIERS | changes)
 
 
 def test_a_key_without_auto_becomes_what_was_asked_for():

@@ -69,7 +69,7 @@ class Served:
         return engine_of_pages(EngineConfig.from_dict(sections), num_pages)
 
 
-@pytest.fixture(scope="module", params=slow_but_a_sample(KINDS, 2), ids=str)
+@pytest.fixture(scope="module", params=slow_but_a_sample(KINDS, 1), ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp(request.param.architecture)
     config = tiny_config(request.param.architecture, eos_token_id=None, bos_token_id=None)
@@ -77,7 +77,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(request.param, folder)
 
 
-def turns_of(chance: Random, num_turns: int = 36, num_beginnings: int = 5) -> list[list[int]]:
+def turns_of(chance: Random, num_turns: int = 24, num_beginnings: int = 5) -> list[list[int]]:
     """Prompts that begin alike, as turns of sessions do."""
     texts = [[chance.randrange(FIRST_SPECIAL_TOKEN) for _ in range(MOST)] for _ in range(num_beginnings)]
     turns = []
@@ -108,3 +108,34 @@ def test_turns_of_sessions_get_the_tokens_of_an_engine_without_tiers(served: Ser
             assert host.states > 0
         again = tokens_of(tiered, turns, 3)
     assert again == expected
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if "-" in path.name]
+
+
+def test_prefixes_survive_a_restart_on_disk_and_damaged_ones_are_computed(
+    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = turns_of(Random(7), num_turns=8)
+    disk = {"kv_offloading_size": 0.002, "kv_offloading_min_gain": 0, "kv_offloading_disk_size": 0.01}
+    disk["kv_offloading_disk_path"] = str(tmp_path / "tier")
+    with served.engine(40, **disk, kv_offloading_write_policy="write_back") as first:
+        expected = tokens_of(first, turns, 4)
+        with served.engine(40, **disk) as second:  # the folder is the first one's
+            assert [tier.name for tier in second.stats().tiers] == ["host"]
+            assert tokens_of(second, turns[:1], 1) == expected[:1]
+    assert files_of(tmp_path)
+    with served.engine(40, **disk) as again:
+        assert tokens_of(again, turns, 4) == expected
+        _, below = again.stats().tiers
+        assert below.hit_tokens > 0
+        assert below.failed_loads == 0
+    for path in files_of(tmp_path):
+        damaged = bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        path.write_bytes(damaged)
+    with served.engine(40, **disk) as last:
+        assert tokens_of(last, turns, 4) == expected
+        assert last.stats().tiers[1].failed_loads > 0
+    assert "is damaged" in caplog.text

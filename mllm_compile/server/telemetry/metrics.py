@@ -61,6 +61,19 @@ _OLDER = {
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
+# Of TierFigures: field, and what it is.
+_OF_TIERS = {
+    "pages": "Pages that a tier holds.",
+    "capacity": "Pages that it can hold.",
+    "states": "States of prefixes that it holds.",
+    "hit_tokens": "Tokens of prompts that came from it.",
+    "loaded_bytes": "Bytes that were copied from it.",
+    "stored_bytes": "Bytes that were copied to it.",
+    "load_seconds": "Seconds of copies from it.",
+    "store_seconds": "Seconds of copies to it.",
+    "evictions": "Pages and states that were given up.",
+    "failed_loads": "Pages and states that did not arrive, and were computed.",
+}
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "time_to_first_token", "From arrival at the engine to the first token."),
     ("inter_token_latency_seconds", "time_between_tokens", "From one token of a request to its next."),
@@ -217,6 +230,8 @@ class _EngineFigures(Collector):
             yield from _histograms(name, what, stats[field], label)
         if stats.get("adapters") is not None:
             yield _adapters(stats["adapters"])
+        if stats.get("tiers"):
+            yield from _tiers(stats, label)
 
     def _finished(self, label: dict[str, str]) -> Iterator[Metric]:
         for prefix, labels in (("mllm:completions", {}), ("vllm:request_success", label)):
@@ -236,6 +251,22 @@ def _adapters(stats: Mapping[str, Any]) -> Metric:
     family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of requests.", labels=list(labels))
     family.add_metric(list(labels.values()), time.time())
     return family
+
+
+def _tiers(stats: Mapping[str, Any], label: Mapping[str, str]) -> Iterator[Metric]:
+    """The memory behind the KV cache."""
+    for name, what in _OF_TIERS.items():
+        kind = GaugeMetricFamily if name in ("pages", "capacity", "states") else CounterMetricFamily
+        family = kind(f"mllm:kv_tier_{name}", what, labels=["tier"])
+        for tier in stats["tiers"]:
+            family.add_metric([tier["name"]], tier[name])
+        yield family
+    hits = sum(tier["hit_tokens"] for tier in stats["tiers"])
+    lacking = stats["prefix_query_tokens"] - stats["prefix_hit_tokens"] + hits
+    for name, value in (("queries", lacking), ("hits", hits)):
+        family = CounterMetricFamily(f"vllm:external_prefix_cache_{name}", "Of tiers, in tokens.", labels=list(label))
+        family.add_metric(list(label.values()), value)
+        yield family
 
 
 def _by_position(counts: Sequence[int], label: Mapping[str, str]) -> Iterator[Metric]:

@@ -19,7 +19,6 @@ class TierFigures:
         load_seconds, store_seconds: how long copies took, one after the other.
         evictions: pages and states that were given up for others.
         failed_loads: pages and states that did not arrive, and were computed.
-        bad_sums: those among them whose bytes had changed.
     """
 
     name: str
@@ -33,4 +32,3 @@ class TierFigures:
     store_seconds: float = 0.0
     evictions: int = 0
     failed_loads: int = 0
-    bad_sums: int = 0

@@ -10,33 +10,30 @@ _KEPT = 0.9  # of an earlier copy's weight after each further one
 
 
 class Gain:
-    """
-    Args:
-        min_gain: least quotient of computing's time and loading's; 0: everything is loaded.
-        page_bytes: a copy of fewer bytes says nothing of the link's rate.
-    """
+    """Args: min_gain: least quotient of computing's time and loading's; 0: everything is loaded."""
 
-    def __init__(self, min_gain: float, page_bytes: int) -> None:
-        self._min_gain, self._page_bytes = min_gain, page_bytes
+    def __init__(self, min_gain: float) -> None:
+        self._min_gain = min_gain
         self._cost = StepCost()
-        self._bytes = self._seconds = 0.0  # of copies, the last ones most
+        self._copied = {False: (0.0, 0.0), True: (0.0, 0.0)}  # bytes and seconds, the last copies most; True: below
 
     def computed(self, batch: ScheduledBatch, ms: float) -> None:
         """Takes in a step."""
         if batch.num_prompt_tokens:
             self._cost.learn(load_of(batch), ms)
 
-    def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Takes in a copy."""
-        self._bytes = _KEPT * self._bytes + num_bytes
-        self._seconds = _KEPT * self._seconds + seconds
+    def loaded(self, num_bytes: int, seconds: float, from_below: bool) -> None:
+        """Takes in a copy, from the tier or from the one below."""
+        before, before_s = self._copied[from_below]
+        self._copied[from_below] = _KEPT * before + num_bytes, _KEPT * before_s + seconds
 
-    def pays(self, start: int, end: int, num_bytes: int) -> bool:
-        """True if the tokens from `start` to `end` of a prompt come sooner by `num_bytes` from the tier. What was never
-        seen is taken to be fast: then it will be known."""
-        if not self._min_gain or not self._seconds or not self._cost.knows_prompts:
+    def pays(self, start: int, end: int, num_bytes: int, from_below: int) -> bool:
+        """True if the tokens from `start` to `end` of a prompt come sooner by `num_bytes` from the tier and
+        `from_below` bytes from the one below. What was never seen is taken to be fast: then it will be known."""
+        if not self._min_gain or not self._cost.knows_prompts:
             return True
         count = end - start
         computing = self._cost.token_ms * count + self._cost.pair_ms * pairs_of(count, start)
-        loading = 1e3 * num_bytes * self._seconds / max(self._bytes, 1.0)
+        each = ((num_bytes, self._copied[False]), (from_below, self._copied[True]))
+        loading = sum(1e3 * count * seconds / max(copied, 1.0) for count, (copied, seconds) in each)
         return computing >= self._min_gain * loading

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -59,8 +59,10 @@ class TierIndex:
         evictions: entries that were given up for others.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, dropped: Callable[[Entry], None] | None = None) -> None:
+        """Args: dropped: told of entries that are given up or forgotten."""
         self.num_slots = num_slots
+        self._dropped = dropped
         self.evictions = 0
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
@@ -83,24 +85,21 @@ class TierIndex:
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
-    def run_of(self, keys: Sequence[bytes]) -> list[Entry]:
-        """The entries of `keys` up to the first that is missing."""
-        found = []
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None:
-                break
-            found.append(entry)
-        return found
-
     def use(self, keys: Sequence[bytes]) -> None:
         """Counts a path of pages as used now."""
         now = time.monotonic()
         for key in reversed(keys):
             entry = self._entries.get(key)
             if entry is not None:
-                entry.used = now
+                entry.used, entry.is_ended = now, False
                 self._entries.move_to_end(key)
+
+    def bias(self, keys: Sequence[bytes], is_ended: bool, until: float) -> None:
+        """Has pages go first, or behind others up to a time of time.monotonic()."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.is_ended, entry.until = is_ended, until
 
     def take(self, count: int) -> list[int]:
         """Up to `count` slots, which are the caller's until `put` or `give_back`; others' entries go for them."""
@@ -126,6 +125,8 @@ class TierIndex:
     def drop(self, entry: Entry) -> None:
         """Forgets an entry that no copy reads."""
         del self._entries[entry.key]
+        if self._dropped is not None:
+            self._dropped(entry)
         self._free.append(entry.slot)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
@@ -135,6 +136,10 @@ class TierIndex:
         """Drops all paths that begin with this page."""
         for entry in [one for one in self._entries.values() if one.first == first]:
             self.drop(entry)
+
+    def oldest(self, count: int) -> list[Entry]:
+        """The entries that are given up next, of `count` that are looked at those that no copy reads."""
+        return [entry for entry in islice(self._entries.values(), count) if not entry.users]
 
     def clear(self) -> None:
         """Drops everything."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.tiers.index import Entry
 
-_NOTHING = np.empty(0, dtype=np.int32)
-_NOTHING.setflags(write=False)
+_NO_FLAGS = np.empty(0, dtype=bool)
+_NO_FLAGS.setflags(write=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +23,8 @@ class Ticket:
         entries: the tier's; of a store they are in the index when it is over.
         pages: [n] int32, of the KV cache; of states rows of GDNPool.
         is_state: states are copied, and no pages.
+        from_below: [n] bool, of a load: what the tier below has. It is read into the slot first.
+        is_write: of no load: from the tier to the tier below, which has no pages.
         failed: [n] bool, of a copy that is over: what did not arrive.
         seconds: how long it took.
     """
@@ -31,7 +33,9 @@ class Ticket:
     entries: list[Entry]
     pages: np.ndarray
     is_state: bool = False
-    failed: np.ndarray = field(default_factory=lambda: _NOTHING)
+    from_below: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    is_write: bool = False
+    failed: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     seconds: float = 0.0
 
     @property
@@ -52,6 +56,9 @@ class TierCopies(Protocol):
 
     def begin(self, ticket: Ticket) -> None:
         """Begins a copy behind all that was launched, without waiting for it."""
+
+    def remove(self, entry: Entry, is_state: bool) -> None:
+        """Begins to remove what the tier below has."""
 
     def finished(self) -> list[Ticket]:
         """The copies that are over since the last call."""

@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 
+from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from tests.runtime.schedule.scheduler_simulation import FakeDevice
 
@@ -21,7 +22,11 @@ class FakeCopies:
         self.begun: list[Ticket] = []
         self.over: list[Ticket] = []
         self.slots: dict[tuple[bool, int], object] = {}
-        self.num_failed = self.num_loaded = 0
+        self.below: dict[tuple[bool, bytes], object] = {}
+        self.num_failed = self.num_loaded = self.num_below = 0
+
+    def remove(self, entry: Entry, is_state: bool) -> None:
+        self.below.pop((is_state, entry.key), None)
 
     def begin(self, ticket: Ticket) -> None:
         self.begun.append(ticket)
@@ -48,6 +53,11 @@ class FakeCopies:
     def _end(self, ticket: Ticket) -> None:
         self.begun.remove(ticket)
         ticket.failed, ticket.seconds = np.zeros(len(ticket.entries), dtype=bool), 1e-3
+        if ticket.is_write:
+            for entry in ticket.entries:
+                self.below[ticket.is_state, entry.key] = self.slots[ticket.is_state, entry.slot]
+            self.over.append(ticket)
+            return
         for place, (slot, page) in enumerate(zip(ticket.slots.tolist(), ticket.pages.tolist(), strict=True)):
             memory = self.device.states if ticket.is_state else self.device.kv
             if not ticket.is_load:
@@ -57,6 +67,9 @@ class FakeCopies:
                 ticket.failed[place] = True
                 self.num_failed += 1
             else:
+                if ticket.from_below[place]:
+                    self.slots[ticket.is_state, slot] = self.below[ticket.is_state, ticket.entries[place].key]
+                    self.num_below += 1
                 held = self.slots[ticket.is_state, slot]
                 memory[page] = list(held) if isinstance(held, list) else held
                 self.num_loaded += 1

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.schedule.tiers.index import TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_config, make_request, prompt_of
 from tests.runtime.schedule.tiers.fake_copies import FakeCopies
 
 
 def simulation(
-    chance: Random, num_slots: int = 64, num_states: int = 0, ends: float = 0.5, fails: float = 0.0, **config: object
+    chance: Random,
+    num_slots: int = 64,
+    num_states: int = 0,
+    ends: float = 0.5,
+    fails: float = 0.0,
+    num_below: int = 0,
+    writes_through: bool = True,
+    **config: object,
 ) -> tuple[Simulation, FakeCopies]:
     sim = Simulation(make_config(**config), steps_ahead=chance.randrange(2))
     copies = FakeCopies(sim.device, chance, ends, fails)
-    sim.scheduler.use_tiers(Tiers(sim.scheduler.pages, copies, num_slots, num_states, b"secret", min_gain=0.0))
+    below = None
+    if num_below:
+        below = tuple(TierIndex(num_below, partial(copies.remove, is_state=state)) for state in (False, True))
+    tiers = Tiers(sim.scheduler.pages, copies, num_slots, num_states, b"secret", 0.0, below, writes_through)
+    sim.scheduler.use_tiers(tiers)
     return sim, copies
 
 
@@ -73,8 +86,45 @@ def test_a_request_that_waits_for_a_load_stops_no_other() -> None:
     assert again.host_tokens > 0
 
 
+@pytest.mark.parametrize("writes_through", [False, True])
+def test_what_the_host_gives_up_comes_back_from_below(writes_through: bool) -> None:
+    sim, copies = simulation(Random(4), num_slots=6, num_below=64, writes_through=writes_through, num_pages=9)
+    for number in (1, 2, 3, 1, 2):
+        request = sim.add(make_request(str(number), prompt_of(20, first=number), max_tokens=2, **FREE))
+        settled(sim)
+    sim.check_answers()
+    assert copies.num_below > 0
+    assert request.disk_tokens > 0
+    _, disk = sim.scheduler.stats().tiers
+    assert (disk.name, disk.hit_tokens > 0) == ("disk", True)
+    sim.check_all_returned()
+    assert not copies.below, "a flush forgets it too"
+
+
+def test_the_end_writes_all_below() -> None:
+    sim, copies = simulation(Random(5), num_below=64, writes_through=False)
+    sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    assert not copies.below
+    sim.scheduler.close()
+    assert len(copies.below) == 5
+
+
+def test_new_weights_end_the_use_of_the_tier_below() -> None:
+    sim, copies = simulation(Random(6), num_below=64)
+    sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    assert len(copies.below) == 5
+    sim.scheduler.weights_changed()
+    sim.add(make_request("second", prompt_of(20, first=9), max_tokens=2, **FREE))
+    settled(sim)
+    sim.scheduler.close()
+    assert len(copies.below) == 5
+    assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
+
+
 @pytest.mark.parametrize("states", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed: int) -> None:
     chance = Random(seed)
@@ -84,6 +134,8 @@ def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed:
         num_states=chance.choice([1, 4]) if states else 0,
         ends=chance.choice([0.1, 0.5, 1.0]),
         fails=chance.choice([0.0, 0.0, 0.2]),
+        num_below=chance.choice([0, 5, 64]),
+        writes_through=chance.choice([False, True]),
         num_pages=chance.choice([17, 20, 33]),
         num_snapshots=4 if states else 0,
     )

@@ -1,0 +1,314 @@
+"""Loads: which request waits for what, and what becomes of pages that arrive. tiers.py says why this is safe.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.tiers.index import Entry
+from mllm_compile.runtime.schedule.tiers.shelves import Shelves
+from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+
+_MOST = 2  # at once: they share the link
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load in flight.
+
+    Attributes:
+        token_ids: [n * page_size] int64, of the whole path by the prefix cache's keys.
+        run: the locked end of the path that is in the prefix cache.
+        num_pages: pages of that path.
+        tickets: the copies, in the order of the path; the state's is the last.
+        waiting: requests that wait for it.
+        num_loaded: pages that have arrived, from the host and from the tier below.
+        has_failed: a page has not arrived: those behind it are of no use.
+    """
+
+    token_ids: np.ndarray
+    salt: Salt
+    run: PageRun | None
+    num_pages: int
+    tickets: deque[Ticket] = field(default_factory=deque)
+    done: set[Ticket] = field(default_factory=set)
+    waiting: set[Request] = field(default_factory=set)
+    num_loaded: tuple[int, int] = (0, 0)
+    has_failed: bool = False
+
+
+@dataclass(slots=True)
+class _Found:
+    """The part of a request's path that tiers have beyond the prefix cache.
+
+    Attributes:
+        run: the end of the path in the prefix cache, of `have` pages.
+        entries: the pages behind it.
+        state: the state to begin with; None: a model without states.
+        end: pages of the path that the request can begin behind.
+        cached: pages that it could begin behind without a load.
+    """
+
+    run: PageRun | None
+    have: int
+    entries: list[Entry]
+    state: Entry | None
+    end: int
+    cached: int
+
+
+class Loads:
+    """Used by the engine's thread alone."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        self._shelves, self._cache = shelves, shelves.pages.cache
+        self._loads: dict[Ticket, _Load] = {}
+        self._loading: dict[bytes, _Load] = {}  # by the keys of the pages that are on their way
+        self._waits: dict[Request, _Load] = {}
+        self._tried: dict[Request, tuple[int, int]] = {}  # requests that have waited: pages loaded for them, by tier
+
+    def __bool__(self) -> bool:
+        """Loads are in flight."""
+        return bool(self._loads)
+
+    def is_for(self, request: Request) -> bool:
+        """True if the request waits for a load."""
+        return request in self._waits
+
+    def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
+        """See Tiers.holds_back."""
+        if request in self._waits:
+            return True
+        if request in self._tried:
+            return False
+        shelves, page_size = self._shelves, self._shelves.page_size
+        run, pages = self._cache.match_prefix(token_ids, salt)
+        known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
+        parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
+        first_missing = keys.chain(parent, rest[:page_size])
+        if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
+            self._waits[request] = on_its_way
+            on_its_way.waiting.add(request)
+            return True
+        has_more = bool(first_missing) and shelves.find(first_missing[0]) is not None
+        if not has_more and not shelves.has_states:
+            return False
+        if len(set(self._loads.values())) >= _MOST:
+            return has_more
+        found = self._found(run, known, keys.chain(parent, rest) if has_more else [])
+        if found is None or not self._pays(found):
+            return False
+        return self._begin(request, token_ids[: found.end * page_size], salt, found, num_needed - found.have)
+
+    def leave(self, request: Request) -> None:
+        """Notes that a request waits no longer: it was admitted, or has ended."""
+        self._tried.pop(request, None)
+        load = self._waits.pop(request, None)
+        if load is not None:
+            load.waiting.discard(request)
+
+    def pages_for(self, request: Request) -> tuple[int, int]:
+        """Pages that were loaded for a request that is being admitted: from the host, and from the tier below."""
+        return self._tried.get(request, (0, 0))
+
+    # --- what there is to load ----------------------------------------------------------------------------------------
+
+    def _found(self, run: PageRun | None, known: Sequence[bytes], keys: Sequence[bytes]) -> _Found | None:
+        """The part of a path with these keys behind `known` that is worth a load; None: there is nothing."""
+        entries: list[Entry] = []
+        for key in keys:
+            entry = self._shelves.find(key)
+            if entry is None:
+                break
+            entries.append(entry)
+        have = len(known)
+        if not self._shelves.has_states:
+            return _Found(run, have, entries, None, have + len(entries), have) if entries else None
+        path, cached = [*known, *(entry.key for entry in entries)], self._state_depth(run)
+        for depth in range(len(path), cached, -1):
+            state = self._shelves.find(path[depth - 1], is_state=True)
+            if state is not None:
+                return _Found(run, have, entries[: max(0, depth - have)], state, depth, cached)
+        return None
+
+    def _state_depth(self, run: PageRun | None) -> int:
+        """Pages of the path up to its last state that the prefix cache has."""
+        depth = sum(one.pages.size for one in self._cache.path_of(run))
+        for one in self._cache.path_of(run):
+            if one in self._cache.states:
+                return depth
+            depth -= one.pages.size
+        return 0
+
+    def _pays(self, found: _Found) -> bool:
+        shelves = self._shelves
+        below = sum(shelves.is_below(entry, is_state=False) for entry in found.entries)
+        num_bytes = [count * shelves.copies.page_bytes for count in (len(found.entries), below)]
+        page_size = shelves.page_size
+        return shelves.gain.pays(found.cached * page_size, found.end * page_size, *num_bytes)
+
+    # --- a load begins ------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, token_ids: np.ndarray, salt: Salt, found: _Found, num_needed: int) -> bool:
+        """Begins to load what a request's path lacks; False: others need the memory.
+
+        Args:
+            num_needed: pages that the request needs besides those that are cached.
+        """
+        shelves, states = self._shelves, self._cache.states
+        run, had = self._cache.match_prefix(token_ids, salt)
+        self._cache.lock(run)
+        fits, row = num_needed <= shelves.pages.available_pages, None
+        if fits and found.state is not None:
+            row = states.reserve(but_not=shelves.rows_to_read())
+        sources = self._on_host(found.entries, is_state=False) if fits else []
+        state = [] if found.state is None or row is None else self._on_host([found.state], is_state=True)
+        is_whole = len(sources) == len(found.entries) and bool(state)  # a state is of use behind all of its pages alone
+        if not (is_whole if found.state is not None else sources):
+            self._let_go(sources, is_state=False)
+            self._let_go(state, is_state=True)
+            if row is not None:
+                states.release(row)
+            self._cache.unlock(run)
+            return False
+        load = _Load(token_ids, salt, run, had.size)
+        pages = shelves.pages.take_for_load(len(sources))
+        for start in range(0, len(sources), shelves.piece):
+            part = sources[start : start + shelves.piece]
+            load.tickets.append(_ticket(part, pages[start : start + len(part)], is_state=False))
+        if row is not None:
+            load.tickets.append(_ticket(state, np.array([row], dtype=np.int32), is_state=True))
+        load.waiting.add(request)
+        self._waits[request] = load
+        for ticket in load.tickets:
+            self._loads[ticket] = load
+            if not ticket.is_state:
+                self._loading |= {entry.key: load for entry in ticket.entries}
+            shelves.copies.begin(ticket)
+        return True
+
+    def _on_host(self, entries: Sequence[Entry], is_state: bool) -> list[tuple[Entry, bool]]:
+        """The entries with a slot of the host's memory each, up to the first that gets none; they stay meanwhile.
+
+        Returns:
+            Each with True where the slot is new, and the tier below has the content.
+        """
+        index = self._shelves.host[is_state]
+        found: list[tuple[Entry, bool]] = [(entry, self._shelves.is_below(entry, is_state)) for entry in entries]
+        for entry, _ in found:
+            entry.users += 1
+        slots = index.take(sum(is_new for _, is_new in found))
+        sources: list[tuple[Entry, bool]] = []
+        for place, (entry, is_new) in enumerate(found):
+            if is_new and not slots:
+                for other, _ in found[place:]:
+                    other.users -= 1
+                break
+            sources.append((replace(entry, slot=slots.pop(0), users=1, is_below=True) if is_new else entry, is_new))
+        index.give_back(slots)
+        return sources
+
+    def _let_go(self, sources: Sequence[tuple[Entry, bool]], is_state: bool) -> None:
+        """Takes `_on_host` back."""
+        for entry, is_new in sources:
+            if is_new:
+                self._shelves.host[is_state].give_back([entry.slot])
+                entry = self._shelves.below[is_state].get(entry.key) or entry
+            entry.users -= 1
+
+    # --- a load is over -----------------------------------------------------------------------------------------------
+
+    def over(self, ticket: Ticket) -> bool:
+        """Takes a copy in that is over; False: it is no load."""
+        load = self._loads.pop(ticket, None)
+        if load is None:
+            return False
+        load.done.add(ticket)
+        for place, entry in enumerate(ticket.entries):
+            self._settle(ticket, place, entry)
+            self._loading.pop(entry.key, None)
+        while load.tickets and load.tickets[0] in load.done:
+            first = load.tickets.popleft()
+            if first.is_state:
+                self._take_state(load, first)
+            else:
+                self._take_pages(load, first)
+        if not load.tickets:
+            self._end(load)
+        return True
+
+    def _settle(self, ticket: Ticket, place: int, entry: Entry) -> None:
+        """Keeps what was read from the tier below, and forgets what is damaged."""
+        shelves, is_state = self._shelves, ticket.is_state
+        entry.users -= 1
+        if ticket.from_below[place]:
+            lower = shelves.below[is_state].get(entry.key)
+            if lower is not None:
+                lower.users -= 1
+            if not ticket.failed[place]:
+                shelves.host[is_state].put(entry)
+                shelves.below[is_state].use([entry.key])
+                return
+            shelves.host[is_state].give_back([entry.slot])
+            if lower is not None and not lower.users:
+                shelves.below[is_state].drop(lower)
+        elif ticket.failed[place] and not entry.users and shelves.host[is_state].get(entry.key) is entry:
+            shelves.host[is_state].drop(entry)
+
+    def _count(self, ticket: Ticket, bytes_each: int) -> None:
+        from_below = bool(ticket.from_below.any())
+        num_bytes = len(ticket.entries) * bytes_each
+        self._shelves.gain.loaded(num_bytes, ticket.seconds, from_below)
+        counts = self._shelves.counts[from_below]
+        counts.loaded_bytes += num_bytes
+        counts.load_seconds += ticket.seconds
+        for tier in (False, True):
+            self._shelves.counts[tier].failed_loads += int((ticket.failed & (ticket.from_below == tier)).sum())
+
+    def _take_pages(self, load: _Load, ticket: Ticket) -> None:
+        """Publishes what has arrived, up to the first page that has not."""
+        shelves, page_size, count = self._shelves, self._shelves.page_size, len(ticket.entries)
+        self._count(ticket, shelves.copies.page_bytes)
+        failed = np.flatnonzero(ticket.failed)
+        good = 0 if load.has_failed else int(failed[0]) if failed.size else count
+        load.has_failed |= good < count
+        if good:
+            start = load.num_pages * page_size
+            tokens, pages = load.token_ids[start : start + good * page_size], ticket.pages[:good]
+            load.run, duplicates = self._cache.extend(load.run, tokens, pages, load.salt)
+            shelves.pages.allocator.free(duplicates)
+            load.num_pages += good
+            from_below = int(ticket.from_below[:good].sum())
+            from_host, before = load.num_loaded
+            load.num_loaded = from_host + good - from_below, before + from_below
+            shelves.host[False].use([entry.key for entry in ticket.entries[:good]])
+        shelves.pages.give_back_loaded(ticket.pages[good:])
+
+    def _take_state(self, load: _Load, ticket: Ticket) -> None:
+        self._count(ticket, self._shelves.copies.state_bytes)
+        row = int(ticket.pages[0])
+        if ticket.failed.any() or load.has_failed:
+            self._cache.states.release(row)
+        else:
+            self._shelves.host[True].use([ticket.entries[0].key])
+            self._shelves.pages.keep_state(load.token_ids, load.salt, row)
+
+    def _end(self, load: _Load) -> None:
+        self._cache.unlock(load.run)
+        for request in load.waiting:
+            self._waits.pop(request, None)
+            self._tried[request] = load.num_loaded
+        self._shelves.changes += 1
+
+
+def _ticket(sources: Sequence[tuple[Entry, bool]], pages: np.ndarray, is_state: bool) -> Ticket:
+    from_below = np.array([is_new for _, is_new in sources], dtype=bool)
+    return Ticket(True, [entry for entry, _ in sources], pages, is_state, from_below)

@@ -1,0 +1,91 @@
+"""The state that loads and stores of one scheduler share: indices of tiers, names of pages, counts. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+from mllm_compile.runtime.schedule.pages.page_run import PageRun
+from mllm_compile.runtime.schedule.pages.tables import PageTables
+from mllm_compile.runtime.schedule.tiers.gain import Gain
+from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
+from mllm_compile.runtime.schedule.tiers.ticket import TierCopies
+
+_PIECE_BYTES = 128 << 20  # of a copy: its pages can be read when all of it has arrived
+
+
+@dataclass(slots=True)
+class Counts:
+    """The counts of one tier, as TierFigures has them."""
+
+    hit_tokens: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
+    failed_loads: int = 0
+
+
+@dataclass(slots=True)
+class Shelves:
+    """
+    Attributes:
+        pages: the scheduler's.
+        host, below: the indices of the host's memory and of the tier below it, of pages (False) and of states (True);
+            `below` is empty without such a tier.
+        counts: of the host's memory and of the tier below.
+        changes: grows when pages changed hands.
+        rows_to_read: gives rows of states that the step that is planned will read; a load begins before it.
+    """
+
+    pages: PageTables
+    copies: TierCopies
+    secret: bytes
+    gain: Gain
+    host: dict[bool, TierIndex]
+    below: dict[bool, TierIndex]
+    counts: tuple[Counts, Counts] = field(default_factory=lambda: (Counts(), Counts()))
+    changes: int = 0
+    rows_to_read: Callable[[], Container[int]] = tuple
+
+    def __post_init__(self) -> None:
+        self.pages.cache.use_keys(self.secret)
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.page_size
+
+    @property
+    def piece(self) -> int:
+        """Most pages of one copy."""
+        return max(1, _PIECE_BYTES // max(self.copies.page_bytes, 1 << 10))
+
+    @property
+    def has_states(self) -> bool:
+        """True of a model whose layers carry a state."""
+        return self.host[True].num_slots > 0
+
+    def keys_of(self, run: PageRun) -> list[bytes]:
+        """The keys of a run's pages."""
+        return self.pages.cache.use_keys(self.secret).of(run)
+
+    def path_keys(self, run: PageRun | None) -> list[bytes]:
+        """The keys of all pages of a path."""
+        return [key for one in reversed(list(self.pages.cache.path_of(run))) for key in self.keys_of(one)]
+
+    def first_of(self, run: PageRun) -> bytes:
+        """The key of a path's first page."""
+        return self.keys_of(list(self.pages.cache.path_of(run))[-1])[0]
+
+    def find(self, key: bytes, is_state: bool = False) -> Entry | None:
+        """The entry of a page, or of the state behind it, in the highest tier that has one."""
+        found = self.host[is_state].get(key)
+        return self.below[is_state].get(key) if found is None and self.below else found
+
+    def is_below(self, entry: Entry, is_state: bool) -> bool:
+        """True if the entry is one of the tier below."""
+        return bool(self.below) and self.below[is_state].get(entry.key) is entry
+
+    def indices(self) -> list[TierIndex]:
+        """All of them."""
+        return [*self.host.values(), *self.below.values()]

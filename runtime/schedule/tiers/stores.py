@@ -1,0 +1,231 @@
+"""Stores: what is published goes to the host's memory, and from there to the tier below. Free of torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.pages.page_run import PageRun
+from mllm_compile.runtime.schedule.tiers.index import Entry
+from mllm_compile.runtime.schedule.tiers.shelves import Shelves
+from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+
+_MOST_LOCKED = 0.125  # of all pages: those that stores in flight may lock
+_MOST_WRITES = 2  # copies to the tier below, at once
+_OLD = 0.5  # of slots: where fewer are free, the oldest that many are written below, so that they can be given up
+_NO_PAGES = np.empty(0, dtype=np.int32)
+_NO_PAGES.setflags(write=False)
+
+
+class Stores:
+    """Used by the engine's thread alone; a watcher of the prefix cache.
+
+    Args:
+        writes_through: what the host's memory gets is written below at once; else when it is about to be given up.
+    """
+
+    def __init__(self, shelves: Shelves, writes_through: bool) -> None:
+        self._shelves, self._cache, self._writes_through = shelves, shelves.pages.cache, writes_through
+        self._most = max(1, int(shelves.pages.allocator.usable_pages * _MOST_LOCKED))
+        self._fresh: dict[PageRun, None] = {}  # runs that were published, and are not stored
+        self._fresh_states: dict[PageRun, None] = {}
+        self._stores: dict[Ticket, PageRun] = {}
+        self._storing: set[bytes] = set()  # keys of pages
+        self._to_write: dict[bool, deque[Entry]] = {False: deque(), True: deque()}
+        self._writes: dict[Ticket, list[int]] = {}  # with slots of the tier below
+        self.takes_writes = bool(shelves.below)
+
+    def __bool__(self) -> bool:
+        """Copies to the host's memory are in flight."""
+        return bool(self._stores)
+
+    @property
+    def is_writing(self) -> bool:
+        """Copies to the tier below are in flight."""
+        return bool(self._writes)
+
+    # --- what the prefix cache tells ----------------------------------------------------------------------------------
+
+    def stored(self, run: PageRun) -> None:
+        """Has a run stored that was published."""
+        self._fresh[run] = None
+
+    def state_kept(self, run: PageRun) -> None:
+        """Has a run's state stored."""
+        if self._shelves.has_states:
+            self._fresh_states[run] = None
+
+    def removed(self, run: PageRun, num_kept: int) -> None:
+        """Forgets a run that is gone before it was stored; takes over what sessions say of its pages."""
+        if not num_kept:
+            self._fresh.pop(run, None)
+        self._fresh_states.pop(run, None)
+        tag = run.tag
+        if tag is not None and (tag.is_over or tag.retain_s):
+            until = 0.0 if tag.is_over else tag.used_s + tag.retain_s
+            for index in self._shelves.indices():
+                index.bias(self._shelves.keys_of(run)[num_kept:], is_ended=tag.is_over, until=until)
+
+    def forgotten(self, run: PageRun) -> None:
+        """Forgets all that begins like this run: it may be no numbers."""
+        first = self._shelves.first_of(run)
+        for index in self._shelves.indices():
+            index.forget(first)
+        self.cleared()
+
+    def cleared(self) -> None:
+        """Forgets what is not stored yet."""
+        self._fresh.clear()
+        self._fresh_states.clear()
+
+    # --- to the host's memory -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begins to store what was published, as far as it may lock pages, and to write what is to go below."""
+        while self._fresh and len(self._storing) < self._most:
+            run = next(iter(self._fresh))
+            del self._fresh[run]
+            self._store_path(run)
+        while self._fresh_states:
+            run = next(iter(self._fresh_states))
+            del self._fresh_states[run]
+            self._store_state(run)
+        if self.takes_writes:
+            self._begin_writes()
+
+    def _store_path(self, run: PageRun) -> None:
+        """Stores the pages of a path that the tier lacks."""
+        shelves, index = self._shelves, self._shelves.host[False]
+        missing = self._missing(run)
+        for start in range(0, len(missing), shelves.piece):
+            part = missing[start : start + shelves.piece]
+            slots = index.take(len(part))
+            taken = [replace(entry, slot=slot) for (entry, _), slot in zip(part, slots, strict=False)]
+            self._begin_store(run, taken, [page for _, page in part[: len(slots)]])
+            if len(slots) < len(part):
+                return
+
+    def _missing(self, run: PageRun) -> list[tuple[Entry, int]]:
+        """Entries of the path's pages that the tier lacks, and the pages."""
+        shelves, index, path = self._shelves, self._shelves.host[False], list(self._cache.path_of(run))
+        depth, num_above = sum(one.pages.size for one in path), 0
+        for num_above, one in enumerate(path, start=1):
+            if num_above > 1 and shelves.keys_of(one)[-1] in index:
+                num_above -= 1
+                break
+        above = path[:num_above]
+        depth -= sum(one.pages.size for one in above)
+        first, keys = shelves.first_of(run), self._cache.use_keys(shelves.secret)
+        missing: list[tuple[Entry, int]] = []
+        for one in reversed(above):
+            parent = keys.parent_of(one)
+            for key, page in zip(keys.of(one), one.pages.tolist(), strict=True):
+                depth += 1
+                if key not in index and key not in self._storing:
+                    missing.append((Entry(key, parent, first, depth * shelves.page_size, -1), page))
+                parent = key
+        return missing
+
+    def _store_state(self, run: PageRun) -> None:
+        shelves, states = self._shelves, self._shelves.host[True]
+        key = shelves.keys_of(run)[-1]
+        if run not in self._cache.states or key in states:
+            return
+        for slot in states.take(1):
+            depth = sum(one.pages.size for one in self._cache.path_of(run)) * shelves.page_size
+            entry = Entry(key, b"", shelves.first_of(run), depth, slot)
+            self._begin_store(run, [entry], [self._cache.states.hold(run)], is_state=True)
+
+    def _begin_store(self, run: PageRun, entries: list[Entry], pages: list[int], is_state: bool = False) -> None:
+        if not entries:
+            return
+        ticket = Ticket(False, entries, np.array(pages, dtype=np.int32), is_state)
+        self._cache.lock(run)
+        self._stores[ticket] = run
+        if not is_state:
+            self._storing.update(entry.key for entry in entries)
+        self._shelves.copies.begin(ticket)
+
+    def over(self, ticket: Ticket) -> None:
+        """Takes a copy in that is over."""
+        if ticket.is_write:
+            self._write_over(ticket)
+            return
+        shelves, run = self._shelves, self._stores.pop(ticket)
+        self._cache.unlock(run)
+        shelves.changes += 1
+        index, counts, num_bytes = shelves.host[ticket.is_state], shelves.counts[0], shelves.copies.page_bytes
+        if ticket.is_state:
+            self._cache.states.let_go(run)
+            num_bytes = shelves.copies.state_bytes
+        else:
+            self._storing.difference_update(entry.key for entry in ticket.entries)
+        counts.store_seconds += ticket.seconds
+        counts.stored_bytes += num_bytes * len(ticket.entries)
+        for place, entry in enumerate(ticket.entries):
+            if ticket.failed[place]:
+                index.give_back([entry.slot])
+                continue
+            entry.is_below = bool(shelves.below) and entry.key in shelves.below[ticket.is_state]
+            index.put(entry)
+            if self.takes_writes and self._writes_through and not entry.is_below:
+                self._to_write[ticket.is_state].append(entry)
+        if not ticket.is_state:
+            index.use(shelves.path_keys(run))
+
+    # --- to the tier below --------------------------------------------------------------------------------------------
+
+    def _begin_writes(self) -> None:
+        for is_state, index in self._shelves.host.items():
+            if not self._writes_through and index.num_free < index.num_slots * _OLD:
+                oldest = index.oldest(max(1, int(index.num_slots * _OLD)))
+                self._to_write[is_state] = deque(entry for entry in oldest if not entry.is_below)
+            while self._to_write[is_state] and len(self._writes) < _MOST_WRITES:
+                waiting = self._to_write[is_state]
+                count = min(len(waiting), 1 if is_state else self._shelves.piece)
+                self._write([waiting.popleft() for _ in range(count)], is_state)
+
+    def write_all(self, wait: Iterable[None]) -> None:
+        """Writes all that the host's memory has and the tier below has not; for the end.
+
+        Args:
+            wait: each step waits until copies are over and are taken in.
+        """
+        self._writes_through = True
+        for is_state, index in self._shelves.host.items():
+            self._to_write[is_state] = deque(entry for entry in index if not entry.is_below)
+        for _ in wait:
+            if not self.takes_writes or not any(self._to_write.values()):
+                return
+            self._begin_writes()
+
+    def _write(self, entries: list[Entry], is_state: bool) -> None:
+        host, below = self._shelves.host[is_state], self._shelves.below[is_state]
+        held = [entry for entry in entries if host.get(entry.key) is entry and entry.key not in below]
+        slots = below.take(len(held))
+        held = held[: len(slots)]
+        if not held:
+            below.give_back(slots)
+            return
+        for entry in held:
+            entry.users += 1
+        ticket = Ticket(False, held, _NO_PAGES, is_state, is_write=True)
+        self._writes[ticket] = slots
+        self._shelves.copies.begin(ticket)
+
+    def _write_over(self, ticket: Ticket) -> None:
+        shelves, below, counts = self._shelves, self._shelves.below[ticket.is_state], self._shelves.counts[1]
+        num_bytes = shelves.copies.state_bytes if ticket.is_state else shelves.copies.page_bytes
+        counts.store_seconds += ticket.seconds
+        for place, (entry, slot) in enumerate(zip(ticket.entries, self._writes.pop(ticket), strict=True)):
+            entry.users -= 1
+            if ticket.failed[place]:
+                below.give_back([slot])
+                self.takes_writes = False
+                continue
+            counts.stored_bytes += num_bytes
+            entry.is_below = True
+            below.put(replace(entry, slot=slot, users=0))

@@ -1,0 +1,1 @@
+"""Slots of the host's memory, files, and copies."""

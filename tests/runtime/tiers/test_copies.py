@@ -1,0 +1,62 @@
+"""Copies to slots and back give the bytes that were there, on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.schedule.tiers.index import Entry
+from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+from mllm_compile.runtime.tiers.copies import SlotCopies
+from mllm_compile.runtime.tiers.layout import SlotLayout
+from mllm_compile.runtime.tiers.rows import runs_of
+
+
+def entries(*slots: int) -> list[Entry]:
+    return [Entry(bytes([slot]), b"", b"", 4, slot) for slot in slots]
+
+
+def test_pages_and_states_come_back_from_their_slots() -> None:
+    keys, values = torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 4).to(torch.bfloat16)
+    states = torch.randn(2, 5, 3)
+    copies = SlotCopies(SlotLayout([keys, values]), SlotLayout([*states]), 4, 2, torch.device("cpu"))
+    kept = keys.clone(), values.clone(), states.clone()
+    copies.begin(Ticket(False, entries(2, 0), np.array([5, 1])))
+    copies.begin(Ticket(False, entries(1), np.array([3]), is_state=True))
+    copies.wait()
+    for pool in (keys, values, states):
+        pool.zero_()
+    copies.begin(Ticket(True, entries(0, 2), np.array([4, 5])))
+    copies.begin(Ticket(True, entries(1), np.array([2]), is_state=True))
+    copies.wait()
+    over = copies.finished()
+    assert len(over) == 4
+    assert not any(ticket.failed.any() for ticket in over)
+    assert torch.equal(keys[[4, 5]], kept[0][[1, 5]])
+    assert torch.equal(values[[4, 5]], kept[1][[1, 5]])
+    assert torch.equal(states[:, 2], kept[2][:, 3])
+    assert not keys[:4].any()
+    copies.close()
+
+
+def test_a_copy_that_fails_says_so_and_others_go_on() -> None:
+    keys = torch.randn(3, 4)
+    copies = SlotCopies(SlotLayout([keys]), SlotLayout([]), 2, 0, torch.device("cpu"))
+    copies.begin(Ticket(False, entries(0), np.array([7])))
+    copies.begin(Ticket(False, entries(1), np.array([2])))
+    copies.wait()
+    assert [ticket.failed.tolist() for ticket in copies.finished()] == [[True], [False]]
+    copies.close()
+
+
+def test_neighbours_in_both_memories_are_one_copy() -> None:
+    rows, slots = np.array([1, 2, 3, 7, 8]), np.array([4, 5, 6, 7, 9])
+    assert runs_of(rows, slots, 100) == [(0, 3), (3, 1), (4, 1)]
+    assert runs_of(rows, slots, 5) == [(0, 1), (1, 2), (3, 1), (4, 1)]
+
+
+def test_slots_are_cut_into_chunks_that_hold_whole_ones() -> None:
+    layout = SlotLayout([torch.zeros(2, 30 << 20, dtype=torch.uint8)])
+    assert layout.chunk_slots == 4
+    assert layout.chunks(9) == [4 * layout.slot_bytes, 4 * layout.slot_bytes, layout.slot_bytes]
+    assert SlotLayout([]).chunks(5) == []
