@@ -22,7 +22,8 @@ from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
-from mllm_compile.engine.pooling.assemble import PoolingParts, pooling_parts
+from mllm_compile.engine.pooling.assemble import pooling_parts
+from mllm_compile.engine.pooling.parts import PoolingParts
 from mllm_compile.errors import ConfigError, DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import HeldFiles

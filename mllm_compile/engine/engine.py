@@ -26,6 +26,7 @@ from mllm_compile.engine.pooling.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from mllm_compile.engine.pooling.parts import PoolingParts
 from mllm_compile.engine.pooling.texts import TextPrompts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from mllm_compile.config.sources import EngineSource
     from mllm_compile.engine.adapter_queue import AdapterParts
     from mllm_compile.engine.page_events import TellNews
-    from mllm_compile.engine.pooling.assemble import PoolingParts
     from mllm_compile.engine.pooling.calls import PoolingCalls
     from mllm_compile.engine.pooling.core import PoolingCore
     from mllm_compile.engine.sleep import EngineSleep
@@ -138,17 +138,20 @@ class Engine:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble_any
             parts = assemble_any(source, self.timeline, forward_times=forward_times, early=early)
-        if isinstance(parts, EngineParts):
-            self._start(parts, log_interval_s, load_adapters, publish_kv_events)
-        else:
+        if isinstance(parts, PoolingParts):
             self._start_pooling(parts)
+        else:
+            self._start(parts, log_interval_s, load_adapters, publish_kv_events)
 
     @classmethod
-    def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
+    def from_parts(cls, parts: EngineParts | PoolingParts, *, log_interval_s: float = 10.0) -> Self:
         """An engine over parts that are there already."""
         engine = cls.__new__(cls)
         engine.timeline = Timeline()
-        engine._start(parts, log_interval_s, load_adapters=True, publish_kv_events=True)
+        if isinstance(parts, PoolingParts):
+            engine._start_pooling(parts)
+        else:
+            engine._start(parts, log_interval_s, load_adapters=True, publish_kv_events=True)
         return engine
 
     def _start(self, parts: EngineParts, log_interval_s: float, load_adapters: bool, publish_kv_events: bool) -> None:

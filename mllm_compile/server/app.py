@@ -33,6 +33,7 @@ from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.models.paths import answers_of
 from mllm_compile.server.openapi import openapi
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.pooling import endpoints as pooling
 from mllm_compile.server.rl import paths as rl
 
 logger = logging.getLogger("mllm_compile.server")
@@ -52,7 +53,8 @@ _GENERATES = "this engine generates text, and only that. Use /v1/completions or 
 _SLEEP = "serve with --enable-rl --enable-sleep-mode, or with --sleep-after, by which an engine sleeps by itself"
 _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
-    **dict.fromkeys(("embeddings", "pooling", "classify", "score", "rerank", "moderations", "encode"), _GENERATES),
+    **dict.fromkeys(("moderations", "encode"), _GENERATES),
+    "embeddings": "use /v1/embeddings",
     **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), _GENERATES),
     **dict.fromkeys(("invocations", "api/generate"), "use /v1/completions"),
     **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
@@ -86,6 +88,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/unload_lora_adapter": adapters.UnloadFields,
     **{kind.path: kind for kind in (CompletionFields, ChatFields, ResponseFields, MessagesFields)},
     "/v1/messages/count_tokens": MessagesFields,
+    **pooling.BODIES,
     "/tokenize": endpoints.TokenizeFields,
     "/detokenize": endpoints.DetokenizeFields,
 }
@@ -95,6 +98,7 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", ResponseFields.path, _generating(ResponsesRequest)),
     ("POST", MessagesFields.path, _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
+    *pooling.ENDPOINTS,
     ("POST", "/v1/load_lora_adapter", adapters.load),
     ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/v1/sessions/{name:path}", session_paths.tell),

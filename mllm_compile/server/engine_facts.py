@@ -10,6 +10,7 @@ from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.preprocessor import MediaPreprocessor
+from mllm_compile.server.pooling.front import PoolingFront
 from mllm_compile.server.wire.messages import Hello, params_of_wire
 from mllm_compile.text.calls.derive import derive
 from mllm_compile.text.calls.syntax import ChatSyntax
@@ -30,11 +31,13 @@ class EngineFacts:
         defaults: sampling parameters of a request that says none.
         builder: checks prompts as the engine does.
         media: prepares prompts with images.
+        pooling: of a model that pools, what it takes; None: it generates.
     """
 
     def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaPreprocessor) -> None:
         self.hello = hello
         self.media = media
+        self.pooling = None if hello.pooling is None else PoolingFront.of(hello, tokenizer)
         self.tokenizer = tokenizer
         self.syntax = syntax
         self.special_tokens = syntax.special_tokens(_special_texts(tokenizer))

@@ -30,6 +30,7 @@ from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies, Scope, key_of
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.pooling.calls import PoolingRequests
 from mllm_compile.server.rl.calls import RolloutCalls
 from mllm_compile.server.supervisor import PARKED, READY, TAKES_REQUESTS, Landlord, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
@@ -100,6 +101,7 @@ class Front:
             is_idle=lambda: self.is_idle,
             on_adapters=self._adapters_changed,
             adapters=lambda: self.names.adapters,
+            on_pooled=lambda event: self.pooling.over(event),
             on_controlled=lambda event: self.rollouts.over(event) if self.rollouts is not None else None,
             on_pages=self._pages_changed,
             on_session=lambda event: self.sessions.told(event),
@@ -109,6 +111,7 @@ class Front:
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)
         self.sessions = SessionCalls(self.supervisor.send)
+        self.pooling = PoolingRequests(self.supervisor.send)
         self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave, gives_aborted=options.enable_rl)
         self.metrics = Metrics(
             lambda: self.names.first or "",
@@ -136,6 +139,7 @@ class Front:
         self.dispatcher.fail_all(error)
         self.adapter_changes.fail_all(error)
         self.sessions.fail_all(error)
+        self.pooling.fail_all(error)
         if self.rollouts is not None:
             self.rollouts.engine_lost(error)
 
@@ -157,7 +161,7 @@ class Front:
 
     @property
     def is_idle(self) -> bool:
-        return self.dispatcher.is_idle and self.admission.waiting == 0
+        return self.dispatcher.is_idle and self.admission.waiting == 0 and self.pooling.is_idle
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """True if there is no reason to restart this server, and what it does."""
@@ -280,6 +284,8 @@ class Front:
         self.admission.enter(count)
         try:
             facts = await self.facts(request.fields.model)
+            if facts.pooling is not None:
+                raise facts.pooling.not_generating()
             try:
                 plan: AnswerPlan = (
                     request.plan(facts) if request.is_quick else await self._planned(request, facts, share)

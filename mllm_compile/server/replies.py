@@ -19,13 +19,20 @@ class Replies:
     Args:
         send: sends a command to the engine.
         what: so many of it can wait, for the message.
+        most: that can wait.
     """
 
-    def __init__(self, send: Callable[[Command], None], what: str) -> None:
+    def __init__(self, send: Callable[[Command], None], what: str, most: int = _MOST) -> None:
+        self._most = most
         self._send = send
         self._what = what
         self._keys = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # those in the engine, whose client may be gone
+
+    @property
+    def is_empty(self) -> bool:
+        """True if none waits."""
+        return not self._waiting
 
     async def ask(self, command_of: Callable[[int], Command], *, ends_others: bool = False) -> Any:
         """The answer to the command that is made of a number.
@@ -36,8 +43,8 @@ class Replies:
         Raises:
             ApiError: the engine refuses it, or is lost, or too many wait.
         """
-        if len(self._waiting) >= _MOST and not ends_others:
-            raise ApiError(429, f"{_MOST} {self._what}. Ask again later.", code="queue_full", retry_after_s=1)
+        if len(self._waiting) >= self._most and not ends_others:
+            raise ApiError(429, f"{self._most} {self._what}. Ask again later.", code="queue_full", retry_after_s=1)
         key = next(self._keys)
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
         self._send(command_of(key))

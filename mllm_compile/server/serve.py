@@ -284,6 +284,8 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
     hello = facts.hello
     name = front.names.first
     has_chat = facts.tokenizer is not None and facts.tokenizer.has_chat_template
+    if facts.pooling is not None:
+        return _pooling_lines(front, facts, url)
     whole = hello.kv_tokens // hello.max_model_len
     longest = sorted(hello.stages, key=lambda stage: -stage[1])[:_STAGES_SHOWN]
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)
@@ -316,4 +318,21 @@ def models_banner_lines(server: ModelsFront, url: str) -> list[str]:
         f"  ready     {url}/v1",
         f"""  try       curl {url}/v1/completions -H 'content-type: application/json' -d '{{"model": "{name}", """
         '"prompt": "Hello", "max_tokens": 32}\'',
+    ]
+
+
+def _pooling_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
+    """The banner of a model that pools."""
+    hello, pooling = facts.hello, facts.pooling
+    tasks = [] if pooling is None else pooling.rules.names
+    path = "/v1/embeddings" if "embed" in tasks else "/classify" if "classify" in tasks else "/pooling"
+    curl = "curl" if front.options.uds is None else f"curl --unix-socket {front.options.uds}"
+    key = " -H 'Authorization: Bearer KEY'" if front.options.api_keys else ""
+    data = '{"input": "Hello"}' if facts.tokenizer is not None else '{"input": [1, 2, 3]}'
+    return [
+        f"mllm-compile {__version__}  {front.names.first}  {hello.dtype}  {hello.device}",
+        f"  tasks     {', '.join(tasks)}",
+        f"  limits    texts of {hello.max_model_len:,} tokens",
+        f"  ready     {url}/v1  in {hello.seconds:.1f} s",
+        f"  try       {curl} {url}{path}{key} -H 'content-type: application/json' -d '{data}'",
     ]

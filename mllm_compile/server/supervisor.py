@@ -26,6 +26,7 @@ from mllm_compile.server.wire.messages import (
     Hello,
     Needs,
     PagesChanged,
+    Pooled,
     Pulse,
     SessionTold,
     Stage,
@@ -73,6 +74,7 @@ class Supervisor:
         on_adapters: told of loads and unloads that are over.
         adapters: those that the next engine is to have, where another one was ready before it.
         on_controlled: told of calls that are over.
+        on_pooled: told of texts that are answered.
         on_pages: told how an engine's prefix cache has changed; None where an engine is gone.
         on_session: told of sessions that were asked for.
         landlord: shares the device out; None: it is the engine's alone.
@@ -99,6 +101,7 @@ class Supervisor:
         on_adapters: Callable[[AdaptersChanged], None],
         adapters: Callable[[], list[AdapterCard]],
         on_controlled: Callable[[Controlled], object],
+        on_pooled: Callable[[Pooled], None],
         on_pages: Callable[[PagesChanged | None], None],
         on_session: Callable[[SessionTold], None],
         landlord: Landlord | None = None,
@@ -113,6 +116,7 @@ class Supervisor:
         self._is_idle = is_idle
         self._on_adapters = on_adapters
         self._adapters = adapters
+        self._on_pooled = on_pooled
         self._on_controlled = on_controlled
         self._on_pages = on_pages
         self._on_session = on_session
@@ -345,6 +349,8 @@ class Supervisor:
             self._on_pages(event)
         elif isinstance(event, SessionTold):
             self._on_session(event)
+        elif isinstance(event, Pooled):
+            self._on_pooled(event)
         elif isinstance(event, Controlled):
             self._on_controlled(event)
         elif isinstance(event, Failed):

@@ -31,6 +31,7 @@ from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.server.wire.messages import Needs
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice
+from tests.fake_pooling import fake_pooling_engine
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
 from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
 from tests.sleeping_arena import Machine
@@ -207,6 +208,8 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "speculative" in settings:
         section = SpeculativeSection(**settings["speculative"])
         limits["speculation"] = make_speculation(section, tokenizer.vocab_size)
+    if "pooling" in settings:
+        return fake_pooling_engine(tokenizer if has_tokenizer else None, files, **settings["pooling"])
     if "adapters" in settings:
         return engine_of_adapters(settings["adapters"])
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))

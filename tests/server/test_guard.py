@@ -73,9 +73,9 @@ def test_a_missing_path_is_reported_in_openais_shape(server):
 @pytest.mark.parametrize(
     "path",
     [
-        "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/embeddings", "/v1/score", "/pooling", "/classify",
+        "/moderations", "/v1/moderations", "/embeddings", "/encode",
         "/v1/audio/transcriptions", "/generate", "/wake_up", "/flush_cache", "/v1/files",
-        "/api/chat", "/get_server_info", "/v1/embeddings/",
+        "/api/chat", "/get_server_info", "/v1/moderations/",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -227,13 +227,13 @@ def test_requests_without_an_endpoint_have_a_line_too(server):
     server.get("/v1/models", headers=key | {"origin": "http://elsewhere"})
     server.get("/v1/modles%0A200%20in%205", headers=key)
     server.get("/v1/completions", headers=key)
-    server.post("/v1/embeddings", {}, headers=key)
+    server.post("/v1/moderations", {}, headers=key)
     for line in (
         "- 401 /v1/models invalid_api_key client scanner",
         "- 403 /v1/models origin client curl/8",
         r"- 404 '/v1/modles\n200 in 5' client curl/8",
         "- 405 /v1/completions client curl/8",
-        "- 404 /v1/embeddings unsupported_endpoint client curl/8",
+        "- 404 /v1/moderations unsupported_endpoint client curl/8",
     ):
         assert line in server.said, line
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.pooling.calls import PoolingCalls, TaskRules
 from mllm_compile.engine.pooling.core import PoolingCore
+from mllm_compile.engine.pooling.parts import PoolingParts
 from mllm_compile.engine.pooling.texts import TextReader
 from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.process.timeline import Timeline
@@ -23,32 +22,12 @@ from mllm_compile.runtime.pooling.runner import PoolingRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import ArtifactSource
-from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolingParts:
-    """The parts of an engine that pools.
-
-    Attributes:
-        calls: its calls; their core is not started.
-        others: as EngineParts has them.
-    """
-
-    calls: PoolingCalls
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    config: ResolvedConfig
-    folder: Path
-    tokenizer_files: Mapping[str, bytes]
-
-    def shutdown(self) -> None:
-        """Gives the device's memory back, of parts that no engine has."""
-        self.calls.core.close()
+from mllm_compile.text.tokenizer import load_tokenizer
 
 
 def pooling_parts(compiled: CompiledRuntime, files: Mapping[str, bytes], timeline: Timeline) -> PoolingParts:
-    """
+    """The parts of a runtime, loaded.
+
     Args:
         files: the tokenizer's.
 

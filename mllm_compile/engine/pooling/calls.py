@@ -33,7 +33,7 @@ class TaskRules:
     """Says what may be asked of a model; free of the device."""
 
     def __init__(self, facts: PoolingFacts, has_dense: bool) -> None:
-        self.facts, self._has_dense = facts, has_dense
+        self.facts, self.has_dense = facts, has_dense
 
     def embed(self, pooling: str | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
         """
@@ -78,6 +78,12 @@ class TaskRules:
         """True if the model reads both texts of a pair together."""
         return self.facts.task == "classify" and self.facts.outputs == 1
 
+    def of_similarity(self) -> tuple[PoolingParams, str]:
+        """The parameters of texts whose embeddings are compared, and how they are (`similar`)."""
+        if self.facts.task == "token_embed":
+            return self.encode("token_embed", True), "maxsim"
+        return self.embed(None, None, None), self.facts.similarity
+
     def check_score(self) -> None:
         if not self.scores_pairs and self.facts.task not in ("embed", "token_embed"):
             raise self._has_no("score")
@@ -90,17 +96,21 @@ class TaskRules:
         if task not in self.facts.tasks:
             raise self._has_no(task)
 
-    def _has_no(self, task: str) -> RequestError:
+    @property
+    def names(self) -> list[str]:
+        """All that the model has, for people."""
         has: list[str] = list(self.facts.tasks)
-        if self.scores_pairs or "embed" in has or "token_embed" in has:
-            has.append("score")
-        return RequestError(f"the model has no head for {short_repr(task)}; it has: {', '.join(has)}")
+        scores = self.scores_pairs or self.facts.task in ("embed", "token_embed")
+        return [*has, "score"] if scores else has
+
+    def _has_no(self, task: str) -> RequestError:
+        return RequestError(f"the model has no head for {short_repr(task)}; it has: {', '.join(self.names)}")
 
     def _rule(self, pooling: str) -> PoolingRule:
         rule = _RULES.get(str(pooling).lower())
         if rule is None:
             raise RequestError(f"pooling is {short_repr(pooling)}; expected {', '.join(_RULES)}")
-        if self._has_dense and (rule,) != self.facts.rules:
+        if self.has_dense and (rule,) != self.facts.rules:
             raise RequestError(
                 f"pooling is {rule}, and the model's dense layers were made for {', '.join(self.facts.rules)}. "
                 "Leave it out."
@@ -186,12 +196,10 @@ class PoolingCalls:
             texts = self.reader.read_pairs(pairs, cut_to)
             answers = self._wait(self.submit(texts, self.rules.classify(use_activation), priority))
             return [text.ids.tolist() for text in texts], [float(answer[0]) for answer in answers]
-        is_late = self.rules.facts.task == "token_embed"
-        asked = self.rules.encode("token_embed", True) if is_late else self.rules.embed(None, None, None)
+        asked, similarity = self.rules.of_similarity()
         sides = [self.reader.read([pair[side] for pair in pairs], cut_to=cut_to) for side in (0, 1)]
         answers = self._wait(self.submit([*sides[0], *sides[1]], asked, priority))
         halves = zip(answers[: len(pairs)], answers[len(pairs) :], strict=True)
-        similarity = "maxsim" if is_late else self.rules.facts.similarity
         ids = [[*left.ids.tolist(), *right.ids.tolist()] for left, right in zip(*sides, strict=True)]
         return ids, [similar(left, right, similarity) for left, right in halves]
 

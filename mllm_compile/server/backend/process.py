@@ -125,6 +125,8 @@ class EngineServer:
         except MllmError as error:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
+        if engine.pools:
+            return self._serve_pooling(engine, timeline)
         with engine:
             events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
@@ -146,6 +148,28 @@ class EngineServer:
             self._loads.shutdown(wait=False, cancel_futures=True)
             self._is_over.set()
             dead = engine.core.end_error
+            if dead is not None:
+                self._tell(Failed(str(dead), is_mistake=False))
+        pulse.join()
+        return self._left(0 if dead is None else EXIT_DEAD)
+
+    def _serve_pooling(self, engine: Engine, timeline: Timeline) -> int:
+        """Serves a model that pools, likewise."""
+        from mllm_compile.server.backend.pooling import PoolingCommands, hello_of
+
+        with engine:
+            taking = PoolingCommands(engine, self._tell)
+            self._tell(hello_of(engine, timeline))
+            pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)
+            pulse.start()
+            is_asked = True
+            while is_asked and engine.is_alive and not self._channel.is_over:
+                for frame in self._channel.wait(PULSE_S):
+                    for command in messages.decode_commands(frame):
+                        is_asked = is_asked and not isinstance(command, Close)
+                        taking.take(command)
+            self._is_over.set()
+            dead = taking.end_error
             if dead is not None:
                 self._tell(Failed(str(dead), is_mistake=False))
         pulse.join()

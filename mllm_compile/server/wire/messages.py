@@ -90,6 +90,23 @@ class AskSession(msgspec.Struct, tag=9, array_like=True):
     ends: bool
 
 
+class Pool(msgspec.Struct, tag=10, array_like=True):
+    """Texts of a model that pools; `Pooled` with the same key follows.
+
+    Attributes:
+        lengths, ids, kinds, skipped: int32, of each text, of all tokens, likewise or empty, and of each text.
+        params: PoolingParams.
+    """
+
+    key: int
+    lengths: bytes
+    ids: bytes
+    kinds: bytes
+    skipped: bytes
+    params: dict[str, Any]
+    priority: int
+
+
 class AdapterCard(msgspec.Struct, array_like=True):
     """An adapter that requests can name."""
 
@@ -141,6 +158,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     stats: dict[str, Any]  # as in Pulse
     adapters: list[AdapterCard] = []
     held_bytes: tuple[int, int] = (0, 0)  # of a shared device: for good, and given back while the engine sleeps
+    pooling: dict[str, Any] | None = None  # of a model that pools: PoolingFacts, and whether it has dense layers
 
 
 class Needs(msgspec.Struct, tag=8, array_like=True):
@@ -202,6 +220,16 @@ class PagesChanged(msgspec.Struct, tag=7, array_like=True):
     news: list[News]
 
 
+class Pooled(msgspec.Struct, tag=10, array_like=True):
+    """The answers to texts: float32 of each shape, one after another."""
+
+    key: int
+    shapes: list[list[int]]
+    data: bytes
+    error: str | None = None
+    error_kind: str = ""  # name of the MllmError
+
+
 class Admitted(msgspec.Struct, array_like=True):
     """A completion got a row; again after a preemption. `scheduled` is time.monotonic(), which all processes share."""
 
@@ -250,8 +278,8 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
         return not (told or self.experts) and self.version is None
 
 
-Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant | AskSession
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs | SessionTold
+Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant | AskSession | Pool
+EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs | SessionTold | Pooled
 
 _STEP = b"S"
 _EVENT = b"T"

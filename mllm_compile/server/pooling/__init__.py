@@ -1,0 +1,1 @@
+"""The paths of a server whose model embeds, classifies or scores texts."""
