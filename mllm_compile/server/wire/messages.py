@@ -279,7 +279,9 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant | AskSession | Pool
-EngineEvent = Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs | SessionTold | Pooled
+EngineEvent = (
+    Stage | Hello | Failed | Pulse | AdaptersChanged | Controlled | PagesChanged | Needs | SessionTold | Pooled
+)
 
 _STEP = b"S"
 _EVENT = b"T"
