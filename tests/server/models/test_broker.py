@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,10 @@ from mllm_compile.server.wire.messages import Needs
 
 
 class Machine:
-    """A device, and what happened on it."""
+    """A device, and what happened on it. Its clock counts: every turn is long over by the broker's."""
 
     def __init__(self, num_bytes: int) -> None:
+        self.clock = map(float, itertools.count())
         self.num_bytes = num_bytes
         self.taken: dict[str, int] = {}
         self.events: list[tuple[str, str]] = []  # waits, wakes and parks, by name
@@ -56,7 +57,7 @@ class CountingModel:
 
     def wanted(self) -> None:
         if self.waits_since is None:
-            self.waits_since = time.monotonic()
+            self.waits_since = next(self._machine.clock)
             self._machine.events.append(("waits", self.name))
 
     async def take(self) -> None:
@@ -66,7 +67,7 @@ class CountingModel:
         if sum(machine.taken.values()) + machine.taken_by_others + size > machine.num_bytes:
             raise ApiError(503, "out of memory")
         machine.taken[self.name] = size
-        self.is_awake, self.has_turn_since, self.waits_since = True, time.monotonic(), None
+        self.is_awake, self.has_turn_since, self.waits_since = True, next(machine.clock), None
         machine.events.append(("wakes", self.name))
 
     async def park(self) -> None:
@@ -90,11 +91,11 @@ async def until(condition: Any, broker: Broker) -> None:
         await asyncio.sleep(0.001)
 
 
-def run(machine: Machine, models: list[CountingModel], work: Any, **options: Any) -> None:
+def run(machine: Machine, models: list[CountingModel], work: Any, most_awake: int | None = None) -> None:
     """Runs a broker of these models, all started, while `work` runs."""
 
     async def both() -> None:
-        broker = Broker("cuda:0", models, options.get("turn_s", 0.01), options.get("most_awake"))  # type: ignore[arg-type]
+        broker = Broker("cuda:0", models, 0.01, most_awake)  # type: ignore[arg-type]
         broking = asyncio.ensure_future(broker.run())
         for model in models:
             model.wanted()
@@ -146,7 +147,7 @@ def test_what_is_awake_fits_and_all_that_wait_have_their_turn_in_order(seed):
             await until(lambda model=model: model.is_awake or not model.num_requests, broker)
             model.num_requests = 0
 
-    run(machine, models, work, turn_s=0.003)
+    run(machine, models, work)
     waits = [(place, name) for place, (what, name) in enumerate(machine.events) if what == "waits"]
     assert waits
     for place, name in waits:

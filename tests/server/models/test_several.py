@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.hang_guard import HANG_S
 from tests.server.harness import Server, eventually
 from tests.server.models.servers import fake_models, states, switches
 
@@ -186,7 +187,7 @@ def test_random_requests_and_deaths_end_in_answers_or_in_errors_of_the_dead(serv
 @pytest.mark.slow
 def test_a_server_without_any_model_that_starts_ends_with_the_reasons():
     with fake_models({"x": {"fails": True}, "y": {"fails": True}}, waits=False) as server:
-        assert server.process.wait(60) == 2
+        assert server.process.wait(HANG_S) == 2
         assert "error: x: the fake engine does not start; y: the fake engine does not start" in server.said
 
 
