@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 
 import pytest
@@ -22,14 +21,14 @@ from tests.server.rollouts.trainer import Beside, Group, free_port
     ],
 )
 def test_a_trainer_that_sends_other_than_it_announced_costs_its_group_alone(count, message):
-    port, made = free_port(), list[Group]()
-    threading.Thread(target=lambda: made.append(Group(port)), daemon=True).start()
-    cpu = torch.device("cpu")
+    port, cpu = free_port(), torch.device("cpu")
+    making = Beside(Group, port)
     group = join("127.0.0.1", port, 1, 2, device=cpu, timeout_s=HANG_S, silence_s=HANG_S, backend="gloo")
+    trainer = making.wait()
 
     def send(number: int) -> None:
         with suppress(RuntimeError):  # the engine has left the group
-            made[0].broadcast(torch.arange(number, dtype=torch.int64))
+            trainer.broadcast(torch.arange(number, dtype=torch.int64))
 
     for number in (8, 0, 1):
         sent, tensor = Beside(send, number), torch.full((number,), -1)
