@@ -1,7 +1,7 @@
 """The paths of a server of several models.
 
-Whatever acts on one engine goes to the front of the model that the request names: a POST in its body, a GET in its
-query. What is about the server is answered here.
+Whatever acts on one engine goes to the front of the model that the request names: a POST in its body, others in
+their query. What is about the server is answered here.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_the_page_has_every_path_and_where_its_model_is_named():
     options = ServeOptions(model="m")
     served = {}
     for method, path in paths_of(options):
-        place = "server" if path in OF_SERVER else "query" if method == "GET" else "body"
+        place = "server" if path in OF_SERVER else "body" if method == "POST" else "query"
         served[path.replace(":path", "")] = place
     assert told() == served
 
