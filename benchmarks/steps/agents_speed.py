@@ -1,0 +1,128 @@
+"""Cached tokens and speed of agents' calls, with memory behind a KV cache that is too small for them, and without.
+
+    python -m benchmarks.steps.agents_speed configs/qwen-8b-shape.yaml TRACE [--seconds 45] [--total-tokens 70000]
+
+A line of TRACE is one call as JSON: `id`, `session`, `parent`, `fork`, `after` (ids that it waits for), `pause_s`,
+`keep` (messages of its session, or of the parent where it is a fork), `append` ([{tokens, seed}]), `out_tokens`.
+Messages are random ids; answers are the model's. Both runs end after so many seconds: their calls count that are over.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
+from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.config.sources import with_runtime
+
+_VOCABULARY = 32_000
+_LONGEST_PAUSE_S = 3.0
+
+Call = dict[str, Any]
+
+
+class Replay:
+    """The calls of a trace on one engine, a thread for each session.
+
+    Attributes:
+        over: (prompt tokens, cached tokens, output tokens, seconds) of each call that is over.
+    """
+
+    def __init__(self, engine: Engine, calls: list[Call], seconds: float) -> None:
+        self._engine, self._end = engine, time.monotonic() + seconds
+        self._done = {call["id"]: threading.Event() for call in calls}
+        self._messages: dict[str, list[list[int]]] = {}
+        self.over: list[tuple[int, int, int, float]] = []
+        sessions: dict[str, list[Call]] = defaultdict(list)
+        for call in calls:
+            sessions[call["session"]].append(call)
+        self._threads = [threading.Thread(target=self._session, args=(mine,)) for mine in sessions.values()]
+
+    def run(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join()
+
+    def _session(self, calls: list[Call]) -> None:
+        for call in calls:
+            for other in call["after"]:
+                self._done[other].wait(max(0.0, self._end - time.monotonic()))
+            time.sleep(max(0.0, min(call["pause_s"], _LONGEST_PAUSE_S, self._end - time.monotonic())))
+            if time.monotonic() >= self._end:
+                return
+            self._one(call)
+            self._done[call["id"]].set()
+
+    def _one(self, call: Call) -> None:
+        source = call["parent"] if call["fork"] else call["session"]
+        messages = list(self._messages.get(source, [])[: call["keep"]])
+        messages += [_ids(part["seed"], part["tokens"]) for part in call["append"]]
+        prompt = [token for message in messages for token in message]
+        began = time.monotonic()
+        output = self._engine.generate([prompt], greedy(call["out_tokens"]), progress=False)[0]
+        taken = time.monotonic() - began
+        if output.error is None:
+            self.over.append((len(prompt), output.num_cached_tokens or 0, len(output.token_ids), taken))
+        self._messages[call["session"]] = [*messages, output.token_ids]
+
+
+def _ids(seed: int, count: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, _VOCABULARY, count).tolist()
+    return found
+
+
+def measure(config: EngineConfig, calls: list[Call], args: Namespace, what: str) -> float:
+    """The 90th percentile of output tokens over a call's time."""
+    with Engine(config) as engine:
+        if what == "without":
+            print(machine_line(str(engine.config.runtime.device)), flush=True)
+        replay = Replay(engine, calls, args.seconds)
+        replay.run()
+        stats = engine.stats()
+    if not replay.over:
+        sys.exit("no call was over in time; give it more --seconds")
+    prompt, cached, out, taken = (np.array(column) for column in zip(*replay.over, strict=True))
+    rates = out / taken
+    p90 = float(np.quantile(rates, 0.9))
+    print(
+        f"{what}: {len(rates)} calls in {args.seconds} s, cached {cached.sum() / prompt.sum():.1%} of {prompt.sum():,} "
+        f"tokens; end to end p50 {np.median(taken):.3f} s, p90 {np.quantile(taken, 0.9):.3f}; output tokens over time "
+        f"p50 {np.median(rates):.1f}, p90 {p90:.1f} a second; preemptions {stats.preemptions}",
+        flush=True,
+    )
+    for tier in stats.tiers:
+        print(f"  {tier}", flush=True)
+    return p90
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--seconds", type=positive, default=45, help="of each run (default: 45)")
+    parser.add_argument("--total-tokens", type=positive, default=70_000, help="of the KV cache (default: 70000)")
+    parser.add_argument("--host-gib", type=float, default=25.0, help="of the host's memory (default: 25)")
+    args = parser.parse_args()
+    calls = [json.loads(line) for line in args.trace.read_text().splitlines()]
+    runtime = {"max_total_tokens": args.total_tokens, "max_model_len": min(args.total_tokens, 40_960)}
+    config = with_runtime(EngineConfig.from_yaml(args.config), runtime)
+    without = measure(config, calls, args, "without")
+    behind = measure(with_runtime(config, {"kv_offloading_size": args.host_gib}), calls, args, "with the memory")
+    print(f"90th percentile of output tokens over time: {behind / without:.2f} x")
+    return 0
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        sys.exit(main())
