@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 # How many of the oldest entries are compared: it bounds the host's work for each slot.
-_LOOKED_AT = 64
+_LOOKED_AT = 16
 
 
 @dataclass(slots=True, eq=False)

@@ -103,8 +103,10 @@ class Stores:
         for start in range(0, len(missing), shelves.piece):
             part = missing[start : start + shelves.piece]
             slots = index.take(len(part))
-            taken = [replace(entry, slot=slot) for (entry, _), slot in zip(part, slots, strict=False)]
-            self._begin_store(run, taken, [page for _, page in part[: len(slots)]])
+            part_taken = part[: len(slots)]
+            for (entry, _), slot in zip(part_taken, slots, strict=True):
+                entry.slot = slot
+            self._begin_store(run, [entry for entry, _ in part_taken], [page for _, page in part_taken])
             if len(slots) < len(part):
                 return
 
@@ -173,7 +175,7 @@ class Stores:
             index.put(entry)
             if self.takes_writes and self._writes_through and not entry.is_below:
                 self._to_write[ticket.is_state].append(entry)
-        if not ticket.is_state:
+        if not ticket.is_state and run not in self._stores.values():  # once, behind the path's last part
             index.use(shelves.path_keys(run))
 
     # --- to the tier below --------------------------------------------------------------------------------------------
