@@ -47,7 +47,7 @@ def microseconds(tokens: int, steps: int, channel: Channel | None) -> float:
         channel.send(messages.encode_event(messages.PagesChanged(rank, news)))
 
     if channel is not None:
-        events = PageEvents([cache], tuple, tell)
+        events = PageEvents([cache], (), tuple, tell)
     times = []
     for step in range(steps):
         token_ids = np.arange(step * tokens, (step + 1) * tokens, dtype=np.int64)

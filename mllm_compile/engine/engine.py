@@ -679,7 +679,7 @@ class Engine:
         from mllm_compile.engine.page_events import PageEvents
 
         adapters = tuple if self.adapters is None else self.adapters.all
-        self.core.watch_pages(lambda caches: PageEvents(caches, adapters, tell).flush)
+        self.core.watch_pages(lambda caches, tiers: PageEvents(caches, tiers, adapters, tell).flush)
 
     def flush_prefix_cache(self) -> None:
         """Forgets all cached prefixes.

@@ -31,6 +31,7 @@ from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from mllm_compile.engine.adapter_queue import AdapterParts, AdapterQueue
@@ -149,11 +150,11 @@ class EngineCore:
         """Tells `sink` of every step from now on; before the first submission."""
         self._steps.sink = sink
 
-    def watch_pages(self, watch: Callable[[list[RadixCache]], Callable[[], None]]) -> None:
+    def watch_pages(self, watch: Callable[[list[RadixCache], list[Tiers]], Callable[[], None]]) -> None:
         """Has the prefix caches of all ranks watched; what `watch` gives is called behind each step from now on."""
 
         def begin() -> None:
-            self._steps.tell_pages = watch(self._scheduler.caches)
+            self._steps.tell_pages = watch(self._scheduler.caches, self._scheduler.all_tiers)
 
         self.between_steps(begin)
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 from mllm_compile.adapters.registry import Adapter
 from mllm_compile.engine.cache_salt import read_salt
 from mllm_compile.kv_events.news import News, Origin, PageNews
+from mllm_compile.kv_events.wire import DISK, HOST
 from mllm_compile.runtime.schedule.pages.page_keys import PageKeys
 from mllm_compile.runtime.schedule.pages.page_run import Salt
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 TellNews = Callable[[int, list[News]], None]  # of a rank
 
 _MOST_ORIGINS = 1024  # that are kept
+_MEDIA = {"host": HOST, "disk": DISK}
 
 
 class PageEvents:
@@ -23,11 +26,18 @@ class PageEvents:
 
     Args:
         caches: by rank.
+        tiers: behind the first of them; none, or one.
         adapters: gives those that are loaded.
         tell: takes the news of a step; it does not wait.
     """
 
-    def __init__(self, caches: Sequence[RadixCache], adapters: Callable[[], Sequence[Adapter]], tell: TellNews) -> None:
+    def __init__(
+        self,
+        caches: Sequence[RadixCache],
+        tiers: Sequence[Tiers],
+        adapters: Callable[[], Sequence[Adapter]],
+        tell: TellNews,
+    ) -> None:
         self._adapters = adapters
         self._tell = tell
         self._origins: OrderedDict[tuple[Salt, bytes], Origin] = OrderedDict()
@@ -38,6 +48,9 @@ class PageEvents:
             news = PageNews(lambda salt, keys=keys: self._origin(salt, keys))  # type: ignore[misc]
             cache.watchers.append(news)
             self._ranks.append(news)
+        for one in tiers:
+            moved = self._ranks[0].moved
+            one.watch(lambda name, key, is_stored, moved=moved: moved(_MEDIA[name], key, is_stored))  # type: ignore[misc]
 
     def flush(self) -> None:
         """Tells what has changed since the last call."""

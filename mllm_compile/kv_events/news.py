@@ -59,7 +59,24 @@ class Cleared(msgspec.Struct, tag=3, array_like=True):
     """No page is found any more."""
 
 
-News = Stored | Removed | Cleared
+class Moved(msgspec.Struct, tag=4, array_like=True):
+    """A tier behind the device has pages from now on, or has them no more.
+
+    Attributes:
+        medium: of the tier, as events name it.
+        keys: of the pages, one behind another.
+    """
+
+    medium: str
+    keys: bytes
+    is_stored: bool
+
+
+class Gone(msgspec.Struct, tag=5, array_like=True):
+    """Nothing is held any more, in tiers neither."""
+
+
+News = Stored | Removed | Cleared | Moved | Gone
 
 
 class PageNews:
@@ -95,6 +112,14 @@ class PageNews:
 
     def cleared(self) -> None:
         self._news.append(Cleared())
+
+    def moved(self, medium: str, key: bytes, is_stored: bool) -> None:
+        """Notes that a tier has a page, or has it no more."""
+        last = self._news[-1] if self._news else None
+        if isinstance(last, Moved) and (last.medium, last.is_stored) == (medium, is_stored):
+            last.keys += key
+        else:
+            self._news.append(Moved(medium, key, is_stored))
 
     def take(self) -> list[News]:
         """The news since the last call, in their order."""

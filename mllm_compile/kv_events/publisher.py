@@ -19,7 +19,7 @@ import zmq
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.kv_events.blocks import Blocks
-from mllm_compile.kv_events.news import Cleared, News
+from mllm_compile.kv_events.news import Gone, News
 from mllm_compile.kv_events.wire import Batch, encode
 from mllm_compile.runtime.config_sections import KVEventsSection
 
@@ -113,7 +113,7 @@ class KVEventPublisher:
     def engine_is_gone(self) -> None:
         """Says that the blocks of all ranks are gone, with their engine."""
         for rank in range(len(self._ranks)):
-            self.take(rank, [Cleared()])
+            self.take(rank, [Gone()])
 
     def close(self) -> None:
         """Publishes what there is, and closes the sockets; once."""
@@ -148,14 +148,14 @@ class KVEventPublisher:
                 self._has_lost = False
                 logger.warning("news of KV pages came faster than they could be published: all blocks are told as gone")
                 for rank in self._ranks:
-                    rank.publish([Cleared()])
+                    rank.publish([Gone()])
                 return
             number, news = self._news.popleft()
             try:
                 self._ranks[number].publish(news)
             except Exception:  # the thread goes on, and nobody believes in what it has not told
                 logger.exception("KV events of a step were not published: all blocks are told as gone")
-                self._ranks[number].publish([Cleared()])
+                self._ranks[number].publish([Gone()])
 
     @staticmethod
     def _answer(rank: _Rank) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-GPU, CPU = "GPU", "CPU"
+GPU, HOST, DISK = "GPU", "CPU", "STORAGE"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):

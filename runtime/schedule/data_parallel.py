@@ -21,6 +21,7 @@ from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import NO_DRAFTS, ScheduledBatch, TokenRuns, UpdateResult
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.speculation.drafter import Speculation
 
 
@@ -114,6 +115,11 @@ class DataParallelScheduler:
         """End a session on all ranks. False: it is unknown."""
         ended = [one.end_session(key) for one in self._schedulers]
         return any(ended)
+
+    @property
+    def all_tiers(self) -> list[Tiers]:
+        """The memory behind the prefix caches."""
+        return [tiers for one in self._schedulers for tiers in one.all_tiers]
 
     @property
     def caches(self) -> list[RadixCache]:

@@ -177,6 +177,11 @@ class Scheduler:
         return self.pages.cache.sessions.end(key)
 
     @property
+    def all_tiers(self) -> list[Tiers]:
+        """The memory behind the prefix cache, if there is any."""
+        return [] if self.tiers is None else [self.tiers]
+
+    @property
     def caches(self) -> list[RadixCache]:
         """The prefix cache of each rank."""
         return [self.pages.cache]

@@ -29,7 +29,7 @@ class Watched:
         self.readers = [LlmD(TOPIC), Dynamo(PAGE), Typed()]
         self.batches: list[list[bytes]] = []
         self._blocks = Blocks()
-        self._news = PageEvents([self.cache], lambda: [ADAPTER], self._told)
+        self._news = PageEvents([self.cache], (), lambda: [ADAPTER], self._told)
 
     def _told(self, rank, news) -> None:
         if events := self._blocks.events_of(news):

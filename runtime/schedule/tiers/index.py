@@ -57,12 +57,14 @@ class TierIndex:
 
     Attributes:
         evictions: entries that were given up for others.
+        watch: told of a key that has an entry now (True), or has none any more.
     """
 
     def __init__(self, num_slots: int, dropped: Callable[[Entry], None] | None = None) -> None:
         """Args: dropped: told of entries that are given up or forgotten."""
         self.num_slots = num_slots
         self._dropped = dropped
+        self.watch: Callable[[bytes, bool], None] | None = None
         self.evictions = 0
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
@@ -121,12 +123,16 @@ class TierIndex:
         entry.used = time.monotonic()
         self._entries[entry.key] = entry
         self._children[entry.parent] += 1
+        if self.watch is not None:
+            self.watch(entry.key, True)
 
     def drop(self, entry: Entry) -> None:
         """Forgets an entry that no copy reads."""
         del self._entries[entry.key]
         if self._dropped is not None:
             self._dropped(entry)
+        if self.watch is not None:
+            self.watch(entry.key, False)
         self._free.append(entry.slot)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:

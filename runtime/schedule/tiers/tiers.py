@@ -13,6 +13,7 @@ before writes them. The step that is being planned is not: it may not read what 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -120,6 +121,12 @@ class Tiers:
     def state_kept(self, run: PageRun) -> None:
         """Has a run's state stored."""
         self._stores.state_kept(run)
+
+    def watch(self, tell: Callable[[str, bytes, bool], None]) -> None:
+        """Tells which pages tiers hold: a tier's name, a page's key, and whether it holds the page now."""
+        for name, indices in zip(_NAMES, (self._shelves.host, self._shelves.below), strict=True):
+            if indices:
+                indices[False].watch = partial(tell, name)
 
     def clear(self) -> None:
         """Forgets all that is stored; nothing may move."""
