@@ -105,7 +105,7 @@ def test_figures_have_the_models_names(server):
     for line in (
         'mllm:model_state{model="b",state="parked"} 1.0',
         'mllm:engine_ready{model="a"} 1.0',
-        'vllm:num_requests_running{engine="0",model="p",model_name="p"} 0.0',
+        'vllm:num_requests_running{engine="0",model="p",model_name="p"} ',
         'mllm:device_bytes{device="meta"} 716800.0',
         'mllm:device_given_bytes{device="meta"} 614400.0',
     ):
