@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
 
@@ -19,8 +20,17 @@ def describe_mistakes(error: ValidationError, config: type[BaseModel]) -> list[s
     """
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():
-        by_key.setdefault(tuple(str(part) for part in item["loc"][:2]), []).append(item)
+        key = tuple(str(part) for part in item["loc"])
+        by_key.setdefault(key[: 3 if _fields_of(key[:2], config) else 2], []).append(item)
     return [_describe_mistake(key, items, config) for key, items in by_key.items()]
+
+
+def _fields_of(key: tuple[str, ...], config: type[BaseModel]) -> Mapping[str, Any]:
+    """The keys of a section, or of a section in one; of another key none."""
+    section: Any = config
+    for part in key:
+        section = section.model_fields[part].annotation if part in getattr(section, "model_fields", ()) else None
+    return getattr(section, "model_fields", {})
 
 
 def _describe_mistake(key: tuple[str, ...], items: list[Any], config: type[BaseModel]) -> str:
@@ -33,8 +43,7 @@ def _describe_mistake(key: tuple[str, ...], items: list[Any], config: type[BaseM
     if kind in ("model_type", "model_attributes_type"):
         if name == "model" and isinstance(items[0]["input"], str):
             return f"model is {show(items[0]['input'])}; expected model: {{path: {items[0]['input']}}}"
-        section = config.model_fields[key[0]].annotation
-        return f"{name} is {show(items[0]['input'])}; expected keys: {', '.join(section.model_fields)}"  # type: ignore[union-attr]
+        return f"{name} is {show(items[0]['input'])}; expected keys: {', '.join(_fields_of(key, config))}"
     # A union reports every member that did not fit; the one that came furthest (an entry of a list, a range) has the
     # value that is really wrong.
     wrong = max(items, key=lambda item: len(item["loc"]))["input"]
@@ -110,8 +119,7 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
         meant = closest(key[0], list(sections)) or key_meant_by(key[0], config)
         listed = f"known sections: {', '.join(sections)}"
     elif len(key) > 2:
-        inner = sections[key[0]][key[1]].annotation.model_fields
-        near = closest(key[2], list(inner))
+        near = closest(key[2], list(_fields_of(key[:2], config)))
         return f"{'.'.join(key)} is not a known key{f'; did you mean {near}?' if near else ''} ({listed})"
     else:
         near = closest(key[1], list(sections[key[0]]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -425,3 +426,17 @@ def test_a_relative_folder_of_an_adapter_is_taken_from_the_yaml_folder(tmp_path)
     text = "model: {path: m}\nlora: {max_adapters: 2, adapters: {sql: ./sql, far: /far}}"
     adapters = EngineConfig.from_yaml(write(tmp_path, text)).lora.adapters
     assert adapters == {"sql": str(tmp_path / "sql"), "far": "/far"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enpoint": "x"}, "runtime.kv_events_config.enpoint is not a known key; did you mean endpoint?"),
+        ({"endpoint": "5557"}, "runtime.kv_events_config.endpoint is '5557'; expected an address such as tcp://*:5557"),
+        ({"hwm": 0}, "runtime.kv_events_config.hwm is 0; expected greater than or equal to 1"),
+        ("zmq", "runtime.kv_events_config is 'zmq'; expected keys: enable_kv_cache_events, publisher, endpoint"),
+    ],
+)
+def test_a_mistake_in_a_section_of_a_section_is_named_whole(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        EngineConfig.from_dict({"model": {"path": "m"}, "runtime": {"kv_events_config": given}})
