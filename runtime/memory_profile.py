@@ -80,7 +80,7 @@ def count_pages(runner: ProfiledModel) -> int:
         if runner.drafters:
             num_bytes = config.num_kept_hidden_states(len(runner.drafters)) * bytes_each[0]
             budget = budget.without(num_bytes, "hidden states that drafts are made of")
-        if graph_bytes := _graph_bytes([one for one in runners if one.captures_graphs]):
+        if graph_bytes := _graph_bytes(runners):
             budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")
     else:
         budget = cpu_kv_budget(1 if runner.communicator is None else runner.communicator.size)
@@ -100,6 +100,8 @@ def _graph_bytes(runners: Sequence[ProfiledModel]) -> int:
     """Bytes of all graphs of a model and its draft model, whose passes behind verify steps are graphs too."""
     total, num_verifies, depths = 0, 0, runners[0].config.speculative.captured_depths
     for runner in runners:
+        if not runner.captures_graphs:
+            continue
         # Each depth has about as many sizes. A block is drafted by one pass.
         num_passes = 1 if runner.model.block is not None or not depths else math.ceil(fmean(depths))
         num_bytes, num_verifies = _estimate_graph_bytes(runner, num_passes * num_verifies)

@@ -43,11 +43,16 @@ def test_the_largest_step_has_all_requests_and_all_tokens_and_leaves_neither_pag
 @pytest.mark.parametrize(("obstacle", "num_loras", "behind"), [("no kernels", 0, 0), (None, 0, 4), (None, 2, 8)])
 def test_graphs_of_a_heads_passes_behind_verify_steps_are_counted(obstacle, num_loras, behind, monkeypatch):
     runner, counted = make_runner(draft_model=TinyModel(1)), []
+    monkeypatch.setattr(type(runner), "captures_graphs", True)
     monkeypatch.setattr(draft_chain, "chain_obstacle", lambda head: obstacle)
     monkeypatch.setattr(kinds, "dispatcher_of", lambda _: GraphDispatcher({GraphKind.VERIFY: (4, 8, 8, 16)}, num_loras))
     monkeypatch.setattr(graph_runner, "estimate_graph_bytes", lambda one, _, num: counted.append((one, num)) or 5)
     assert _graph_bytes([runner, runner.drafter]) == 10
     assert counted == [(runner, 0), (runner.drafter, behind)]
+
+
+def test_a_model_without_graphs_is_captured_on_no_trial():
+    assert _graph_bytes([make_runner()]) == 0
 
 
 def test_the_experts_that_tokens_chose_are_of_their_pages():
