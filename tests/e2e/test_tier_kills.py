@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mllm_compile import SamplingParams
-from tests.hang_guard import HANG_S
+from tests.hang_guard import until
 from tests.tiny_model import engine_of_pages, tiny_config
 
 PROMPTS = [[first, *range(3, 100)] for first in range(8)]
@@ -42,9 +42,7 @@ def test_the_next_process_serves_from_the_files_of_one_that_was_killed(tmp_path:
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "answered\n"
-        deadline = time.monotonic() + HANG_S
-        while not any("-" in path.name for path in tmp_path.glob("tier/*/*/*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: any("-" in path.name for path in tmp_path.glob("tier/*/*/*")), "the first file")
         time.sleep(delay_s)
     finally:
         child.kill()

@@ -54,6 +54,16 @@ def test_what_a_start_with_another_config_measured_is_not_told(eager_cache):
     assert dict(found)["limits"].startswith("3 running")
 
 
+def test_the_memory_behind_the_cache_is_told_in_tokens(eager_cache):
+    disk = {"kv_offloading_disk_path": "/tmp/kv", "kv_offloading_disk_size": 2.0}
+    found = told(tiny_config(eager_cache, runtime={"kv_offloading_size": 1.0, **disk}, **EAGER))
+    lines = [line for name, line in found if name == "" and "behind it" in line]
+    assert lines == [
+        "behind it 1 GiB of the host's memory: 131,072 KV tokens",
+        "behind it 2 GiB in /tmp/kv: 262,144 KV tokens",
+    ]
+
+
 def test_a_model_that_is_not_compiled_is_traced_and_nothing_is_left(eager_cache, tmp_path):
     found = told(tiny_config(tmp_path / "cache", **EAGER))
     compiled = told(tiny_config(eager_cache, **EAGER))

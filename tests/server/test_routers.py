@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mllm_compile.runtime.schedule.tiers.figures import TierFigures
+from mllm_compile.server.telemetry.metrics import tier_families
 from tests.server.harness import eventually, fake_server
 
 LLM_D = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
@@ -44,3 +48,17 @@ def test_older_names_have_the_same_values(samples):
         assert samples[f"vllm:{older}"].value == samples[f"vllm:{newer}"].value
     hits, queries = (samples[f"vllm:gpu_prefix_cache_{name}_total"].value for name in ("hits", "queries"))
     assert samples["vllm:gpu_prefix_cache_hit_rate"].value == pytest.approx(hits / queries)
+
+
+def test_tiers_have_figures_each_and_vllms_names_together():
+    tiers = [asdict(TierFigures(name, 3, 8, hit_tokens=hits)) for name, hits in (("host", 64), ("disk", 16))]
+    stats = {"tiers": tiers, "prefix_query_tokens": 200, "prefix_hit_tokens": 100}
+    found = {
+        (sample.name, sample.labels.get("tier")): sample.value
+        for family in tier_families(stats, {"model_name": "m", "engine": "0"})
+        for sample in family.samples
+    }
+    assert found["mllm:kv_tier_hit_tokens_total", "host"] == 64
+    assert found["mllm:kv_tier_capacity", "disk"] == 8
+    assert found["vllm:external_prefix_cache_hits_total", None] == 80
+    assert found["vllm:external_prefix_cache_queries_total", None] == 180

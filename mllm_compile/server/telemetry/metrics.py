@@ -231,7 +231,7 @@ class _EngineFigures(Collector):
         if stats.get("adapters") is not None:
             yield _adapters(stats["adapters"])
         if stats.get("tiers"):
-            yield from _tiers(stats, label)
+            yield from tier_families(stats, label)
 
     def _finished(self, label: dict[str, str]) -> Iterator[Metric]:
         for prefix, labels in (("mllm:completions", {}), ("vllm:request_success", label)):
@@ -253,7 +253,7 @@ def _adapters(stats: Mapping[str, Any]) -> Metric:
     return family
 
 
-def _tiers(stats: Mapping[str, Any], label: Mapping[str, str]) -> Iterator[Metric]:
+def tier_families(stats: Mapping[str, Any], label: Mapping[str, str]) -> Iterator[Metric]:
     """The memory behind the KV cache."""
     for name, what in _OF_TIERS.items():
         kind = GaugeMetricFamily if name in ("pages", "capacity", "states") else CounterMetricFamily
