@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -200,6 +201,17 @@ def test_an_engines_events_end_with_what_it_caches(publisher, subscriber):
         assert events[0]["token_ids"][:32] == list(range(1, 33))
         engine.flush_prefix_cache()
         subscriber.read_until("AllBlocksCleared")
+
+
+def test_an_engine_publishes_by_itself_until_it_is_closed(folder):
+    runtime = SimpleNamespace(kv_events_config=section(folder), expert_parallel_size=1, routed_experts=False)
+    config = SimpleNamespace(runtime=runtime, lora=SimpleNamespace(adapters={}))
+    for _ in range(2):  # the endpoints can be had again
+        with fake_engine(config=config) as engine:
+            engine.generate([list(range(1, 33))], params())
+            until(lambda: replayed(folder, 0), "the first batch")
+            (_, number, payload), *_ = replayed(folder, 0)
+            assert number == 0 and msgspec.msgpack.decode(payload)[1][0]["token_ids"][:32] == list(range(1, 33))
 
 
 def test_a_taken_endpoint_is_refused(publisher, folder):
