@@ -25,8 +25,6 @@ from mllm_compile.runtime.sampling.params import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
-# Of heads that draft token by token, and P-EAGLE's, captured passes ran on CPUs alone, where graphs are played.
-_ONLY_BLOCKS_ON_GPUS = True
 _LEAST_SAME = 0.5  # of drafts: bfloat16's last bits change some, of a head of random weights
 
 
@@ -227,9 +225,6 @@ def chain_obstacle(head: CapturableModel) -> str | None:
     """Why a draft model, whose attention is there, makes its drafts beside verify steps; None: it can behind them."""
     if not head.config.most_chained:
         return "it reads no hidden states, or others draft on from it"
-    block = head.model.block
-    if _ONLY_BLOCKS_ON_GPUS and head.device.type == "cuda" and (block is None or not block.sees_ahead):
-        return "such passes were not seen on a GPU"
     if head.model.decode_loop is None:
         return "it has no kernels that choose tokens"
     if head.attn_backend.verifies is None or head.attn_backend.decodes is None:

@@ -214,8 +214,6 @@ def _obstacle(runner: CapturableModel) -> str | None:
     section, model = runner.config.speculative, runner.model
     if runner.dp_size > 1:
         return "ranks have requests of their own"
-    if runner.communicator is not None and runner.device.type == "cuda":
-        return "ranks on GPUs accept drafts together, and no start could tell that they wait for each other for ever"
     if runner.communicator is not None and section.synthetic_acceptance_length is not None:
         return "a synthetic acceptance goes by seeds, which one rank has"
     if model.verify is None:

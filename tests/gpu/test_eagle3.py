@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.runtime.cuda_graph import draft_chain
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from tests.eagle_heads import head_config, markov_model, random_head, right_head, save_head, sizes_of
 from tests.tiny_model import TINY
@@ -79,7 +78,6 @@ def test_a_random_head_drafts_in_the_graphs_of_verify_steps(markov, tmp_path, ki
         return launch(graphs, fields, *of_step)
 
     monkeypatch.setattr(VerifyGraphs, "launch", noted)
-    monkeypatch.setattr(draft_chain, "_ONLY_BLOCKS_ON_GPUS", False)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=64, ignore_eos=True)
     _, stats = answers(folder, folder / "model", tmp_path / "head", [[5, 9, 2], [1] * 90], params)
     assert len(chained) > 20, "the start has left them out"

@@ -20,6 +20,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import EngineDeadError
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
@@ -82,9 +83,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"path": str(folder), "load_format": "dummy"}
 
 
-def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+def answers(
+    engine: Engine, prompts: list[list[int]] = PROMPTS, params: SamplingParams | list[SamplingParams] = GREEDY
+) -> list[tuple[list[int], list[float]]]:
     """Tokens and their log-probabilities, of each prompt."""
-    found = engine.generate(PROMPTS, GREEDY)
+    found = engine.generate(prompts, params)
     assert all(output.error is None for output in found)
     return [
         (
@@ -153,6 +156,34 @@ def test_steps_in_halves_answer_as_one_gpu(cache, small, alone, threshold, monke
         assert_alike(answers(engine), alone)
         assert_alike(answers(engine), alone)
     assert True in cuts
+
+
+def test_ranks_verify_drafts_in_one_launch(cache, small, monkeypatch):
+    """N-grams are drafted on the device of each rank, and accepted by rank 0's choice."""
+    launches, launch = [], VerifyGraphs.launch
+
+    def noted(graphs, fields, *of_step):
+        launches.append(bool((fields[:, 1] < 0).any()))  # one was in flight
+        return launch(graphs, fields, *of_step)
+
+    monkeypatch.setattr(VerifyGraphs, "launch", noted)
+    repeated = [(list(range(3, 3 + count)) * 20)[:90] for count in (3, 7, 1, 12, 2)]
+    kinds = [GREEDY, replace(GREEDY, max_tokens=64), SamplingParams(temperature=0.7, seed=2, max_tokens=40)]
+    params = [replace(kinds[index % 3], ignore_eos=True, detokenize=False, logprobs=1) for index in range(15)]
+    found, unscored = [], []
+    for asked in ({"method": "none"}, {"method": "ngram", "num_speculative_tokens": 3}):
+        config = config_of(cache, 2, "full_and_piecewise", small, "inductor")
+        section = type(config.speculative).model_validate(asked)
+        with Engine(config.model_copy(update={"speculative": section})) as engine:
+            found.append(answers(engine, repeated * 3, params))
+            ahead = engine.generate(repeated * 3, [replace(one, logprobs=None) for one in params])
+            unscored.append([output.token_ids for output in ahead])
+            drafts = engine.stats().drafts
+    assert len(launches) > 20, "the start has left them out"
+    assert any(launches)
+    assert drafts > 0
+    assert_alike(*found)
+    assert sum(one == other for one, other in zip(*unscored, strict=True)) >= 8
 
 
 def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
