@@ -29,7 +29,6 @@ from mllm_compile.runtime.ops.lora.shapes import (
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
 
 _GATED_COLUMNS = 64  # of a block, of gate and of up each
-_GROUP, _STAGES = 4, 3  # of many tokens: blocks of a program, and whose loads are under way
 
 
 @triton.jit
@@ -115,30 +114,6 @@ def times_b(
 
 
 @triton.jit
-def part_of(
-    first: tl.tensor,
-    START_0: tl.constexpr,
-    START_1: tl.constexpr,
-    START_2: tl.constexpr,
-    START_3: tl.constexpr,
-    ROWS_0: tl.constexpr,
-    ROWS_1: tl.constexpr,
-    ROWS_2: tl.constexpr,
-    ROWS_3: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The part that a block's outputs are in, -1: none, and the first one's row of B."""
-    in_0 = (first >= START_0) & (first < START_0 + ROWS_0)
-    in_1 = (first >= START_1) & (first < START_1 + ROWS_1)
-    in_2 = (first >= START_2) & (first < START_2 + ROWS_2)
-    in_3 = (first >= START_3) & (first < START_3 + ROWS_3)
-    part = tl.where(in_0, 0, tl.where(in_1, 1, tl.where(in_2, 2, tl.where(in_3, 3, -1))))
-    b_first = tl.where(in_1, first - START_1 + ROWS_0, first - START_0)
-    b_first = tl.where(in_2, first - START_2 + ROWS_0 + ROWS_1, b_first)
-    b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
-    return part, b_first
-
-
-@triton.jit
 def expand_kernel(
     y_ptr: tl.tensor,
     shrunk_ptr: tl.tensor,
@@ -176,7 +151,14 @@ def expand_kernel(
     With SLOTS, -1 among them, program (outputs, tokens and slot): of those tokens alone that have the slot.
     """
     first = tl.program_id(0) * BLOCK_N
-    part, b_first = part_of(first, START_0, START_1, START_2, START_3, ROWS_0, ROWS_1, ROWS_2, ROWS_3)
+    in_0 = (first >= START_0) & (first < START_0 + ROWS_0)
+    in_1 = (first >= START_1) & (first < START_1 + ROWS_1)
+    in_2 = (first >= START_2) & (first < START_2 + ROWS_2)
+    in_3 = (first >= START_3) & (first < START_3 + ROWS_3)
+    part = tl.where(in_0, 0, tl.where(in_1, 1, tl.where(in_2, 2, tl.where(in_3, 3, -1))))
+    b_first = tl.where(in_1, first - START_1 + ROWS_0, first - START_0)
+    b_first = tl.where(in_2, first - START_2 + ROWS_0 + ROWS_1, b_first)
+    b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
     b_rows = b_first + tl.arange(0, BLOCK_N)
     columns = first + tl.arange(0, BLOCK_N)
     if SLOTS > 0:
@@ -227,84 +209,6 @@ def expand_kernel(
             slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
     out = y.to(tl.float32) + added
     tl.store(of_out + places, out.to(y.dtype), mask=is_token[:, None])
-
-
-@triton.jit
-def many_kernel(
-    y_ptr: tl.tensor,
-    shrunk_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    N: tl.constexpr,
-    B_ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    A_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    START_0: tl.constexpr,
-    START_1: tl.constexpr,
-    START_2: tl.constexpr,
-    START_3: tl.constexpr,
-    ROWS_0: tl.constexpr,
-    ROWS_1: tl.constexpr,
-    ROWS_2: tl.constexpr,
-    ROWS_3: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """BLOCK_N outputs, all in one part or in none, of GROUP times BLOCK_T tokens: program (outputs, tokens).
-
-    Where these all have one slot B is read once, and what is read of the next tokens waits for nothing.
-    """
-    first = tl.program_id(0) * BLOCK_N
-    part, b_first = part_of(first, START_0, START_1, START_2, START_3, ROWS_0, ROWS_1, ROWS_2, ROWS_3)
-    b_rows, columns = b_first + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1).to(tl.int64) * (GROUP * BLOCK_T)
-    of_group, tokens = tl.arange(0, GROUP * BLOCK_T), tl.arange(0, BLOCK_T)
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
-    is_there = begin + of_group < num_tokens
-    slots = tl.load(slots_ptr + begin + of_group, mask=is_there, other=-1)
-    most = tl.max(slots)
-    if (part < 0) | (tl.min(tl.where(is_there, slots, most)) == most):
-        is_changed = (part >= 0) & (most >= 0)
-        slot = tl.maximum(most, 0)
-        b = load_b(b_ptr, slot, b_rows, 0, is_changed, B_ROWS, RANK, BLOCK_R)
-        for i in tl.range(0, GROUP, num_stages=STAGES):
-            block = begin + i * BLOCK_T
-            is_token = block + tokens < num_tokens
-            places = block * N + (tokens[:, None] * N + columns[None, :])
-            y = tl.load(y_ptr + places, mask=is_token[:, None], other=0.0)
-            added = times_b(
-                shrunk_ptr + block * A_ROWS, tokens, is_token & is_changed, num_tokens, None, part, b, b_ptr, slot,
-                b_rows, B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
-            )  # fmt: skip
-            tl.store(out_ptr + places, (y.to(tl.float32) + added).to(y.dtype), mask=is_token[:, None])
-    else:
-        for i in range(GROUP):
-            block = begin + i * BLOCK_T
-            is_token = block + tokens < num_tokens
-            places = block * N + (tokens[:, None] * N + columns[None, :])
-            y = tl.load(y_ptr + places, mask=is_token[:, None], other=0.0)
-            its_slots = tl.load(slots_ptr + block + tokens, mask=is_token, other=-1)
-            added = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            slot = tl.min(tl.where(its_slots >= 0, its_slots, NO_SLOT))
-            while slot < NO_SLOT:
-                b = load_b(b_ptr, slot, b_rows, 0, True, B_ROWS, RANK, BLOCK_R)
-                total = times_b(
-                    shrunk_ptr + block * A_ROWS, tokens, its_slots == slot, num_tokens, None, part, b, b_ptr, slot,
-                    b_rows, B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
-                )  # fmt: skip
-                added = tl.where((its_slots == slot)[:, None], total, added)
-                slot = tl.min(tl.where(its_slots > slot, its_slots, NO_SLOT))
-            tl.store(out_ptr + places, (y.to(tl.float32) + added).to(y.dtype), mask=is_token[:, None])
 
 
 @triton.jit
@@ -459,30 +363,6 @@ def lora_expand(
     start_0, start_1, start_2, start_3 = (*starts, *none)
     rows_0, rows_1, rows_2, rows_3 = (*rows, *none)
     out = torch.empty_like(y)
-    if not is_few:
-        shared.pop("SLOTS")
-        wrap_triton(many_kernel)[(outputs // block_n, triton.cdiv(blocks, _GROUP))](
-            y,
-            shrunk,
-            b,
-            slots,
-            out,
-            math.prod(y.shape[:-1]),
-            N=outputs,
-            START_0=start_0,
-            START_1=start_1,
-            START_2=start_2,
-            START_3=start_3,
-            ROWS_0=rows_0,
-            ROWS_1=rows_1,
-            ROWS_2=rows_2,
-            ROWS_3=rows_3,
-            GROUP=_GROUP,
-            STAGES=_STAGES,
-            BLOCK_N=block_n,
-            **shared,
-        )
-        return out
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](
         y,
         shrunk,
