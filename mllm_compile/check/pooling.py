@@ -29,6 +29,7 @@ from mllm_compile.store.artifact import BINARIES, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
+    from mllm_compile.model.hf_model import HFModel
     from mllm_compile.runtime.pooling.facts import PoolingFacts
 
 _LENGTHS = (5, 1, 3)
@@ -108,11 +109,10 @@ class _Texts:
         has_far = any(step.bias or step.window_left > 0 for step in steps)
         lengths = (*_LENGTHS, min(_LONG, sizes.context_len)) if has_far else _LENGTHS
         generator = torch.Generator().manual_seed(0)
-        draw = [torch.randint(0, sizes.vocab_size, (length,), generator=generator) for length in lengths]
-        padding = lowered.hf_model.text_config.pad_token_id  # by which some models find a text's ends
-        if padding is not None:
-            draw = [torch.where(ids == padding, (ids + 1) % sizes.vocab_size, ids) for ids in draw]
-        self._ids = [ids.to(device) for ids in draw]
+        paddings = _paddings(lowered.hf_model)
+        ids = torch.tensor([one for one in range(sizes.vocab_size) if one not in paddings])
+        draws = [torch.randint(0, len(ids), (length,), generator=generator) for length in lengths]
+        self._ids = [ids[draw].to(device) for draw in draws]
         self._kinds = [torch.arange(length, device=device) % max(1, facts.kinds) for length in lengths]
         ends = torch.tensor(lengths).cumsum(0)
         self.bounds = torch.cat([torch.zeros(1, dtype=ends.dtype), ends]).int().to(device)
@@ -152,3 +152,10 @@ class _Texts:
                 logits = model(**said).logits
                 scores.append(logits[0] if logits.dim() == 3 else logits)
         return torch.cat(hidden), torch.cat(scores) if scores else None
+
+
+def _paddings(hf_model: HFModel) -> set[int]:
+    """The tokens by which some models find a text's ends, or count positions."""
+    found = {getattr(module, "padding_idx", None) for module in hf_model.model.modules()}
+    found.add(getattr(hf_model.text_config, "pad_token_id", None))
+    return {one for one in found if isinstance(one, int)}

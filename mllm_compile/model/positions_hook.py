@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,9 @@ def reading_positions(model: torch.nn.Module, positions: Positions) -> Iterator[
 def position_offset(model: torch.nn.Module) -> int:
     """The position of a text's first token, where the model counts them from token ids; else 0."""
     for module in model.modules():
-        count: Any = getattr(module, "create_position_ids_from_input_ids", None)
+        of_file = getattr(sys.modules.get(type(module).__module__), "create_position_ids_from_input_ids", None)
+        has_table = hasattr(module, "position_embeddings")
+        count: Any = getattr(module, "create_position_ids_from_input_ids", of_file if has_table else None)
         padding: Any = getattr(module, "padding_idx", None)
         if count is not None and isinstance(padding, int):
             counted = count(torch.tensor([[padding + 1, padding + 1]]), padding)[0].tolist()

@@ -34,8 +34,8 @@ from tests.sample import slow_but_a_sample
 CLASSES = (
     *("RobertaModel", "XLMRobertaForSequenceClassification", "ModernBertModel", "ModernBertForSequenceClassification"),
     *("T5EncoderModel", "DistilBertForTokenClassification", "ElectraModel", "AlbertForSequenceClassification"),
-    *("Qwen3ForSequenceClassification", "LlamaForTokenClassification", "NomicBertModel", "BartModel", "EsmModel"),
-    *("GPT2ForSequenceClassification", "UMT5EncoderModel", "CamembertModel", "ErnieModel", "Gemma3TextModel"),
+    *("Qwen3ForSequenceClassification", "LlamaForTokenClassification", "NomicBertModel", "BartModel", "XLMRobertaXLModel"),
+    *("GPT2ForSequenceClassification", "UMT5EncoderModel", "MPNetModel", "ErnieModel", "Gemma3TextModel"),
 )
 DENSE = 24
 

@@ -20,7 +20,6 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "convbert": {"embedding_size": 32},
     "distilbert": {"dim": 64, "hidden_dim": 96},
-    "mobilebert": {"true_hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32},
     "modernbert": {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},
     "rembert": {"input_embedding_size": 32},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 128}

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mllm_compile.model.pooling.own_attention import attends_itself
+
 
 class DistanceTables:
     """The tables of a model.
@@ -39,6 +41,11 @@ def distance_tables(model: torch.nn.Module) -> DistanceTables:
     owners: dict[torch.nn.Module, torch.nn.Module] = {}
     farthest, last = 1, None
     for module in model.modules():
+        if hasattr(module, "relative_position_bucket") and hasattr(module, "relative_attention_bias"):
+            last = module  # an encoder whose layers share its table
+            farthest = max(farthest, _default_of(module.relative_position_bucket, "max_distance"))
+        elif attends_itself(module) and last is not None:
+            owners[module] = last
         if not hasattr(module, "_relative_position_bucket"):
             continue
         if hasattr(module, "relative_attention_bias"):
@@ -50,7 +57,10 @@ def distance_tables(model: torch.nn.Module) -> DistanceTables:
 
 
 def _buckets(module: Any, far: torch.Tensor) -> torch.Tensor:
-    function = module._relative_position_bucket
+    function = getattr(module, "_relative_position_bucket", None)
+    if function is None:
+        shared: torch.Tensor = module.relative_position_bucket(far)
+        return shared
     said: dict[str, Any] = {}
     if "bidirectional" in inspect.signature(function).parameters:
         said["bidirectional"] = not module.is_decoder
@@ -58,3 +68,7 @@ def _buckets(module: Any, far: torch.Tensor) -> torch.Tensor:
         said["max_distance"] = module.relative_attention_max_distance
     buckets: torch.Tensor = function(far, **said)
     return buckets
+
+
+def _default_of(function: Any, name: str) -> int:
+    return int(inspect.signature(function).parameters[name].default)

@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from mllm_compile.model.pooling.distance_bias import DistanceTables, distance_tables
+from mllm_compile.model.pooling.own_attention import attending_past_the_interface
 from mllm_compile.model.towers.segments_hook import attending_by, said_bounds, say_bounds
 
 TEXTS_IMPLEMENTATION = "mllm_texts"
@@ -91,9 +92,10 @@ class _TextsAttention:
 @contextmanager
 def attending_to_texts(model: Any) -> Iterator[None]:
     """Within the context the model attends by the op, within the bounds that say_bounds says."""
-    AttentionInterface.register(TEXTS_IMPLEMENTATION, _TextsAttention(distance_tables(model)))
+    attention = _TextsAttention(distance_tables(model))
+    AttentionInterface.register(TEXTS_IMPLEMENTATION, attention)
     try:
-        with attending_by(model, TEXTS_IMPLEMENTATION):
+        with attending_by(model, TEXTS_IMPLEMENTATION), attending_past_the_interface(model, attention):
             yield
     finally:
         say_bounds(None)
