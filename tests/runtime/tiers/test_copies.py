@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.copies import SlotCopies
+from mllm_compile.runtime.tiers.disk import DiskFiles, Place
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.rows import runs_of
 
@@ -60,3 +66,31 @@ def test_slots_are_cut_into_chunks_that_hold_whole_ones() -> None:
     assert layout.chunk_slots == 4
     assert layout.chunks(9) == [4 * layout.slot_bytes, 4 * layout.slot_bytes, layout.slot_bytes]
     assert SlotLayout([]).chunks(5) == []
+
+
+class FullDisk(DiskFiles):
+    """A folder on a disk that has no room left."""
+
+    def write(self, place: Place, data: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_ends_writing_with_one_line_and_copies_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = torch.randn(3, 2048)
+    files = FullDisk(tmp_path, {})
+    copies = SlotCopies(SlotLayout([keys]), SlotLayout([]), 2, 0, torch.device("cpu"), files)
+    copies.begin(Ticket(False, entries(0, 1), np.array([1, 2])))
+    copies.wait()
+    for _ in range(2):
+        copies.begin(Ticket(False, entries(0, 1), np.array([], dtype=np.int32), is_write=True))
+    copies.wait()
+    copies.begin(Ticket(True, entries(0), np.array([0]), from_below=np.array([False])))
+    copies.wait()
+    assert [ticket.failed.tolist() for ticket in copies.finished()] == [[False] * 2, [True] * 2, [True] * 2, [False]]
+    assert torch.equal(keys[0], keys[1])
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more is written to runtime.kv_offloading_disk_path: [Errno 28] No space left on device"
+    ]
+    copies.close()
