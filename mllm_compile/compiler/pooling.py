@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import pass_target, rewrite_graph
+from mllm_compile.compiler.lowering import lower, pass_target, rewrite_graph
 from mllm_compile.compiler.program_builder import build_program, size_symbols
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
@@ -22,6 +22,16 @@ from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
     from mllm_compile.model.trace import Trace
+
+
+def lower_any(
+    config: ResolvedConfig, built: BuiltModel, model: ModelFolder, dump_dir: Path, reporter: Reporter
+) -> Lowered:
+    """The programs of a model that pools, or of one that generates, less those for images and adapters; raises as
+    lower_pooling and lower."""
+    if config.model.pools:
+        return lower_pooling(config, built, model, dump_dir, reporter)
+    return lower(config, built, dump_dir, reporter)
 
 
 def lower_pooling(

@@ -43,7 +43,8 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
         ConfigError: the folder cannot be made; and as find_target.
     """
     from mllm_compile.compiler.graph_text import remove_graph_texts
-    from mllm_compile.compiler.lowering import build_model, lower, private_inductor_cache
+    from mllm_compile.compiler.lowering import build_model, private_inductor_cache
+    from mllm_compile.compiler.pooling import lower_any
     from mllm_compile.compiler.program_builder import weight_shapes
 
     timeline = timeline_of(reporter)
@@ -57,7 +58,8 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     program_text = out_dir / "program.txt"
     program_text.unlink(missing_ok=True)
     with TemporaryDirectory(prefix="mllm-inspect-") as folder, private_inductor_cache(Path(folder)):
-        lowered = lower(target.config, build_model(target.config, target.model, timeline), out_dir, timeline)
+        built = build_model(target.config, target.model, timeline)
+        lowered = lower_any(target.config, built, target.model, out_dir, timeline)
     shapes = {name: shape for name, (shape, _) in weight_shapes(lowered.graph).items()}
     lines = program_lines(lowered.program, shapes)
     program_text.write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")

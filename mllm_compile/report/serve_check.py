@@ -15,12 +15,14 @@ from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.device_share import num_states, state_bytes, token_bytes
+from mllm_compile.engine.pooling.assemble import longest_text
 from mllm_compile.errors import ArtifactError, CheckpointError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import FolderReader, HeldFiles
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
+from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
@@ -47,6 +49,7 @@ class _Known:
     adapter_bytes: int
     tokenizer: Tokenizer | None
     start: Mapping[str, Any]
+    pooling: PoolingFacts | None = None
 
 
 def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[str, str]]:
@@ -59,6 +62,8 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
     """
     known = _of_runtime(source, reporter) if isinstance(source, Path) else _of_config(source, reporter)
     config, runtime = known.config, known.config.runtime
+    if known.pooling is not None:
+        return _of_pooling(known, known.pooling)
     tokens, how = _kv_tokens(known)
     each = token_bytes(config, known.layers)
     syntax = syntax_of(known.tokenizer)
@@ -75,6 +80,18 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
         ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
         ("limits", f"{runtime.max_running_requests} running, prompt and answer {runtime.max_model_len:,} tokens"),
         ("template", f"{text}; {syntax.described()}"),
+    ]
+
+
+def _of_pooling(known: _Known, facts: PoolingFacts) -> list[tuple[str, str]]:
+    """The lines of a model that pools."""
+    config = known.config
+    return [
+        ("model", f"{config.model.source}  {config.model.dtype}  {config.runtime.device}"),
+        ("runtime", known.origin),
+        ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB"),
+        ("tasks", f"{', '.join(facts.tasks)}; pooled by {', '.join(facts.rules)}"),
+        ("limits", f"texts of {longest_text(config, facts):,} tokens"),
     ]
 
 
@@ -113,6 +130,7 @@ def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None 
         _adapter_bytes(artifact.program),
         load_tokenizer(folder / TOKENIZER, HeldFiles(artifact.texts, TOKENIZER + "/")),
         start_with(read_measured(artifact.measured_folder, device_key(config.runtime.device)), config),
+        None if artifact.program.pooling is None else artifact.program.pooling.facts,
     )
 
 
@@ -131,11 +149,13 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
         UnsupportedModelError, CheckpointError: it cannot be.
     """
     from mllm_compile.compiler.lora import with_lora
-    from mllm_compile.compiler.lowering import build_model, lower, plan_lowered_weights, private_inductor_cache
+    from mllm_compile.compiler.lowering import build_model, plan_lowered_weights, private_inductor_cache
+    from mllm_compile.compiler.pooling import lower_any
 
     with TemporaryDirectory(prefix="mllm-check-") as name, private_inductor_cache(Path(name)):
         scratch = Path(name)
-        lowered = lower(target.config, build_model(target.config, target.model, reporter), scratch, reporter)
+        built = build_model(target.config, target.model, reporter)
+        lowered = lower_any(target.config, built, target.model, scratch, reporter)
         lowered = with_lora(target.config, lowered, scratch, reporter)
         _, weights, _ = plan_lowered_weights(lowered)
         tokenizer = scratch / TOKENIZER
@@ -150,6 +170,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             _adapter_bytes(lowered.program),
             load_tokenizer(target.model.path, FolderReader(tokenizer, CheckpointError)),  # messages name the model's
             {},
+            None if lowered.program.pooling is None else lowered.program.pooling.facts,
         )
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 
 from mllm_compile import Engine
 from mllm_compile.errors import ConfigError, RequestError, UnsupportedModelError
+from mllm_compile.process.progress import NullReporter
+from mllm_compile.report.serve_check import serve_check
 from tests.fakes import fake_engine
 from tests.model.pooling_models import (
     LIMIT,
@@ -34,7 +36,13 @@ from tests.sample import slow_but_a_sample
 CLASSES = (
     *("RobertaModel", "XLMRobertaForSequenceClassification", "ModernBertModel", "ModernBertForSequenceClassification"),
     *("T5EncoderModel", "DistilBertForTokenClassification", "ElectraModel", "AlbertForSequenceClassification"),
-    *("Qwen3ForSequenceClassification", "LlamaForTokenClassification", "NomicBertModel", "BartModel", "XLMRobertaXLModel"),
+    *(
+        "Qwen3ForSequenceClassification",
+        "LlamaForTokenClassification",
+        "NomicBertModel",
+        "BartModel",
+        "XLMRobertaXLModel",
+    ),
     *("GPT2ForSequenceClassification", "UMT5EncoderModel", "MPNetModel", "ErnieModel", "Gemma3TextModel"),
 )
 DENSE = 24
@@ -244,3 +252,9 @@ def test_a_causal_model_embeds_by_its_last_token(name: str, tmp_path: Path) -> N
 def test_a_model_that_generates_refuses_to_embed() -> None:
     with fake_engine() as engine, pytest.raises(RequestError, match=r"Set model.task: embed"):
         engine.embed("text")
+
+
+def test_check_names_the_tasks_of_a_runtime(embedder: Embedder) -> None:
+    lines = dict(serve_check(embedder.engine.folder, NullReporter()))
+    assert lines["tasks"] == "embed, token_embed; pooled by cls, mean"
+    assert lines["limits"] == "texts of 256 tokens"
