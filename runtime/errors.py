@@ -50,6 +50,10 @@ class CompileError(MllmError):
     """A piece that does not compile, or a machine without a compiler."""
 
 
+class UnlikeRowsError(CompileError):
+    """Deterministic steps of any number of rows, of a model whose numbers depend on it: its steps must be alike."""
+
+
 class DeviceError(MllmError):
     """The device that was asked for is missing, or lacks what is needed (a driver, a library, an instruction)."""
 

@@ -31,7 +31,6 @@ from mllm_compile.check.media import (
     inputs_with_features,
     special_ids,
 )
-from mllm_compile.check.rows import check_rows
 from mllm_compile.check.spread import spread_of_rows
 from mllm_compile.check.states import StateCheck
 from mllm_compile.errors import CompileError, UnsupportedModelError
@@ -39,7 +38,7 @@ from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import first_line, refusing
-from mllm_compile.passes.base import ANY_ROWS, VARIANTS, QuantisedTensor, part_of_rank
+from mllm_compile.passes.base import VARIANTS, QuantisedTensor, part_of_rank
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -128,8 +127,6 @@ def self_check(
         states = StateCheck(of_kind(linked.layer_kernels, "state"), state_dtype)
         cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
-        if lowered.graph.meta.get(ANY_ROWS):
-            check_rows(lowered.graph, device)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)
         _check_adapters(lowered, linked, by_name, device, states)
         return _check_media(lowered, linked, by_name, device, states)

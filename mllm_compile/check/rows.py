@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mllm_compile.errors import CompileError
+from mllm_compile.errors import UnlikeRowsError
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, linear_operands
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.config_sections import LEAST_ROWS
@@ -26,7 +26,6 @@ _COUNTS = (*range(LEAST_ROWS, 257, 16), 65, 127, 201, 300, 384, 511, 700, 1024, 
 
 
 _OTHER_PRODUCTS = (operator.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
-_HINT = "so deterministic steps must be alike. Set runtime.without: [any_rows], which makes them so."
 
 
 class _Linear(NamedTuple):
@@ -42,7 +41,7 @@ def check_rows(graph: fx.GraphModule, device: str) -> None:
         graph: after the passes; its linears are tried with random weights.
 
     Raises:
-        CompileError: a row's numbers depend on how many rows there are.
+        UnlikeRowsError: a row's numbers depend on how many rows there are.
     """
     sum_in_one_order()
     for linear in _linears_of(graph):
@@ -55,9 +54,9 @@ def check_rows(graph: fx.GraphModule, device: str) -> None:
         whole = torch.nn.functional.linear(x, *operands)
         for count in _COUNTS:
             if not torch.equal(torch.nn.functional.linear(x[:count], *operands), whole[:count]):
-                raise CompileError(
+                raise UnlikeRowsError(
                     f"a product of {count} rows with a weight of {linear.num_outputs} x {linear.num_inputs} in "
-                    f"{linear.dtype} differs in its last bits from one of {_MOST_ROWS}, {_HINT}"
+                    f"{linear.dtype} differs in its last bits from one of {_MOST_ROWS}"
                 )
 
 
@@ -65,7 +64,7 @@ def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
     """Each linear of the pieces once, those whose weights are dequantised ahead of the library's product among them.
 
     Raises:
-        CompileError: a piece has another product.
+        UnlikeRowsError: a piece has another product.
     """
     found: dict[_Linear, None] = {}
     for name in called_pieces(graph):
@@ -78,5 +77,5 @@ def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
                 sizes = int(output.shape[-1]), int(source.meta["val"].shape[-1])
                 found[_Linear(*sizes, output.dtype, bias is not None)] = None
             elif is_call(node, *_OTHER_PRODUCTS):
-                raise CompileError(f"the model has a product by {node.target}, whose sums are not known, {_HINT}")
+                raise UnlikeRowsError(f"the model has a product by {node.target}, whose sums are not known")
     return list(found)

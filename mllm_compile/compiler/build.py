@@ -18,6 +18,7 @@ from typing import Any
 
 from mllm_compile.check.pooling import check_pooling
 from mllm_compile.check.program import self_check
+from mllm_compile.check.rows import check_rows
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
@@ -204,6 +205,9 @@ def _fill(
             early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
             lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
             lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
+        if config.runtime.any_rows:
+            with timeline.stage("try rows"):
+                check_rows(lowered.graph, config.runtime.device)
         files = _write_weights(scratch, target, options, lowered, timeline)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from mllm_compile.compiler.target import Target, find_target
+from mllm_compile.compiler.target import Target, alike_target, find_target, has_alike_steps
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError
+from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, UnlikeRowsError
 from mllm_compile.files.writable_place import place_of
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
@@ -46,7 +46,11 @@ def load_or_compile(
     artifact = _open_cached(target, timeline, timeline.note)
     was_cached = artifact is not None
     if artifact is None:
-        artifact, was_cached = _compile_or_wait(target, options, timeline)
+        artifact, was_cached = _compile_or_wait(config, target, options, timeline)
+    if has_alike_steps(target, artifact):
+        target = alike_target(config, target, options)
+        if was_cached:
+            timeline.note(f"{_alike(target)}, as was found when this runtime was compiled")
     target = _as_compiled(target, artifact, timeline.note if was_cached else _tell_nothing)
     place = place_of(artifact.folder, is_output=options.output is not None)
     if options.output is not None:
@@ -199,11 +203,13 @@ def _check_positions(artifact: Artifact, config: ResolvedConfig) -> None:
         )
 
 
-def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:
+def _compile_or_wait(
+    config: EngineConfig, target: Target, options: CompileOptions, timeline: Timeline
+) -> tuple[Artifact, bool]:
     """Lets one process compile a key at a time; the others wait and take the result (True)."""
     if options.output is not None:
         check_replaceable(target.folder)
-        return _compile(target, options, timeline), False
+        return _compile(config, target, options, timeline), False
     sweep(target.folder.parent)
 
     def waiting() -> None:
@@ -213,14 +219,23 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
         artifact = _open_cached(target, timeline, _tell_nothing)  # what is wrong with it has been told
         if artifact is not None:
             return artifact, True
-        return _compile(target, options, timeline), False
+        return _compile(config, target, options, timeline), False
 
 
 def _tell_nothing(text: str) -> None:
     """For what was told before."""
 
 
-def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+def _compile(config: EngineConfig, target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
     from mllm_compile.compiler.build import build_runtime
 
-    return build_runtime(target, options, timeline)
+    try:
+        return build_runtime(target, options, timeline)
+    except UnlikeRowsError as error:
+        alike = alike_target(config, target, options)
+        timeline.announce(f"{_alike(alike)}: {error}")
+        return build_runtime(alike, options, timeline)
+
+
+def _alike(target: Target) -> str:
+    return f"deterministic steps are alike, {target.config.runtime.max_num_batched_tokens} tokens each"

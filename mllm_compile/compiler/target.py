@@ -27,7 +27,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.speculators import head_type
 from mllm_compile.errors import ArtifactError, ConfigError, UnsupportedModelError
 from mllm_compile.runtime.short_repr import short_repr
-from mllm_compile.store.artifact import DRAFTER, MANIFEST, read_manifest
+from mllm_compile.store.artifact import DRAFTER, MANIFEST, Artifact, read_manifest
 from mllm_compile.store.key import DRAFT_MODEL, PACKED_WEIGHTS, key_factors, key_of
 from mllm_compile.store.publish import runtimes_folder
 
@@ -89,6 +89,30 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
         return Target(resolved, model, weights, packed, folder, _placed(drafter, folder, is_packed=True))
     folder = output or _cached_folder(resolved, model, factors)
     return Target(resolved, model, weights, factors, folder, _placed(drafter, folder, is_packed=False))
+
+
+def alike_target(config: EngineConfig, target: Target, options: CompileOptions = _NO_OPTIONS) -> Target:
+    """The target of deterministic steps that are alike, where the model of `target` allows no others.
+
+    It has the key and the folder of `target`: only a compile finds out which steps a model allows.
+    """
+    left_out = (*config.runtime.without, "any_rows")
+    runtime = config.runtime.model_copy(update={"without": left_out})
+    return _as_keyed(find_target(config.model_copy(update={"runtime": runtime}), options), target)
+
+
+def has_alike_steps(target: Target, artifact: Artifact) -> bool:
+    """True if the target's runtime was compiled for steps that are alike, and the target has others."""
+    if not target.config.runtime.any_rows:
+        return False
+    return not artifact.manifest.resolved_config(artifact.folder).runtime.any_rows
+
+
+def _as_keyed(target: Target, like: Target) -> Target:
+    drafter = target.drafter
+    if drafter is not None and like.drafter is not None:
+        drafter = _as_keyed(drafter, like.drafter)
+    return replace(target, factors=like.factors, folder=like.folder, drafter=drafter)
 
 
 def _find_drafter(config: ResolvedConfig, model: ModelFolder) -> Target:

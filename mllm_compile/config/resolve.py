@@ -35,7 +35,7 @@ from mllm_compile.config.schema import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
-from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.errors import ConfigError, DeviceError, UnlikeRowsError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.attention.layer import LayerSpec
@@ -454,13 +454,13 @@ def check_any_rows(config: ResolvedConfig, layers: Iterable[LayerSpec], with_own
 
     Args:
         layers: all that attend; with_own: those that decode by kernels of the program.
+
+    Raises:
+        UnlikeRowsError: there is such a layer.
     """
     without = next((layer.name for layer in layers if layer.name not in with_own), None)
     if config.runtime.any_rows and without is not None:
-        raise ConfigError(
-            f"runtime.deterministic would make steps of any number of rows, and the model has {without}, whose decodes "
-            "are not by kernels of the program. Set runtime.without: [any_rows], which makes all steps alike."
-        )
+        raise UnlikeRowsError(f"the model has {without}, whose decodes are not by kernels of the program")
 
 
 def _max_step_ms(asked: RuntimeConfig, any_rows: bool, choices: AutoChoices) -> MaxStepMs:

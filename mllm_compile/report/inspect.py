@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from mllm_compile.compiler.target import find_target
+from mllm_compile.compiler.target import alike_target, find_target
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, UnlikeRowsError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import timeline_of
 from mllm_compile.report.part_names import PartName, part_names
@@ -58,8 +58,14 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     program_text = out_dir / "program.txt"
     program_text.unlink(missing_ok=True)
     with TemporaryDirectory(prefix="mllm-inspect-") as folder, private_inductor_cache(Path(folder)):
-        built = build_model(target.config, target.model, timeline)
-        lowered = lower_any(target.config, built, target.model, out_dir, timeline)
+        try:
+            built = build_model(target.config, target.model, timeline)
+            lowered = lower_any(target.config, built, target.model, out_dir, timeline)
+        except UnlikeRowsError:
+            target = alike_target(config, target)
+            remove_graph_texts(out_dir)
+            built = build_model(target.config, target.model, timeline)
+            lowered = lower_any(target.config, built, target.model, out_dir, timeline)
     shapes = {name: shape for name, (shape, _) in weight_shapes(lowered.graph).items()}
     lines = program_lines(lowered.program, shapes)
     program_text.write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")

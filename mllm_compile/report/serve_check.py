@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from mllm_compile.compiler.load_or_compile import open_runtime
-from mllm_compile.compiler.target import Target, find_target
+from mllm_compile.compiler.target import Target, alike_target, find_target, has_alike_steps
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.device_share import num_states, state_bytes, token_bytes
 from mllm_compile.engine.pooling.assemble import longest_text
-from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.errors import ArtifactError, CheckpointError, UnlikeRowsError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import FolderReader, HeldFiles
 from mllm_compile.process.progress import Reporter
@@ -28,6 +28,7 @@ from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.measurements import device_key, read_measured, start_with
+from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.text.tokenizer import Tokenizer, export_tokenizer, load_tokenizer
 
 
@@ -60,7 +61,7 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
     Raises:
         MllmError: it would not be served, with the reason.
     """
-    known = _of_runtime(source, reporter) if isinstance(source, Path) else _of_config(source, reporter)
+    known = _of_runtime(open_runtime(source, reporter)) if isinstance(source, Path) else _of_config(source, reporter)
     config, runtime = known.config, known.config.runtime
     if known.pooling is not None:
         return _of_pooling(known, known.pooling)
@@ -113,14 +114,13 @@ def _tiers(known: _Known, token_bytes: float) -> list[tuple[str, str]]:
     return lines
 
 
-def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None = None) -> _Known:
+def _of_runtime(opened: CompiledRuntime, config: ResolvedConfig | None = None) -> _Known:
     """
     Args:
         config: served with; None: the one that the runtime was compiled with. Fields that only serving needs may
             differ.
     """
-    opened = open_runtime(folder, reporter)
-    artifact, config = opened.artifact, config or opened.config
+    artifact, folder, config = opened.artifact, opened.folder, config or opened.config
     return _Known(
         config,
         f"compiled: {folder}",
@@ -137,9 +137,16 @@ def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None 
 def _of_config(config: EngineConfig, reporter: Reporter) -> _Known:
     target = find_target(config)
     try:
-        return _of_runtime(target.folder, reporter, target.config)
+        opened = open_runtime(target.folder, reporter)
+        if has_alike_steps(target, opened.artifact):
+            target = alike_target(config, target)
+        return _of_runtime(opened, target.config)
     except (ArtifactError, CheckpointError):  # also without one
+        pass
+    try:
         return _of_target(target, reporter)
+    except UnlikeRowsError:
+        return _of_target(alike_target(config, target), reporter)
 
 
 def _of_target(target: Target, reporter: Reporter) -> _Known:
