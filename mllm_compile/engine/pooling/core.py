@@ -154,10 +154,10 @@ class PoolingCore:
                 return None
             taken = self._queue.take()
             self._waiting -= len(taken)
-        kept = [(call, number) for call, number in taken if not self._futures[call].cancelled()]
-        for call, _ in taken:
-            if self._futures[call].cancelled():
-                self._forget(call)
+        gone = {call for call, _ in taken if self._futures[call].cancelled()}
+        kept = [(call, number) for call, number in taken if call not in gone]
+        for call in gone:
+            self._forget(call)
         return kept
 
     def _step(self, taken: list[tuple[Call, int]]) -> None:

@@ -84,10 +84,11 @@ def test_an_answer_of_nan_is_an_error_of_its_call_alone() -> None:
 def test_a_cancelled_call_is_not_run() -> None:
     runner = _Runner(_as_they_are)
     core = _core(runner)
-    gone, other = core.submit(_texts(1)), core.submit(_texts(2))
+    gone, other = core.submit(_texts(1, 1, 1)), core.submit(_texts(2))
     assert gone.cancel()
     core.start()
     assert _values(other) == [2] and runner.steps == [[2]]
+    assert core.end_error is None and core.num_waiting == core.num_calls == 0
     core.close()
 
 
