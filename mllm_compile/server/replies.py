@@ -60,6 +60,10 @@ class Replies:
         else:
             waiting.set_result(answer)
 
+    def forget(self, key: int) -> None:
+        """A command that was taken back has no answer."""
+        self._waiting.pop(key, None)
+
     def fail_all(self, error: ApiError) -> None:
         """Tells all of them that the engine is gone."""
         for key in list(self._waiting):

@@ -9,13 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mllm_compile.errors import MllmError
+from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.pooling.calls import texts_of
-from mllm_compile.server.wire.messages import Abort, Command, EngineEvent, Hello, Pool, Pooled
+from mllm_compile.server.wire.messages import (
+    Abort,
+    AdaptersChanged,
+    AskSession,
+    Command,
+    Control,
+    Controlled,
+    EngineEvent,
+    Hello,
+    LoadAdapter,
+    Pool,
+    Pooled,
+    SessionTold,
+    UnloadAdapter,
+)
 
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
+
+_OF_GENERATION = (
+    "the model pools: pauses, updates of weights and adapters are of models that generate",
+    RequestError.__name__,
+)
 
 
 class PoolingCommands:
@@ -49,6 +68,12 @@ class PoolingCommands:
             key = command.key
             self._running[key] = future
             future.add_done_callback(lambda done: self._over(key, done))
+        elif isinstance(command, Control):
+            self._tell(Controlled(command.key, None, *_OF_GENERATION))
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            self._tell(AdaptersChanged(command.key, [], *_OF_GENERATION))
+        elif isinstance(command, AskSession):
+            self._tell(SessionTold(command.key, None))
 
     def _over(self, key: int, future: Future[Any]) -> None:
         self._running.pop(key, None)

@@ -49,6 +49,7 @@ class PoolingRequests:
             event: Pooled = await self._replies.ask(command)
         except asyncio.CancelledError:
             for key in made:
+                self._replies.forget(key)
                 self._send(Abort(key))
             raise
         return answers_of(event)
