@@ -94,6 +94,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def timed_out(limit_s: float) -> ApiError:
+    """The request has taken more than --request-timeout."""
+    message = f"the request has taken more than {limit_s:g} s, the most that this server gives one"
+    return ApiError(408, message, code="request_timeout")
+
+
 def not_ready(message: str, code: str) -> ApiError:
     """The server cannot take a request now."""
     return ApiError(503, message, code=code, retry_after_s=5)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from mllm_compile.engine.sessions import Session
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_kind
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_kind, timed_out
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.wire import messages
@@ -247,8 +247,7 @@ class Dispatcher:
 def _look_after(job: Job, position: int, now: float, max_queue_s: float | None, timeout_s: float | None) -> None:
     age = now - job.arrived_s
     if timeout_s is not None and age > timeout_s:
-        message = f"the request has taken more than {timeout_s:g} s, the most that this server gives one"
-        job.fail(ApiError(408, message, code="request_timeout"))
+        job.fail(timed_out(timeout_s))
     elif max_queue_s is not None and job.is_waiting and age > max_queue_s:
         message = f"the request has waited for more than {max_queue_s:g} s. Ask again later."
         job.fail(ApiError(429, message, code="queue_timeout", retry_after_s=int(max_queue_s) + 1))

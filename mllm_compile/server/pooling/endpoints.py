@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +17,7 @@ from mllm_compile.engine.pooling.texts import ReadText, TextReader
 from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.pooling.texts import PoolingParams
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error, timed_out
 from mllm_compile.server.api.fields import members_of, read_fields
 from mllm_compile.server.endpoints import Answer, Endpoint, ToldBytes, from_body
 from mllm_compile.server.flow.job import JSON
@@ -69,6 +70,7 @@ class Asking:
         numbers = rows * (params.dimensions or max(facts.width, facts.outputs))
         if numbers > _MOST_NUMBERS:
             raise ApiError(413, f"the answer would have {numbers:,} numbers; expected at most {_MOST_NUMBERS:,}")
+        await self.front.facts(None)  # it may have begun to sleep, or to start again, while the texts were read
         return await self.front.pooling.run(texts, params, self.priority)
 
     async def scores(self, pairs: list[tuple[Any, Any]], activates: bool) -> tuple[list[float], int]:
@@ -103,12 +105,17 @@ def _endpoint(
             has_texts = with_texts is not None and "texts" in members_of(body)
             fields, unknown = read_fields(with_texts if with_texts is not None and has_texts else kind, body)
             front.check_open()
-            facts = await front.facts(getattr(fields, "model", None))
-            if facts.pooling is None:
-                raise ApiError(404, _GENERATES, code=UNSUPPORTED)
+            limit_s = front.options.request_timeout_s
             try:
-                asking = Asking(front, facts.pooling, len(body), _priority(fields), _cut_to(fields))
-                return msgspec.json.encode(await answer(asking, fields)), unknown
+                async with asyncio.timeout(limit_s):
+                    facts = await front.facts_of_texts(getattr(fields, "model", None))
+                    if facts.pooling is None:
+                        raise ApiError(404, _GENERATES, code=UNSUPPORTED)
+                    asking = Asking(front, facts.pooling, len(body), _priority(fields), _cut_to(fields))
+                    return msgspec.json.encode(await answer(asking, fields)), unknown
+            except TimeoutError:
+                assert limit_s is not None, "else there is no limit"
+                raise timed_out(limit_s) from None
             except MllmError as error:
                 raise of_error(error, None) from None
 

@@ -96,6 +96,7 @@ def test_what_is_of_no_engine_does_not_wake_one(server):
     assert server.post("/detokenize", {"model": "b", "tokens": tokens}).json["prompt"] == "def f():"
     assert server.get("/tokenizer_info?model=b").status == 200
     assert server.get("/tokenizer_info").status == 400
+    assert server.post("/v1/embeddings", {"model": "b", "input": "def"}).status == 404, "it generates"
     assert (states(server)["b"], switches(server, "b")) == ("parked", before)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mllm_compile.engine.pooling.calls import TaskRules
 from mllm_compile.engine.pooling.texts import ReadText
+from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.pooling.texts import PoolingParams
 from mllm_compile.server.backend.pooling import PoolingCommands
 from mllm_compile.server.pooling.calls import PoolingRequests
+from mllm_compile.server.pooling.endpoints import Asking
 from mllm_compile.server.wire.messages import Abort, AskSession, Control, LoadAdapter, Pool, SessionTold, UnloadAdapter
 from tests.fake_pooling import fake_pooling_engine
 
@@ -32,6 +36,25 @@ def test_a_client_that_leaves_takes_its_request_back():
     asyncio.run(leave())
     pool, abort = sent
     assert isinstance(pool, Pool) and abort == Abort(pool.key)
+
+
+def test_an_engine_that_began_to_sleep_while_texts_were_read_is_woken():
+    order: list[str] = []
+
+    async def facts(model: None) -> None:
+        order.append("awake")
+
+    async def run(*asked: Any) -> list[np.ndarray]:
+        order.append("asked")
+        return []
+
+    front: Any = SimpleNamespace(facts=facts, pooling=SimpleNamespace(run=run))
+    model: Any = SimpleNamespace(
+        rules=TaskRules(PoolingFacts(task="embed", rules=("mean",), width=1, outputs=1), False)
+    )
+    texts = [ReadText(np.array([1]))]
+    asyncio.run(Asking(front, model, 9).run(texts, PoolingParams("embed", ("mean",))))
+    assert order == ["awake", "asked"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -171,3 +173,13 @@ def test_a_model_that_generates_answers_with_what_to_do() -> None:
         for path in ("/v1/embeddings", "/pooling", "/embed"):
             answer = server.post(path, {"input": "def", "inputs": "def"})
             assert (answer.status, answer.error["code"]) == (404, "unsupported_endpoint"), path
+
+
+@pytest.mark.slow
+def test_a_request_that_takes_too_long_is_ended() -> None:
+    with fake_server({"request_timeout_s": 0.5}, {"pooling": {}}) as server:
+        (pid,) = server.engine_pids()
+        os.kill(pid, signal.SIGSTOP)
+        answer = server.post("/v1/embeddings", {"input": "def"})
+        os.kill(pid, signal.SIGCONT)
+        assert (answer.status, answer.error["code"]) == (408, "request_timeout")
