@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ TextPrompt = str | Sequence[int] | Mapping[str, Any]
 TextPrompts = TextPrompt | Sequence[TextPrompt]
 _KEYS = ("prompt", "prompt_token_ids")
 _MOST_TEXTS = 65_536  # of a call
+_MOST_CHARACTERS = 64 << 20  # of the pairs of a call: one long query is in each
+_PORTION = 4 << 20  # characters that are tokenized at once: a tokenizer takes 100 bytes for each token
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +71,10 @@ class TextReader:
         prefix = self._prompt(prompt_name)
         most = self._most(cut_to)
         texts = [self._lower(prefix + one) if isinstance(one, str) else None for one in listed]
-        encoded = iter(self._encoded([text for text in texts if text is not None], cut_to, most))
-        skipped = (
-            len(self._encoded([self._lower(prefix)], None, most)[0][0]) - 1 if self._leaves_prompt_out(prefix) else 0
-        )
+        encoded = self._encoded([text for text in texts if text is not None], cut_to, most)
+        skipped = 0
+        if self._leaves_prompt_out(prefix):
+            skipped = len(next(self._encoded([self._lower(prefix)], None, most))[0]) - 1
         found = []
         for place, (one, text) in enumerate(zip(listed, texts, strict=True)):
             if text is None:
@@ -85,21 +87,34 @@ class TextReader:
         """Pairs as one text each, as a cross-encoder reads them; arguments and errors as `read`."""
         if not pairs:
             raise _no_texts()
+        _check_number(len(pairs))
         for one in pairs:
             if not all(isinstance(text, str) for text in one):
                 raise RequestError("a pair has token ids; expected two texts, between which the tokenizer writes")
+        characters = sum(len(one) + len(other) for one, other in pairs)
+        if characters > _MOST_CHARACTERS:
+            raise RequestError(
+                f"the pairs have {characters:,} characters together; expected at most {_MOST_CHARACTERS:,}. Send them "
+                "in parts."
+            )
         texts = [(self._lower(str(one)), self._lower(str(other))) for one, other in pairs]
         encoded = self._encoded(texts, cut_to, self._most(cut_to))
         return [self._checked(*one, place, 0) for place, one in enumerate(encoded)]
 
     def _encoded(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], cut_to: int | None, most: int
-    ) -> list[tuple[list[int], list[int]]]:
-        if not texts:
-            return []
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Token ids and kinds of each; made in portions."""
         if self._tokenizer is None:
             raise RequestError("the model has no tokenizer. Give token ids.")
-        return self._tokenizer.encode_texts(texts, None if cut_to is None else most)
+        portion: list[Any] = []
+        size = 0
+        for number, text in enumerate(texts):
+            portion.append(text)
+            size += len(text) if isinstance(text, str) else sum(map(len, text))
+            if size >= _PORTION or number == len(texts) - 1:
+                yield from self._tokenizer.encode_texts(portion, None if cut_to is None else most)
+                portion, size = [], 0
 
     def _prompt(self, name: str | None) -> str:
         known = self._facts.prompts
@@ -117,20 +132,22 @@ class TextReader:
     def _most(self, cut_to: int | None) -> int:
         if cut_to is None or cut_to == -1:
             return self.most_tokens
-        if not 1 <= cut_to <= self.most_tokens:
+        if type(cut_to) is not int or not 1 <= cut_to <= self.most_tokens:
             raise RequestError(
-                f"truncate_prompt_tokens is {cut_to}; expected 1 to {self.most_tokens}, or -1 for as many as fit"
+                f"truncate_prompt_tokens is {short_repr(cut_to)}; expected 1 to {self.most_tokens}, or -1 for as many "
+                "as fit"
             )
         return cut_to
 
     def _of_ids(self, prompt: Any, place: int, cut_to: int | None, most: int) -> ReadText:
-        ids = np.asarray(prompt, dtype=np.int64)
-        if cut_to is not None:
-            ids = ids[:most]
+        ids = prompt if cut_to is None else prompt[:most]
         return self._checked(ids, None, place, 0)
 
     def _checked(self, ids: Any, kinds: Any, place: int, skipped: int) -> ReadText:
-        array = np.asarray(ids, dtype=np.int64)
+        try:
+            array = np.asarray(ids, dtype=np.int64)
+        except OverflowError:
+            raise self._wrong_id(ids, place) from None
         if not len(array):
             raise RequestError(f"text {place} has no tokens; expected one at least")
         if len(array) > self.most_tokens:
@@ -139,12 +156,15 @@ class TextReader:
                 "truncate_prompt_tokens: -1 to cut it."
             )
         if array.min() < 0 or array.max() >= self._vocab_size:
-            wrong = next(int(one) for one in array if not 0 <= one < self._vocab_size)
-            raise RequestError(f"text {place} has token id {wrong}; expected 0 to {self._vocab_size - 1}")
+            raise self._wrong_id(array, place)
         of_kinds = None
         if kinds is not None and self._facts.kinds > 1 and any(kinds):
             of_kinds = np.minimum(np.asarray(kinds, dtype=np.int64), self._facts.kinds - 1)
         return ReadText(array, of_kinds, min(skipped, len(array) - 1))
+
+    def _wrong_id(self, ids: Any, place: int) -> RequestError:
+        wrong = next(int(one) for one in ids if not 0 <= one < self._vocab_size)
+        return RequestError(f"text {place} has token id {short_repr(wrong)}; expected 0 to {self._vocab_size - 1}")
 
 
 def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
@@ -160,18 +180,20 @@ def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
     listed = list(prompts)
     if not listed:
         raise _no_texts()
-    if len(listed) > _MOST_TEXTS:
-        raise RequestError(f"prompts: expected at most {_MOST_TEXTS:,} texts, got {len(listed):,}")
+    _check_number(len(listed))
     return [_content(one) for one in listed]
+
+
+def _check_number(texts: int) -> None:
+    if texts > _MOST_TEXTS:
+        raise RequestError(f"prompts: expected at most {_MOST_TEXTS:,} texts, got {texts:,}")
 
 
 def _content(prompt: Any) -> str | Sequence[int]:
     if isinstance(prompt, Mapping):
         keys = [key for key in _KEYS if key in prompt]
         if len(keys) != 1 or len(prompt) != 1:
-            raise RequestError(
-                f"a prompt has the keys {', '.join(map(str, prompt))}; expected one of {', '.join(_KEYS)}"
-            )
+            raise RequestError(f"a prompt has the keys {short_repr(list(prompt))}; expected one of {', '.join(_KEYS)}")
         prompt = prompt[keys[0]]
     if isinstance(prompt, str) or _are_ids(prompt):
         found: str | Sequence[int] = prompt
@@ -182,7 +204,7 @@ def _content(prompt: Any) -> str | Sequence[int]:
 def _are_ids(prompt: Any) -> bool:
     """True for a list or an array of whole numbers; an empty list is no text."""
     if hasattr(prompt, "ndim"):
-        return bool(prompt.ndim == 1)
+        return bool(prompt.ndim == 1 and np.asarray(prompt).dtype.kind in "iu")
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
         return False
     return all(isinstance(one, numbers.Integral) and not isinstance(one, bool) for one in prompt)

@@ -125,6 +125,7 @@ def test_labels_have_probabilities(classifier: Server) -> None:
         ("/v1/embeddings", {"input": 5}, "input: expected"),
         ("/v1/embeddings", {"input": ["def", 5]}, "a prompt is int 5"),
         ("/v1/embeddings", {"input": [[-1]]}, "token id -1"),
+        ("/v1/embeddings", {"input": [[5, 10**19]]}, "text 0 has token id 10000000000000000000; expected 0 to"),
         ("/v1/embeddings", {"input": "def", "dimensions": 3}, "expected one of 2"),
         ("/v1/embeddings", {"input": "def", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "def", "prompt_name": "query"}, "the model has no prompt 'query'"),

@@ -1,0 +1,54 @@
+"""What a model that pools reads of its callers' texts, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mllm_compile.engine.pooling import texts
+from mllm_compile.engine.pooling.texts import TextReader
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.pooling.facts import PoolingFacts
+from mllm_compile.text.tokenizer import load_tokenizer
+from tests.pooling_folder import save_word_tokenizer
+
+
+def _reader(tokenizer: Any = None) -> TextReader:
+    return TextReader(tokenizer, PoolingFacts(task="embed", rules=("mean",), width=1, outputs=1), 100, 64)
+
+
+def test_arrays_are_ids_where_they_hold_whole_numbers():
+    for ids in ([5, 6], np.array([5, 6]), np.array([5, 6], np.uint16)):
+        assert [one.ids.tolist() for one in _reader().read(ids)] == [[5, 6]]
+    assert [one.ids.tolist() for one in _reader().read(np.array([[5, 6], [7, 8]]))] == [[5, 6], [7, 8]]
+    with pytest.raises(RequestError, match="expected a text or token ids"):
+        _reader().read(np.array([0.5, np.nan]))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="no tokenizer"):
+        _reader().read(np.array(["a", "b"]))  # type: ignore[arg-type]  # texts
+
+
+@pytest.mark.parametrize("cut_to", [0, 65, -2, 1.5, "3", True])
+def test_a_cut_is_a_number_of_tokens(cut_to):
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens is .* expected 1 to 64, or -1"):
+        _reader().read([5], cut_to=cut_to)
+
+
+def test_a_query_is_not_read_with_any_number_of_documents():
+    with pytest.raises(
+        RequestError, match=r"the pairs have 68,\d+,\d+ characters together; expected at most 67,108,864"
+    ):
+        _reader().read_pairs([("q" * (1 << 20), "d")] * 65)
+    with pytest.raises(RequestError, match="expected at most 65,536 texts, got 65,537"):
+        _reader().read_pairs([("q", "d")] * 65_537)
+
+
+def test_portions_of_texts_are_read_as_one_after_another(tmp_path, monkeypatch):
+    save_word_tokenizer(tmp_path)
+    reader = _reader(load_tokenizer(tmp_path))
+    asked: Any = [f"w{number}" for number in range(10, 20)]
+    whole = [one.ids.tolist() for one in reader.read([*asked, [7]])]
+    monkeypatch.setattr(texts, "_PORTION", 7)
+    assert [one.ids.tolist() for one in reader.read([*asked, [7]])] == whole
+    assert len(reader.read_pairs([("w1", one) for one in asked])) == 10
