@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.errors import MllmError, TransferError
 from mllm_compile.process import child_python
-from mllm_compile.transfer.gloo_process import Joining
+from mllm_compile.transfer.gloo_process import MOST_BYTES, Joining
 from mllm_compile.transfer.shared_memory import read_into
 
 _START_S = 60.0  # for the process to import torch
@@ -26,12 +26,17 @@ class GlooGroup:
     """A group that was joined; used by one thread at a time, which waits for a broadcast before it begins another.
 
     Raises:
-        TransferError: not all members come.
+        TransferError: not all members come, or the group's name is too long.
         MllmError: no process can be started.
     """
 
     def __init__(self, joining: Joining) -> None:
         self.device = torch.device("cpu")
+        message = joining.to_bytes()
+        if len(message) > MOST_BYTES:
+            raise TransferError(
+                f"the group's name has {len(joining.name or ''):,} characters; expected a few. Give it a shorter one"
+            )
         self._silence_s = joining.silence_s
         self._file = os.memfd_create("weights")
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -48,7 +53,7 @@ class GlooGroup:
             except OSError as error:
                 self._let_go()
                 raise MllmError(f"no process can be started that joins a trainer's group: {error}.") from None
-        self._link.send(joining.to_bytes())
+        self._link.send(message)
         if failure := self._failure(_START_S + joining.timeout_s, "its process ended"):
             self.close()
             raise TransferError(

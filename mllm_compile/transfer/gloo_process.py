@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-_MOST_BYTES = 1 << 16  # of a message
+MOST_BYTES = 1 << 16  # of a message
 _MARK_BYTES = 8
 _TOO_LITTLE = "it has sent less than it announced"
 
@@ -64,7 +64,10 @@ def main() -> None:
 
 def _listen(link: socket.socket, asked: queue.SimpleQueue[tuple[Any, list[int]]]) -> None:
     while True:
-        message, files, _, _ = socket.recv_fds(link, _MOST_BYTES, 1)
+        try:
+            message, files, _, _ = socket.recv_fds(link, MOST_BYTES, 1)
+        except ConnectionError:  # it has ended ahead of reading an answer
+            message, files = b"", []
         if not message:
             os._exit(0)  # the engine has left, or has ended
         asked.put((json.loads(message), files))

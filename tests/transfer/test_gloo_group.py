@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import socket
 from contextlib import suppress
 
 import pytest
 import torch
 
 from mllm_compile.errors import TransferError
+from mllm_compile.transfer import gloo_process
 from mllm_compile.transfer.group import broadcast_into, join
 from tests.hang_guard import HANG_S
 from tests.server.rollouts.trainer import Beside, Group, free_port
@@ -41,3 +44,21 @@ def test_a_trainer_that_sends_other_than_it_announced_costs_its_group_alone(coun
     group.close()
     assert group._process.poll() is not None
     sent.wait()
+
+
+def test_the_process_ends_with_an_engine_that_has_not_read_its_answer(monkeypatch):
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(gloo_process.os, "_exit", end)
+    engines, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        its.send(b"{}")
+        engines.close()
+        with pytest.raises(SystemExit):
+            gloo_process._listen(its, queue.SimpleQueue())
+
+
+def test_a_name_that_no_message_holds_is_refused():
+    with pytest.raises(TransferError, match="the group's name has 70,000 characters"):
+        join("127.0.0.1", 1, 1, 2, device=torch.device("cpu"), timeout_s=1, silence_s=1, name="n" * 70_000)
