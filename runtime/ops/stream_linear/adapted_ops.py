@@ -84,8 +84,9 @@ def _kind_of(
 
 
 def _weight_of(weight: Weight, tokens: slice) -> Weight:
-    values, a, b, slots, *parts = weight
-    return values, a, b, slots[tokens], *parts
+    """The weight of one of several launches. None takes tasks early: they have the same counts, one after another."""
+    values, a, b, slots, *parts, _ = weight
+    return values, a, b, slots[tokens], *parts, False
 
 
 STREAMED = StreamedOps(

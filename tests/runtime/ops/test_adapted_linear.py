@@ -25,7 +25,7 @@ from mllm_compile.runtime.ops.stream_linear.adapted import (
     num_sums,
     takes,
 )
-from mllm_compile.runtime.ops.stream_linear.adapted_ops import AdaptedLinear
+from mllm_compile.runtime.ops.stream_linear.adapted_ops import STREAMED, AdaptedLinear
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from tests.runtime.attention.test_clusters_source import on_the_host
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
@@ -51,6 +51,15 @@ def test_8bs_linears_take_adapters_and_are_divided_as_without(kind, tokens):
     adapted, plain = choose(kind, tokens), choose_tiling(kind.plain, tokens)
     assert (adapted.source, adapted.num_blocks, adapted.stages) == (plain.source, plain.num_blocks, plain.stages)
     assert family("stream_linear_lora").from_json(json.loads(json.dumps(adapted.to_json()))) == adapted
+
+
+def test_of_several_launches_none_takes_tasks_ahead_of_its_wait():
+    """The one before counts its own in the same place yet."""
+    slots = torch.arange(100)
+    *_, its_slots, starts, rows, is_early = STREAMED._weight_of(
+        (*torch.empty(3), slots, [0], [64], True), slice(64, 100)
+    )
+    assert its_slots.tolist() == list(range(64, 100)) and (starts, rows, is_early) == ([0], [64], False)
 
 
 @pytest.mark.parametrize(
