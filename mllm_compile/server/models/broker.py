@@ -115,17 +115,18 @@ class Broker:
         try:
             await tenant.take()
         except ApiError as error:
-            await self._not_woken(tenant, error)
+            keeps_place = await self._not_woken(tenant, error)
             if tenant.is_alive and not tenant.is_idle:
-                tenant.waits_since = since  # it keeps its place
+                tenant.waits_since = since if keeps_place else time.monotonic()
             return
         if tenant.is_awake:
             logger.info("%s is awake in %.3f s", tenant.name, time.monotonic() - began)
 
-    async def _not_woken(self, tenant: Tenant, error: ApiError) -> None:
-        """The device has less than it should. A model that gives way may help; else requests are told why."""
+    async def _not_woken(self, tenant: Tenant, error: ApiError) -> bool:
+        """The device has less than it should. A model that gives way may help; else requests are told why. False: no
+        model can give way, and it is behind others, which may need less."""
         if not tenant.is_alive:  # it starts again, and asks then
-            return
+            return False
         rivals = self._rivals(tenant)
         victim = self._that_gives_way(rivals)
         if victim is not None:
@@ -137,6 +138,7 @@ class Broker:
             tenant.front.supervisor.refuse(not_ready(why, "no_memory"))
         if victim is None:
             await asyncio.sleep(_AGAIN_S)
+        return bool(rivals)
 
 
 def _held(one: Tenant) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class Tenant:
         on_change: Callable[[], None],
     ) -> None:
         self.name, self.is_pinned = name, is_pinned
+        self._is_always_pinned = is_pinned
         self._on_change = on_change
         self.front = Front(options, command_of, tracing, landlord=self, memory=memory)
         self.needs: Needs | None = None
@@ -88,6 +90,7 @@ class Tenant:
 
     def gone(self) -> None:
         self.is_awake = self.is_alive = self._is_started = False
+        self.is_pinned = self._is_always_pinned  # a new engine can be parked, where this one could not
         self.waits_since = None
         self._ended.set()
         self._on_change()
@@ -108,6 +111,9 @@ class Tenant:
         try:
             await self._ask("wake_up")
         except ApiError:
+            if self._is_started:  # a part of its memory may have fitted
+                with contextlib.suppress(ApiError):
+                    await self._ask("park")
             self.is_awake = False
             raise
         self.switches += 1

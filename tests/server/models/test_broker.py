@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.models import broker as broker_module
 from mllm_compile.server.models.broker import Broker
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.wire.messages import Needs
@@ -173,6 +174,26 @@ def test_requests_of_a_model_are_told_that_others_have_the_memory_and_it_is_trie
         machine.taken_by_others = 0
         asleep.ask()
         await until(lambda: asleep.is_awake, broker)
+
+    run(machine, models, work)
+
+
+def test_a_model_that_cannot_be_woken_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(broker_module, "_AGAIN_S", 0.01)
+    machine = Machine(100)
+    a, b, c = models = [CountingModel(name, machine, fixed) for name, fixed in (("a", 50), ("b", 50), ("c", 5))]
+
+    async def work(broker: Broker) -> None:
+        machine.taken_by_others = 80
+        for model in models:
+            model.num_requests = 0
+        waiting = a if not a.is_awake else b
+        waiting.front.supervisor.refuse = waiting.refusals.append  # its requests wait in the engine
+        waiting.ask()
+        await until(lambda: waiting.refusals, broker)
+        c.ask()
+        await until(lambda: c.is_awake or len(waiting.refusals) > 20, broker)
+        assert c.is_awake
 
     run(machine, models, work)
 

@@ -1,0 +1,53 @@
+"""One model of several, and what it asks of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.flow.memory import Memory
+from mllm_compile.server.models.shares import Share
+from mllm_compile.server.models.tenant import Tenant
+from mllm_compile.server.options import ServeOptions
+
+
+def _tenant() -> Tenant:
+    """A model whose engine has started, and is parked."""
+    options = ServeOptions(model="a", served_names=("a",))
+    tenant = Tenant("a", options, lambda descriptor: [], None, Memory(), False, lambda: None)
+    tenant.share, tenant._is_started, tenant.is_alive = Share(1, 1, 1), True, True
+    return tenant
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_engine_that_cannot_be_woken_gives_back_what_it_has_taken(is_lost):
+    async def work() -> list[str]:
+        tenant, asked = _tenant(), []
+
+        async def ask(call: str) -> Any:
+            asked.append(call)
+            if call == "wake_up":
+                if is_lost:
+                    tenant.gone()
+                raise ApiError(503, "its weights fit, its KV cache does not")
+
+        tenant.front.rollouts.ask = ask  # type: ignore[union-attr,method-assign]
+        with pytest.raises(ApiError, match="does not"):
+            await tenant.take()
+        assert not tenant.is_awake
+        return asked
+
+    assert asyncio.run(work()) == (["wake_up"] if is_lost else ["wake_up", "park"])
+
+
+def test_a_new_engine_can_be_parked_where_the_one_before_it_could_not():
+    async def work() -> None:
+        tenant = _tenant()
+        tenant.is_pinned = True  # as the broker has it of one that cannot
+        tenant.gone()
+        assert not tenant.is_pinned
+
+    asyncio.run(work())
