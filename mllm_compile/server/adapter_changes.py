@@ -19,6 +19,11 @@ class AdapterChanges:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._replies = Replies(send, "adapters are being loaded")
 
+    @property
+    def is_idle(self) -> bool:
+        """True if none is in the engine."""
+        return self._replies.is_empty
+
     async def load(self, name: str, path: str, *, replace: bool) -> None:
         """
         Raises:

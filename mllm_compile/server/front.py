@@ -161,7 +161,8 @@ class Front:
 
     @property
     def is_idle(self) -> bool:
-        return self.dispatcher.is_idle and self.admission.waiting == 0 and self.pooling.is_idle
+        calls = (self.dispatcher, self.pooling, self.adapter_changes)
+        return all(one.is_idle for one in calls) and self.admission.waiting == 0
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """True if there is no reason to restart this server, and what it does."""

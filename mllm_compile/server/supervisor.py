@@ -136,6 +136,7 @@ class Supervisor:
         self._pulse_s = 0.0
         self.worked_s = 0.0
         self._ready = asyncio.Event()
+        self._num_waiting = 0  # callers of `ready`
         self._is_wanted = asyncio.Event()  # a request waits for a sleeping engine
         self._is_closing = asyncio.Event()
 
@@ -145,25 +146,29 @@ class Supervisor:
         Raises:
             ApiError: there will be none.
         """
-        while self.state != READY:
-            if self.failure is not None:
-                raise not_ready(f"the model cannot be served: {self.failure}", "engine_failed")
-            if self.state == ENDED or self._is_closing.is_set():
-                raise not_ready("the server is shutting down", "shutting_down")
-            before, _ = self._refusal
-            self.want()
-            self._ready.clear()
-            await self._ready.wait()
-            number, error = self._refusal
-            if number != before and error is not None:
-                raise error
-        assert self.facts is not None, "a ready engine has told them"
-        return self.facts
+        self._num_waiting += 1
+        try:
+            while self.state != READY:
+                if self.failure is not None:
+                    raise not_ready(f"the model cannot be served: {self.failure}", "engine_failed")
+                if self.state == ENDED or self._is_closing.is_set():
+                    raise not_ready("the server is shutting down", "shutting_down")
+                before, _ = self._refusal
+                self.want()
+                self._ready.clear()
+                await self._ready.wait()
+                number, error = self._refusal
+                if number != before and error is not None:
+                    raise error
+            assert self.facts is not None, "a ready engine has told them"
+            return self.facts
+        finally:
+            self._num_waiting -= 1
 
     @property
     def is_wanted(self) -> bool:
-        """True if requests have waited for the engine since it was last ready."""
-        return self._is_wanted.is_set()
+        """True if requests wait for the engine, or have since it was last ready."""
+        return self._num_waiting > 0 or self._is_wanted.is_set()
 
     def want(self) -> None:
         """Tells that requests wait for the engine."""

@@ -12,6 +12,8 @@ from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.supervisor import READY
+from mllm_compile.server.wire.messages import AdaptersChanged
 
 
 def _tenant() -> Tenant:
@@ -49,5 +51,30 @@ def test_a_new_engine_can_be_parked_where_the_one_before_it_could_not():
         tenant.is_pinned = True  # as the broker has it of one that cannot
         tenant.gone()
         assert not tenant.is_pinned
+
+    asyncio.run(work())
+
+
+def test_a_model_that_is_woken_for_an_adapter_is_not_idle_until_that_is_loaded():
+    async def work() -> None:
+        tenant = _tenant()
+        front, supervisor = tenant.front, tenant.front.supervisor
+        supervisor.set_aside()
+        supervisor.facts = Any  # type: ignore[assignment]
+
+        async def load() -> None:
+            await supervisor.ready()
+            await front.adapter_changes.load("x", "/x", replace=False)
+
+        loading = asyncio.ensure_future(load())
+        await asyncio.sleep(0)
+        supervisor.go_on()
+        assert not tenant.is_idle, "else the broker parks it before its caller has looked"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert supervisor.state == READY and not tenant.is_idle
+        front.adapter_changes.over(AdaptersChanged(0, []))
+        await loading
+        assert tenant.is_idle
 
     asyncio.run(work())
