@@ -56,8 +56,8 @@ _INSTEAD = {
     "images are prepared as the model's processor says, within docs/images.md's bounds": """
         limit-mm-per-prompt mm-processor-kwargs media-io-kwargs disable-mm-preprocessor-cache mm-processor-cache-gb
         disable-chunked-mm-input""",
-    "this engine generates text, and only that": """
-        task runner convert override-pooler-config pooler-config is-embedding""",
+    "the task is the checkpoint's, or model.task of the YAML (docs/encoders.md)": """
+        runner convert override-pooler-config pooler-config is-embedding""",
     "up to 20 alternatives of a token are told": "max-logprobs",
     "there is one process for HTTP, and one for the engine": """
         api-server-count headless disable-frontend-multiprocessing worker-cls scheduler-cls""",

@@ -147,10 +147,10 @@ MISTAKES = {
         CheckpointError,
         "quantised .*gptq.* bits: 3 is not read",
     ),
-    "a model that is no causal LM": (
+    "a model that reads images alone": (
         with_config(model_type="vit", architectures=["ViTModel"]),
         UnsupportedModelError,
-        "'vit' is not a causal language model",
+        "'vit' models read pixel_values",
     ),
     "a model type that nobody knows": (with_config(model_type="no_such"), UnsupportedModelError, "no_such"),
     "a length that the model was not made for": (

@@ -28,7 +28,7 @@ def build_pooling_on_meta(folder: Path, dtype: torch.dtype, task: str, trust_rem
         task: embed | classify | rerank, as the resolved config has it.
 
     Raises:
-        UnsupportedModelError: Transformers has no such class, or building it fails.
+        UnsupportedModelError: Transformers has no such class, it reads no token ids, or building it fails.
     """
     from transformers import AutoConfig
 
@@ -45,6 +45,11 @@ def build_pooling_on_meta(folder: Path, dtype: torch.dtype, task: str, trust_rem
 def build_pooling_config(config: PreTrainedConfig, dtype: torch.dtype, task: str) -> HFModel:
     """Like build_pooling_on_meta, from a config object."""
     model_class = _class_of(config, task)
+    if model_class.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"{config.model_type!r} models read {model_class.main_input_name}, and models that {task} are served with "
+            "texts alone. Give a model whose input is token ids."
+        )
     try:
         with torch.device("meta"):
             model: Any = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
