@@ -172,8 +172,9 @@ def test_an_adapter_that_is_unloaded_while_its_request_is_read_is_not_the_model(
     front.supervisor.state = READY
     front.names.set_adapters([AdapterCard("one", 1, "/one")])
 
-    async def facts(model: str | None) -> None:
+    async def facts(model: str | None) -> Any:
         front.names.check(model)
+        return SimpleNamespace(pooling=None)
 
     class Request(CompletionRequest):
         def __init__(self) -> None:
