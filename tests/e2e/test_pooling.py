@@ -194,6 +194,8 @@ def test_the_second_start_is_from_the_cached_runtime(embedder: Embedder, tmp_pat
         ("runtime", {"enable_sleep_mode": True}),
         ("runtime", {"skip_compiled": True}),
         ("runtime", {"expert_stats": True}),
+        ("runtime", {"kv_offloading_size": 1}),
+        ("runtime", {"kv_events_config": {"enable_kv_cache_events": True}}),
         ("runtime", {"routed_experts": True}),
         ("model", {"quantization": "int8"}),
     ],
@@ -233,6 +235,16 @@ def test_a_causal_model_reranks_by_two_tokens(tmp_path: Path) -> None:
         (found,) = engine.score("w10 w11", "w12")
         logits = model(input_ids=torch.tensor([found.prompt_token_ids])).logits[0, -1]
         assert abs(found.outputs.score - logits[[20, 21]].softmax(-1)[1].item()) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PhiForCausalLM", "GraniteForCausalLM"])
+def test_a_causal_model_whose_logits_have_a_bias_or_a_scale_reranks_nothing(name: str, tmp_path: Path) -> None:
+    own = {"logits_scaling": 8.0} if name.startswith("Granite") else {}
+    save_embedder(tmp_path / "model", name, **own)
+    config = pooling_config(tmp_path / "model", tmp_path / "cache", classifier_from_token=["w20", "w21"])
+    with pytest.raises(UnsupportedModelError, match="would not be served right: its logits have a scale or a bias"):
+        Engine(config)
 
 
 @pytest.mark.slow

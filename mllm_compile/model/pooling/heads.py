@@ -202,6 +202,23 @@ def rule_of(hf_model: HFModel, width: int, device: str) -> PoolingRule:
     return rule
 
 
+def check_yes_no(hf_model: HFModel, head: YesNo, width: int, device: str) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the model makes logits otherwise than by its head's weights alone.
+    """
+    model: Any = hf_model.model
+    rows = torch.randn(1, _PROBED_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
+    with giving_rows(model), torch.no_grad(), refusing(f"the head of {model.config.model_type!r} models does not run"):
+        logits = Classifier(model).ask(rows)[0]
+        is_right = _are_close(head(rows[0])[:, 0], logits[:, head.yes] - logits[:, head.no])
+    if not is_right:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} would not be served right: its logits have a scale or a bias, which a score by "
+            "classifier_from_token leaves out"
+        )
+
+
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     tolerance = 1e-4 if one.dtype == torch.float32 else 5e-2
     return bool((one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-6))

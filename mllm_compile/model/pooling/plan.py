@@ -9,7 +9,15 @@ from mllm_compile.config.sentence_files import SentenceFiles
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import NO_LIMIT, HFModel
 from mllm_compile.model.pooling.build import body_of, kinds_of_tokens, labels_of
-from mllm_compile.model.pooling.heads import Classifier, DenseLayers, YesNo, add_dense_layers, rule_of, trace_head
+from mllm_compile.model.pooling.heads import (
+    Classifier,
+    DenseLayers,
+    YesNo,
+    add_dense_layers,
+    check_yes_no,
+    rule_of,
+    trace_head,
+)
 from mllm_compile.model.trace import Trace
 from mllm_compile.runtime.pooling.facts import Activation, PoolingFacts, PoolingRule
 
@@ -54,7 +62,9 @@ def plan_pooling(
     if yes_no is not None:
         _refuse_soft_cap(hf_model)
         facts = PoolingFacts(task="classify", rules=("last",), outputs=1, activation="sigmoid", **common)
-        return facts, trace_head(hf_model, YesNo(model, *yes_no), width, device, most_rows)
+        head = YesNo(model, *yes_no)
+        check_yes_no(hf_model, head, width, device)
+        return facts, trace_head(hf_model, head, width, device, most_rows)
     if _is_classifier(model):
         return _plan_classifier(hf_model, config, common, device, most_rows)
     rules: tuple[PoolingRule, ...] = ("last",) if is_causal else ("mean",)
