@@ -60,6 +60,8 @@ def device_needs(source: EngineConfig, reporter: Reporter) -> DeviceNeeds:
     """
     compiled = load_or_compile(source, reporter)
     runtime = compiled.config.runtime
+    if compiled.config.model.pools:
+        raise ConfigError("the model pools: several models of a server are those that generate. Serve it by itself")
     if runtime.num_ranks > 1:
         raise ConfigError(
             f"a server of many models has one device for each, and this one asks for {runtime.num_ranks} ranks. Leave "

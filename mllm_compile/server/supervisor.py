@@ -206,6 +206,11 @@ class Supervisor:
         self._is_wanted.clear()
         self._enter(READY)
 
+    def kill(self) -> None:
+        """Ends an engine that does not answer; another one starts."""
+        if self._link is not None:
+            self._link.kill()
+
     def send(self, command: Command) -> None:
         """Sends a command to the engine, if there is one."""
         if self._link is not None:

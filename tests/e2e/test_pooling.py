@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile import Engine
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.engine.device_share import device_needs
 from mllm_compile.errors import ConfigError, RequestError, UnsupportedModelError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.report.serve_check import serve_check
@@ -207,6 +209,12 @@ def test_features_of_generation_are_refused_by_name(
     config[section] = config.get(section, {}) | keys
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))} is .* model.task is embed"):
         Engine(config)
+
+
+def test_a_server_of_several_models_refuses_one_that_pools(embedder: Embedder, tmp_path: Path) -> None:
+    source = EngineConfig(**pooling_config(embedder.folder, embedder.folder.parent / "cache"))
+    with pytest.raises(ConfigError, match=r"the model pools: .* Serve it by itself"):
+        device_needs(source, NullReporter())
 
 
 @pytest.mark.slow

@@ -125,10 +125,6 @@ class EngineServer:
         except MllmError as error:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
-        if engine.pools and begin.shares_device:
-            engine.close()
-            self._tell(Failed("the model pools: several models of a server are those that generate", is_mistake=True))
-            return self._left(EXIT_MISTAKE)
         if engine.pools:
             return self._serve_pooling(engine, timeline)
         with engine:

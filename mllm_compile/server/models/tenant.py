@@ -162,4 +162,5 @@ class Tenant:
             async with asyncio.timeout(_MOST_S):
                 return await calls.ask(call)
         except TimeoutError:
+            self.front.supervisor.kill()  # it may hold memory, and nobody else looks whether a parked one is stuck
             raise ApiError(503, f"the engine has not answered {call} for {_MOST_S:g} s", code="engine_stuck") from None

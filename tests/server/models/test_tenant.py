@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.memory import Memory
+from mllm_compile.server.models import tenant as tenant_module
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.options import ServeOptions
@@ -78,3 +80,17 @@ def test_a_model_that_is_woken_for_an_adapter_is_not_idle_until_that_is_loaded()
         assert tenant.is_idle
 
     asyncio.run(work())
+
+
+def test_an_engine_that_does_not_answer_its_broker_is_ended(monkeypatch):
+    monkeypatch.setattr(tenant_module, "_MOST_S", 0.01)
+    killed: list[bool] = []
+
+    async def work() -> None:
+        tenant = _tenant()
+        tenant.front.supervisor._link = SimpleNamespace(kill=lambda: killed.append(True), send=lambda command: None)
+        with pytest.raises(ApiError, match=r"has not answered park for 0.01 s"):
+            await tenant.park()
+
+    asyncio.run(work())
+    assert killed
