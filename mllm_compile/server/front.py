@@ -396,7 +396,9 @@ class Front:
     def end(self) -> None:
         """Ends the requests that still run."""
         self.is_draining = True
-        self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        for calls in (self.dispatcher, self.pooling, self.adapter_changes):
+            calls.fail_all(error)
 
 
 def ignored_headers(names: Sequence[str]) -> Headers:

@@ -13,7 +13,10 @@ from mllm_compile.engine.pooling.calls import TaskRules
 from mllm_compile.engine.pooling.texts import ReadText
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.pooling.texts import PoolingParams
+from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.backend.pooling import PoolingCommands
+from mllm_compile.server.front import Front
+from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.pooling.calls import PoolingRequests
 from mllm_compile.server.pooling.endpoints import Asking
 from mllm_compile.server.wire.messages import Abort, AskSession, Control, LoadAdapter, Pool, SessionTold, UnloadAdapter
@@ -36,6 +39,19 @@ def test_a_client_that_leaves_takes_its_request_back():
     asyncio.run(leave())
     pool, abort = sent
     assert isinstance(pool, Pool) and abort == Abort(pool.key)
+
+
+def test_the_end_of_a_server_ends_requests_for_texts():
+    async def end() -> None:
+        front = Front(ServeOptions(model="m"), lambda descriptor: [])
+        work = front.pooling.run([ReadText(np.array([1]))], PoolingParams("embed", ("mean",)), 0)
+        asked = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        front.end()
+        with pytest.raises(ApiError, match="shutting down"):
+            await asked
+
+    asyncio.run(end())
 
 
 def test_an_engine_that_began_to_sleep_while_texts_were_read_is_woken():
