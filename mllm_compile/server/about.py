@@ -21,7 +21,8 @@ def load(front: Front) -> Answer:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         running, waiting = front.dispatcher.num_running(), front.admission.waiting
-        await respond_json(send, {"server_load": len(front.dispatcher.jobs), "running": running, "waiting": waiting})
+        load = len(front.dispatcher.jobs) + len(front.pooling)
+        await respond_json(send, {"server_load": load, "running": running + len(front.pooling), "waiting": waiting})
 
     return answer
 

@@ -29,6 +29,9 @@ class Replies:
         self._keys = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # those in the engine, whose client may be gone
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     @property
     def is_empty(self) -> bool:
         """True if none waits."""

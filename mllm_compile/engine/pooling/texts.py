@@ -186,7 +186,7 @@ def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
 
 def _check_number(texts: int) -> None:
     if texts > _MOST_TEXTS:
-        raise RequestError(f"prompts: expected at most {_MOST_TEXTS:,} texts, got {texts:,}")
+        raise RequestError(f"there are {texts:,} texts; expected at most {_MOST_TEXTS:,}. Send them in parts.")
 
 
 def _content(prompt: Any) -> str | Sequence[int]:

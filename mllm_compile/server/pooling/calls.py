@@ -28,6 +28,9 @@ class PoolingRequests:
         self._send = send
         self._replies = Replies(send, "requests for texts wait", _MOST)
 
+    def __len__(self) -> int:
+        return len(self._replies)
+
     @property
     def is_idle(self) -> bool:
         """True if none is in the engine."""

@@ -40,7 +40,7 @@ def test_a_query_is_not_read_with_any_number_of_documents():
         RequestError, match=r"the pairs have 68,\d+,\d+ characters together; expected at most 67,108,864"
     ):
         _reader().read_pairs([("q" * (1 << 20), "d")] * 65)
-    with pytest.raises(RequestError, match="expected at most 65,536 texts, got 65,537"):
+    with pytest.raises(RequestError, match="there are 65,537 texts; expected at most 65,536"):
         _reader().read_pairs([("q", "d")] * 65_537)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from mllm_compile.engine.pooling.calls import TaskRules
 from mllm_compile.engine.pooling.texts import ReadText
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.pooling.texts import PoolingParams
+from mllm_compile.server import about
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.backend.pooling import PoolingCommands
 from mllm_compile.server.front import Front
@@ -41,12 +43,24 @@ def test_a_client_that_leaves_takes_its_request_back():
     assert isinstance(pool, Pool) and abort == Abort(pool.key)
 
 
+async def _load(front: Front) -> Any:
+    """The answer of /load."""
+    parts: list[Any] = []
+
+    async def send(part: Any) -> None:
+        parts.append(part)
+
+    await about.load(front)({}, None, send)  # type: ignore[arg-type]
+    return json.loads(parts[-1]["body"])
+
+
 def test_the_end_of_a_server_ends_requests_for_texts():
     async def end() -> None:
         front = Front(ServeOptions(model="m"), lambda descriptor: [])
         work = front.pooling.run([ReadText(np.array([1]))], PoolingParams("embed", ("mean",)), 0)
         asked = asyncio.ensure_future(work)
         await asyncio.sleep(0)
+        assert await _load(front) == {"server_load": 1, "running": 1, "waiting": 0}
         front.end()
         with pytest.raises(ApiError, match="shutting down"):
             await asked
