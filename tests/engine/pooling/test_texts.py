@@ -1,4 +1,4 @@
-"""What a model that pools reads of its callers' texts, and what it refuses."""
+"""The texts that a model which pools reads of its callers, and those that it refuses."""
 
 from __future__ import annotations
 
