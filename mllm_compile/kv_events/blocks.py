@@ -75,7 +75,7 @@ class Blocks:
         pages = np.frombuffer(news.pages, np.int32).tolist()
         token_ids = np.frombuffer(news.token_ids, np.int64)
         page_size = token_ids.size // len(pages)
-        others = np.flatnonzero(token_ids >= _MOST_ID)
+        others = np.flatnonzero((token_ids < 0) | (token_ids >= _MOST_ID))
         count = int(others[0]) // page_size if others.size else len(pages)
         if not count:
             return events

@@ -15,7 +15,7 @@ from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from tests.kv_events.readers import Dynamo, LlmD, Typed
 
 PAGE = 2
-IMAGE = 1 << 62
+IMAGE = -(1 << 62)  # as media keys are, below zero
 TOPIC = "kv@pod-1@Qwen/Qwen3-8B"
 ADAPTER = type("Adapter", (), {"name": "sql", "digest": "d1", "version": 3})
 
@@ -71,7 +71,7 @@ class Watched:
                     inner = (*inner, (tuple(page), _extra(salts[id(run)], not inner, namespaces)))
                     found.add(inner)
                 left.append((child, inner))
-        return {path for path in found if all(token < IMAGE for page, _ in path for token in page)}
+        return {path for path in found if all(token != IMAGE for page, _ in path for token in page)}
 
 
 def _extra(salt, is_first, namespaces):
