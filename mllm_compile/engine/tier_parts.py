@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.tiers.copies import SlotCopies
-from mllm_compile.runtime.tiers.disk import DiskFiles, DiskTierError
+from mllm_compile.runtime.tiers.disk import DiskFiles, DiskTierError, Place
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.weights.sums import weight_sums
@@ -52,10 +52,11 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
     states = SlotLayout(runner.state_pool.tensors if scheduler.config.num_snapshots else [])
     num_slots, num_states = _slots("kv_offloading_size", runtime.kv_offloading_size, pages, states, 0, runtime)
     files, sizes = None, (0, 0)
+    found: list[Place] = []
     if runtime.kv_offloading_disk_path is not None:
         size = runtime.kv_offloading_disk_size
         sizes = _slots("kv_offloading_disk_size", size, pages, states, ALIGNMENT, runtime)
-        files = _files(runtime.kv_offloading_disk_path, _namespace(runners, pages, states, factors), reporter)
+        files, found = _files(runtime.kv_offloading_disk_path, _namespace(runners, pages, states, factors), reporter)
     copies = SlotCopies(pages, states, num_slots, num_states, runner.device, files)
     below = None
     if files is not None:
@@ -63,7 +64,7 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
             TierIndex(sizes[0], partial(copies.remove, is_state=False)),
             TierIndex(sizes[1], partial(copies.remove, is_state=True)),
         )
-        _fill(below, files)
+        _fill(below, found)
     secret = secrets.token_bytes(32) if files is None else files.secret
     writes_through = runtime.kv_offloading_write_policy == "write_through"
     gain = runtime.kv_offloading_min_gain
@@ -90,12 +91,17 @@ def _slots(
     return num_slots, num_states
 
 
-def _files(path: str, namespace: Mapping[str, str], reporter: Reporter) -> DiskFiles | None:
+def _files(path: str, namespace: Mapping[str, str], reporter: Reporter) -> tuple[DiskFiles | None, list[Place]]:
+    """The files, and what there is of them, used last at the end."""
+    files = None
     try:
-        return DiskFiles(Path(user_path(path)), namespace)
+        files = DiskFiles(Path(user_path(path)), namespace)
+        return files, [place for place, _ in sorted(files.places(), key=lambda found: found[1])]
     except DiskTierError as error:
         reporter.announce(f"runtime.kv_offloading_disk_path is not used: {error}")
-        return None
+        if files is not None:
+            files.close()
+        return None, []
 
 
 def _namespace(
@@ -111,9 +117,9 @@ def _namespace(
     return {**factors, **settings, "sums of weights": str(sums), "shapes": str(shapes)}
 
 
-def _fill(below: tuple[TierIndex, TierIndex], files: DiskFiles) -> None:
-    """Lists the files, those used last at the end; the first ones go where there are too many."""
-    for place, _ in sorted(files.places(), key=lambda found: found[1]):
+def _fill(below: tuple[TierIndex, TierIndex], places: Iterable[Place]) -> None:
+    """Lists files, those used last at the end; the first ones go where there are too many."""
+    for place in places:
         index = below[place.is_state]
         for slot in index.take(1):
             index.put(Entry(place.key, place.parent, place.first, place.depth, slot))

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +29,7 @@ _MAGIC = b"MLLMKV01"
 _HEADER = struct.Struct("<8sI4x16s16s16sQQQ40x")  # magic, format, key, parent, first, depth, bytes, sum
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _SECRET_BYTES = 32
+_UNFINISHED = ".new"  # behind the names of files that are being written
 
 
 class DiskTierError(Exception):
@@ -102,16 +103,21 @@ class DiskFiles:
         self._multipliers = np.empty(0, dtype=np.uint64)
 
     def places(self) -> Iterator[tuple[Place, float]]:
-        """All files with the times of their last use, and removes what an end in the midst of a write has left."""
-        for one in os.scandir(self.folder):
-            if not one.is_dir(follow_symlinks=False):
-                continue
-            for file in os.scandir(one):
+        """All files with the times of their last use, and removes what an end in the midst of a write has left.
+
+        Raises:
+            DiskTierError: a folder cannot be read.
+        """
+        try:
+            folders = [one for one in os.scandir(self.folder) if one.is_dir(follow_symlinks=False)]
+            for file in (file for one in folders for file in os.scandir(one)):
                 place = Place.of_name(file.name)
-                if place is None:
-                    os.unlink(file)
-                else:
+                if place is not None:
                     yield place, file.stat(follow_symlinks=False).st_mtime
+                elif file.name.endswith(_UNFINISHED):
+                    os.unlink(file)
+        except OSError as error:
+            raise DiskTierError(f"{error.filename or self.folder}: {error.strerror}") from error
 
     def write(self, place: Place, data: np.ndarray) -> None:
         """Writes a page or a state, data [n] uint8 with n a multiple of 8.
@@ -122,18 +128,7 @@ class DiskFiles:
         path = self.folder / place.name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         header = self._header(place, data)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            for part in (memoryview(header), data.data):
-                while part:
-                    part = part[os.write(handle, part) :]
-            os.rename(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
-        finally:
-            os.close(handle)
+        _write_whole(path, (header, data.data))
 
     def read(self, place: Place, data: np.ndarray) -> bool:
         """Reads a page or a state into data [n] uint8; False: the file is gone, foreign or damaged, and removed."""
@@ -193,18 +188,30 @@ class DiskFiles:
     def _kept(self, name: str, make: Callable[[], bytes]) -> bytes:
         """The content of a small file, which is made where it is not there."""
         path = self.folder / name
-        flags = os.O_NOFOLLOW | os.O_CLOEXEC
-        if not path.exists():
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
-            try:
-                os.write(handle, make())
-            finally:
-                os.close(handle)
-        handle = os.open(path, os.O_RDONLY | flags)
+        if not path.exists() or not path.stat().st_size:
+            _write_whole(path, (make(),))
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return os.read(handle, 1 << 16)
         finally:
             os.close(handle)
+
+
+def _write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Writes a file that is there whole or not at all, of this user alone."""
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+        os.rename(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+    finally:
+        os.close(handle)
 
 
 def _read_all(handle: int, data: np.ndarray, offset: int) -> bool:

@@ -70,6 +70,32 @@ def test_what_an_end_in_the_midst_of_a_write_leaves_is_removed(files: DiskFiles)
     assert not left.exists()
 
 
+def test_what_others_have_put_there_stays_and_hinders_nothing(files: DiskFiles) -> None:
+    files.write(PLACE, DATA)
+    (file_of(files).parent / "folder").mkdir()
+    (file_of(files).parent / "notes").write_text("mine")
+    assert [place for place, _ in files.places()] == [PLACE]
+    assert (file_of(files).parent / "notes").exists()
+
+
+def test_folders_that_cannot_be_listed_are_one_line(files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: object) -> object:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "scandir", fails)
+    with pytest.raises(DiskTierError, match="Input/output error"):
+        list(files.places())
+
+
+def test_a_secret_that_was_not_written_is_made_anew(files: DiskFiles, tmp_path: Path) -> None:
+    files.close()
+    (files.folder / "secret").write_bytes(b"")
+    again = DiskFiles(tmp_path / "tier", {"model": "a"})
+    assert len(again.secret) == 32
+    assert (files.folder / "secret").read_bytes() == again.secret
+    again.close()
+
+
 def test_one_process_at_a_time_uses_a_namespace_and_others_have_their_own(files: DiskFiles, tmp_path: Path) -> None:
     with pytest.raises(DiskTierError, match="used by another process"):
         DiskFiles(tmp_path / "tier", {"model": "a"})
