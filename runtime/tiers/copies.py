@@ -147,11 +147,13 @@ class SlotCopies:
         if self._files is not None and ticket.from_below.any():
             self._files.read(ticket, slots)
         copier.begin_behind(launched)
-        if ticket.is_load:
-            copier.load(pool, ticket.pages, slots, ticket.slots)
-        else:
-            copier.store(pool, ticket.pages, slots, ticket.slots)
-        copier.wait()
+        try:
+            if ticket.is_load:
+                copier.load(pool, ticket.pages, slots, ticket.slots)
+            else:
+                copier.store(pool, ticket.pages, slots, ticket.slots)
+        finally:
+            copier.wait()  # one that failed in its midst too: others get its pages and slots
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,22 @@ def test_a_copy_that_fails_says_so_and_others_go_on() -> None:
     copies.begin(Ticket(False, entries(1), np.array([2])))
     copies.wait()
     assert [ticket.failed.tolist() for ticket in copies.finished()] == [[True], [False]]
+    copies.close()
+
+
+def test_a_copy_that_fails_in_its_midst_is_over_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("the third of five calls is refused")
+
+    copier = SimpleNamespace(begin_behind=lambda launched: None, load=fails, store=fails, wait=lambda: waited.append(1))
+    monkeypatch.setattr("mllm_compile.runtime.tiers.copies.copier_on", lambda device: copier)
+    copies = SlotCopies(SlotLayout([torch.randn(3, 4)]), SlotLayout([]), 2, 0, torch.device("cpu"))
+    copies.begin(Ticket(True, entries(0), np.array([1])))
+    copies.wait()
+    assert [ticket.failed.tolist() for ticket in copies.finished()] == [[True]]
+    assert waited
     copies.close()
 
 
