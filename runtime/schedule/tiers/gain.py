@@ -7,6 +7,7 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.step_cost import StepCost, pairs_of
 
 _KEPT = 0.9  # of an earlier copy's weight after each further one
+_DOUBTED = 0.98  # of copies' time after each load that does not pay: else none would, once one was slow
 
 
 class Gain:
@@ -36,4 +37,7 @@ class Gain:
         computing = self._cost.token_ms * count + self._cost.pair_ms * pairs_of(count, start)
         each = ((num_bytes, self._copied[False]), (from_below, self._copied[True]))
         loading = sum(1e3 * count * seconds / max(copied, 1.0) for count, (copied, seconds) in each)
-        return computing >= self._min_gain * loading
+        if computing >= self._min_gain * loading:
+            return True
+        self._copied = {below: (copied, _DOUBTED * seconds) for below, (copied, seconds) in self._copied.items()}
+        return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.schedule.tiers.gain import Gain
 from mllm_compile.runtime.schedule.tiers.index import TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_config, make_request, prompt_of
@@ -36,9 +38,15 @@ def simulation(
 
 
 def settled(sim: Simulation) -> None:
+    """Runs until nothing is left to do, nor to be copied."""
     sim.run()
-    assert sim.scheduler.tiers is not None
-    sim.scheduler.tiers.settle()
+    tiers = sim.scheduler.tiers
+    assert tiers is not None
+    tiers.settle()
+    tiers.advance()
+    while tiers.is_busy:
+        tiers._copies.wait()
+        tiers.advance()
 
 
 def test_a_prompt_whose_pages_are_gone_is_loaded_and_not_computed() -> None:
@@ -121,6 +129,15 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     sim.scheduler.close()
     assert len(copies.below) == 5
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
+
+
+def test_a_copy_that_was_slow_once_does_not_end_loads_for_good() -> None:
+    gain = Gain(1.0)
+    gain._cost = SimpleNamespace(knows_prompts=True, token_ms=1.0, pair_ms=0.0)
+    gain.loaded(1000, 60.0, from_below=False)
+    answers = [gain.pays(0, 1000, 1000, 0) for _ in range(300)]
+    assert not answers[0]
+    assert answers[-1]
 
 
 @pytest.mark.parametrize("states", [False, True])
