@@ -1,8 +1,8 @@
 """The slots of one tier of memory: which page, or which state, each holds, and which is given up next.
 
 A page is worth something only with all pages before it. So a use counts for the whole path, its end first: of the
-least recently used path the last page goes first. Among the oldest ends the one goes that is computed fastest. Free of
-torch.
+least recently used path the last page goes first. Among the oldest ends the one goes that is computed fastest. A page
+that others follow goes only while copies read all ends. Free of torch.
 """
 
 from __future__ import annotations
@@ -159,4 +159,26 @@ class TierIndex:
         ends = [one for one in oldest if one.key not in self._children]
         if ends:
             return min(ends, key=lambda one: one.cost(now))
-        return next((one for one in self._entries.values() if not one.users), None)
+        passed: list[Entry] = []
+        for one in self._entries.values():
+            if one.users:
+                continue
+            if one.key not in self._children:
+                self._reorder(passed, one)
+                return one
+            passed.append(one)
+        return passed[0] if passed else None
+
+    def _reorder(self, passed: Sequence[Entry], end: Entry) -> None:
+        """Puts older entries that others follow where they are not looked at again for each slot: those that `end`
+        alone goes on from next in line, the last one first; those that others go on from, too, behind all."""
+        of_end, parent = set(), end.parent
+        while self._children[parent] == 1 and parent in self._entries:
+            of_end.add(parent)
+            parent = self._entries[parent].parent
+        for one in passed:
+            if one.key in of_end:
+                self._entries.move_to_end(one.key, last=False)
+        for one in reversed(passed):
+            if one.key not in of_end:
+                self._entries.move_to_end(one.key)

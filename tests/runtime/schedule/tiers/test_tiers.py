@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.schedule.tiers.gain import Gain
-from mllm_compile.runtime.schedule.tiers.index import TierIndex
+from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_config, make_request, prompt_of
 from tests.runtime.schedule.tiers.fake_copies import FakeCopies
@@ -129,6 +130,27 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     sim.scheduler.close()
     assert len(copies.below) == 5
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
+
+
+def test_pages_that_others_follow_go_behind_them_whatever_the_order_of_their_use() -> None:
+    index, root = TierIndex(60), b"root"
+    shared = [b"s%d" % place for place in range(20)]
+    ends = {name: [*shared, *(b"%s%d" % (name, place) for place in range(20))] for name in (b"a", b"b")}
+
+    def put(path: list[bytes]) -> None:
+        for depth, (parent, key) in enumerate(pairwise([root, *path]), start=1):
+            if key not in index:
+                (slot,) = index.take(1)
+                index.put(Entry(key, parent, path[0], depth, slot))
+
+    put(ends[b"a"])
+    put(ends[b"b"])
+    while len(index) > 20:
+        index.drop(index._victim())
+        for path in ends.values():
+            held = [key in index for key in path]
+            assert held == sorted(held, reverse=True), "a path has no hole"
+    assert all(key in index for key in shared)
 
 
 def test_a_copy_that_was_slow_once_does_not_end_loads_for_good() -> None:
