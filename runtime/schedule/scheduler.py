@@ -164,9 +164,10 @@ class Scheduler:
             request.finish_reason, request.stop_reason = "stop", stop_string
 
     def has_work(self) -> bool:
-        """Requests that are not finished, or finished ones whose last step is still in flight."""
+        """Requests that are not finished, finished ones whose last step is still in flight, or pages to be stored."""
         self.finish_update()
-        return bool(self._requests or self.rows.leaving)
+        has_pages = self.tiers is not None and self.tiers.has_more
+        return bool(self._requests or self.rows.leaving or has_pages)
 
     def session_state(self, key: Hashable) -> SessionState | None:
         """The state of a session; None: it is unknown."""

@@ -36,11 +36,17 @@ class Stores:
         self._storing: set[bytes] = set()  # keys of pages
         self._to_write: dict[bool, deque[Entry]] = {False: deque(), True: deque()}
         self._writes: dict[Ticket, list[int]] = {}  # with slots of the tier below
+        self._has_new: set[bool] = set()  # pages, states: what is written back later came since it was looked at
         self.takes_writes = bool(shelves.below)
 
     def __bool__(self) -> bool:
         """Copies to the host's memory are in flight."""
         return bool(self._stores)
+
+    @property
+    def has_more(self) -> bool:
+        """A store would begin now."""
+        return bool(self._fresh_states) or (bool(self._fresh) and len(self._storing) < self._most)
 
     @property
     def is_writing(self) -> bool:
@@ -84,7 +90,7 @@ class Stores:
     # --- to the host's memory -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins to store what was published, as far as it may lock pages, and to write what is to go below."""
+        """Begins to store what was published, as far as it may lock pages."""
         while self._fresh and len(self._storing) < self._most:
             run = next(iter(self._fresh))
             del self._fresh[run]
@@ -93,8 +99,6 @@ class Stores:
             run = next(iter(self._fresh_states))
             del self._fresh_states[run]
             self._store_state(run)
-        if self.takes_writes:
-            self._begin_writes()
 
     def _store_path(self, run: PageRun) -> None:
         """Stores the pages of a path that the tier lacks."""
@@ -173,20 +177,27 @@ class Stores:
                 continue
             entry.is_below = bool(shelves.below) and entry.key in shelves.below[ticket.is_state]
             index.put(entry)
-            if self.takes_writes and self._writes_through and not entry.is_below:
-                self._to_write[ticket.is_state].append(entry)
+            if self.takes_writes and not entry.is_below:
+                if self._writes_through:
+                    self._to_write[ticket.is_state].append(entry)
+                else:
+                    self._has_new.add(ticket.is_state)
         if not ticket.is_state and run not in self._stores.values():  # once, behind the path's last part
             index.use(shelves.path_keys(run))
 
     # --- to the tier below --------------------------------------------------------------------------------------------
 
-    def _begin_writes(self) -> None:
+    def begin_writes(self) -> None:
+        """Begins to write what is to go below."""
+        if not self.takes_writes:
+            return
         for is_state, index in self._shelves.host.items():
-            if not self._writes_through and index.num_free < index.num_slots * _OLD:
+            waiting = self._to_write[is_state]
+            if not waiting and is_state in self._has_new and index.num_free < index.num_slots * _OLD:
+                self._has_new.discard(is_state)
                 oldest = index.oldest(max(1, int(index.num_slots * _OLD)))
-                self._to_write[is_state] = deque(entry for entry in oldest if not entry.is_below)
-            while self._to_write[is_state] and len(self._writes) < _MOST_WRITES:
-                waiting = self._to_write[is_state]
+                waiting += (entry for entry in oldest if not entry.is_below)
+            while waiting and len(self._writes) < _MOST_WRITES:
                 count = min(len(waiting), 1 if is_state else self._shelves.piece)
                 self._write([waiting.popleft() for _ in range(count)], is_state)
 
@@ -197,12 +208,13 @@ class Stores:
             wait: each step waits until copies are over and are taken in.
         """
         self._writes_through = True
+        self._has_new.clear()
         for is_state, index in self._shelves.host.items():
             self._to_write[is_state] = deque(entry for entry in index if not entry.is_below)
         for _ in wait:
             if not self.takes_writes or not any(self._to_write.values()):
                 return
-            self._begin_writes()
+            self.begin_writes()
 
     def _write(self, entries: list[Entry], is_state: bool) -> None:
         host, below = self._shelves.host[is_state], self._shelves.below[is_state]

@@ -100,23 +100,35 @@ class Tiers:
         return bool(self._loads or self._stores) or self._stores.is_writing
 
     @property
+    def has_more(self) -> bool:
+        """`advance` would begin a store."""
+        return self._stores.has_more
+
+    @property
     def changes(self) -> int:
         """Grows when pages changed hands."""
         return self._shelves.changes
 
     def advance(self) -> None:
         """Takes in the copies that are over, and begins stores."""
+        self._take_in()
+        self._stores.begin()
+        self._stores.begin_writes()
+
+    def settle(self) -> None:
+        """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they may
+        be many, and all requests wait for this."""
+        self._take_in()
+        self._stores.begin()
+        while self.is_busy:
+            self._copies.wait()
+            self._take_in()
+            self._stores.begin()
+
+    def _take_in(self) -> None:
         for ticket in self._copies.finished():
             if not self._loads.over(ticket):
                 self._stores.over(ticket)
-        self._stores.begin()
-
-    def settle(self) -> None:
-        """Waits until nothing moves: then pages and memory may change hands in any way."""
-        self.advance()
-        while self.is_busy:
-            self._copies.wait()
-            self.advance()
 
     def state_kept(self, run: PageRun) -> None:
         """Has a run's state stored."""

@@ -132,6 +132,43 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
 
 
+def test_pages_of_an_answer_are_stored_though_nobody_asks_for_more() -> None:
+    sim, copies = simulation(Random(7), ends=0.0)
+    sim.add(make_request("first", prompt_of(8), max_tokens=9, **FREE))
+    sim.run()
+    stored = {entry.key for ticket in copies.begun for entry in ticket.entries}
+    assert len(stored) == 4
+
+
+def test_who_waits_for_all_copies_does_not_wait_for_what_is_to_be_written_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim, copies = simulation(Random(8), num_below=64, ends=0.0)
+    sim.add(make_request("first", prompt_of(60), max_tokens=2, **FREE))
+    sim.run()
+    begin, begun = copies.begin, []
+    monkeypatch.setattr(copies, "begin", lambda ticket: (begun.append(ticket), begin(ticket)))
+    sim.scheduler.tiers.settle()
+    assert not sim.scheduler.tiers.is_busy
+    assert not [ticket for ticket in begun if ticket.is_write]
+    settled(sim)
+    assert len(copies.below) == 15
+
+
+def test_slots_are_looked_at_for_what_goes_below_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, _ = simulation(Random(10), num_slots=8, num_below=64, writes_through=False)
+    sim.add(make_request("first", prompt_of(30), max_tokens=2, **FREE))
+    settled(sim)
+    tiers, looked_at = sim.scheduler.tiers, []
+    oldest = TierIndex.oldest
+    monkeypatch.setattr(TierIndex, "oldest", lambda *given: (looked_at.append(given), oldest(*given))[1])
+    tiers.advance()
+    assert not looked_at
+    sim.add(make_request("second", prompt_of(30, first=5), max_tokens=2, **FREE))
+    settled(sim)
+    assert looked_at
+
+
 def test_pages_that_others_follow_go_behind_them_whatever_the_order_of_their_use() -> None:
     index, root = TierIndex(60), b"root"
     shared = [b"s%d" % place for place in range(20)]
