@@ -74,18 +74,19 @@ class Loads:
         self._loading: dict[bytes, _Load] = {}  # by the keys of the pages that are on their way
         self._waits: dict[Request, _Load] = {}
         self._tried: dict[Request, tuple[int, int]] = {}  # requests that have waited: pages loaded for them, by tier
+        self._later: set[Request] = set()  # requests that are looked at again when a load has ended
 
     def __bool__(self) -> bool:
         """Loads are in flight."""
         return bool(self._loads)
 
     def is_for(self, request: Request) -> bool:
-        """True if the request waits for a load."""
-        return request in self._waits
+        """True if the request waits for a load, its own or others'."""
+        return request in self._waits or request in self._later
 
     def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
         """See Tiers.holds_back."""
-        if request in self._waits:
+        if self.is_for(request):
             return True
         if request in self._tried:
             return False
@@ -102,6 +103,8 @@ class Loads:
         if not has_more and not shelves.has_states:
             return False
         if len(set(self._loads.values())) >= _MOST:
+            if has_more:
+                self._later.add(request)
             return has_more
         found = self._found(run, known, keys.chain(parent, rest) if has_more else [])
         if found is None or not self._pays(found):
@@ -111,6 +114,7 @@ class Loads:
     def leave(self, request: Request) -> None:
         """Notes that a request waits no longer: it was admitted, or has ended."""
         self._tried.pop(request, None)
+        self._later.discard(request)
         load = self._waits.pop(request, None)
         if load is not None:
             load.waiting.discard(request)
@@ -307,6 +311,7 @@ class Loads:
             self._waits.pop(request, None)
             self._tried[request] = load.num_loaded
         self._shelves.changes += 1
+        self._later.clear()
 
 
 def _ticket(sources: Sequence[tuple[Entry, bool]], pages: np.ndarray, is_state: bool) -> Ticket:

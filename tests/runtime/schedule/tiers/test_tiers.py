@@ -155,6 +155,30 @@ def test_who_waits_for_all_copies_does_not_wait_for_what_is_to_be_written_below(
     assert len(copies.below) == 15
 
 
+def test_a_request_behind_others_loads_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, copies = simulation(Random(9), num_pages=65)
+    for number in (1, 2, 3):
+        sim.add(make_request(f"first{number}", prompt_of(20, first=number), max_tokens=2, **FREE))
+    settled(sim)
+    sim.scheduler.drop_kv()
+    copies.ends = 0.0
+    again = [
+        sim.add(make_request(f"again{number}", prompt_of(20, first=number), max_tokens=2, **FREE))
+        for number in (1, 2, 3)
+    ]
+    sim.step()
+    cache, looked_up = sim.scheduler.pages.cache, []
+    match = cache.match_prefix
+    monkeypatch.setattr(cache, "match_prefix", lambda *given: (looked_up.append(given), match(*given))[1])
+    for _ in range(5):
+        sim.step()
+    assert not looked_up
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert all(request.host_tokens for request in again)
+
+
 def test_slots_are_looked_at_for_what_goes_below_when_some_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, _ = simulation(Random(10), num_slots=8, num_below=64, writes_through=False)
     sim.add(make_request("first", prompt_of(30), max_tokens=2, **FREE))
