@@ -75,3 +75,31 @@ def test_a_router_knows_what_device_host_and_disk_hold(seed, num_below):
     sim.check_answers()
     assert seen == bool(num_below), "the tier below was reached"
     assert told.blocks.events_of([Gone()]) == ([AllBlocksCleared()] if any(told.held.values()) else [])
+
+
+def test_what_comes_from_a_disk_that_nobody_was_told_of_is_told():
+    sim, _ = simulation(Random(1), num_below=24)
+    sim.add(make_request("first", prompt_of(16), max_tokens=2, **FREE))
+    settled(sim)
+    host = sim.scheduler.tiers._shelves.host[False]
+    sim.scheduler.rows.flush_prefix_cache()
+    host.clear()
+    told = Told(sim)
+    sim.add(make_request("again", prompt_of(16), max_tokens=2, **FREE))
+    settled(sim)
+    told.flush()
+    assert told.held["CPU"] == {name_of(entry.key) for entry in host} != set()
+    assert len(told.held["STORAGE"]) == 3, "those that were loaded"
+
+
+def test_new_weights_end_what_the_disk_is_told_to_hold():
+    sim, _ = simulation(Random(2), num_below=24)
+    told = Told(sim)
+    sim.add(make_request("first", prompt_of(16), max_tokens=2, **FREE))
+    settled(sim)
+    told.flush()
+    assert told.held["STORAGE"]
+    sim.scheduler.weights_changed()
+    told.flush()
+    assert not told.held["STORAGE"]
+    assert told.held["CPU"]

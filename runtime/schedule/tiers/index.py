@@ -143,6 +143,18 @@ class TierIndex:
         for entry in [one for one in self._entries.values() if one.first == first]:
             self.drop(entry)
 
+    def tell(self, key: bytes) -> None:
+        """Tells who watches of an entry again, as they may not have known its tokens."""
+        if self.watch is not None and key in self._entries:
+            self.watch(key, True)
+
+    def leave(self) -> None:
+        """Tells who watches that nothing is found here any more; what there is stays."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            for key in self._entries:
+                watch(key, False)
+
     def oldest(self, count: int) -> list[Entry]:
         """The entries that are given up next, of `count` that are looked at those that no copy reads."""
         return [entry for entry in islice(self._entries.values(), count) if not entry.users]

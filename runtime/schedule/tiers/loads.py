@@ -236,15 +236,15 @@ class Loads:
         if load is None:
             return False
         load.done.add(ticket)
-        for place, entry in enumerate(ticket.entries):
-            self._settle(ticket, place, entry)
-            self._loading.pop(entry.key, None)
         while load.tickets and load.tickets[0] in load.done:
             first = load.tickets.popleft()
             if first.is_state:
                 self._take_state(load, first)
             else:
                 self._take_pages(load, first)
+            for place, entry in enumerate(first.entries):  # behind the pages, whose tokens watchers know then
+                self._settle(first, place, entry)
+                self._loading.pop(entry.key, None)
         if not load.tickets:
             self._end(load)
         return True
@@ -260,6 +260,7 @@ class Loads:
             if not ticket.failed[place]:
                 shelves.host[is_state].put(entry)
                 shelves.below[is_state].use([entry.key])
+                shelves.below[is_state].tell(entry.key)
                 return
             shelves.host[is_state].give_back([entry.slot])
             if lower is not None and not lower.users:
@@ -310,8 +311,8 @@ class Loads:
         for request in load.waiting:
             self._waits.pop(request, None)
             self._tried[request] = load.num_loaded
-        self._shelves.changes += 1
         self._later.clear()
+        self._shelves.changes += 1
 
 
 def _ticket(sources: Sequence[tuple[Entry, bool]], pages: np.ndarray, is_state: bool) -> Ticket:

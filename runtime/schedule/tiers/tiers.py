@@ -148,6 +148,8 @@ class Tiers:
     def leave_below(self) -> None:
         """Uses the tier below no more: what is computed from now on is not what it is named after. Nothing may move."""
         self._stores.takes_writes = False
+        for index in self._shelves.below.values():
+            index.leave()
         self._shelves.below = {}
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
