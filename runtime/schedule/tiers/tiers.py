@@ -116,8 +116,8 @@ class Tiers:
         self._stores.begin_writes()
 
     def settle(self) -> None:
-        """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they may
-        be many, and all requests wait for this."""
+        """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they
+        may be many, and all requests wait for this."""
         self._take_in()
         self._stores.begin()
         while self.is_busy:
