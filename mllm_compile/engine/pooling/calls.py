@@ -21,6 +21,7 @@ from mllm_compile.engine.pooling.outputs import (
     ScoringRequestOutput,
 )
 from mllm_compile.engine.pooling.texts import ReadText, TextPrompt, TextPrompts, TextReader, listed_prompts
+from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.pooling.facts import PoolingFacts, PoolingRule, PoolingTask
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
@@ -46,11 +47,11 @@ class TaskRules:
             rules = (self._rule(pooling),)
         self._check_dimensions(dimensions)
         chosen = self.facts.normalize if normalize is None else normalize
-        return PoolingParams("embed", rules, chosen, dimensions)
+        return PoolingParams("embed", rules, bool(chosen), dimensions)
 
     def classify(self, use_activation: bool = True) -> PoolingParams:
         self.check("classify")
-        return PoolingParams("classify", self.facts.rules, activates=use_activation)
+        return PoolingParams("classify", self.facts.rules, activates=bool(use_activation))
 
     def reward(self) -> PoolingParams:
         """The raw score of a text, of a model with one label."""
@@ -71,7 +72,8 @@ class TaskRules:
             raise self._has_no(str(task))
         of_task: PoolingTask = task
         chosen = self.facts.normalize if normalize is None else normalize
-        return PoolingParams(of_task, self.facts.rules, chosen and "embed" in of_task, activates=use_activation)
+        normalizes = bool(chosen) and "embed" in of_task
+        return PoolingParams(of_task, self.facts.rules, normalizes, activates=bool(use_activation))
 
     @property
     def scores_pairs(self) -> bool:
@@ -205,7 +207,8 @@ class PoolingCalls:
 
     def submit(self, texts: Sequence[ReadText], asked: PoolingParams, priority: int) -> Future[Answers]:
         """Hands texts to the engine's thread."""
-        return self.core.submit([PackedText(text.ids, asked, text.kinds, text.skipped) for text in texts], priority)
+        packed = [PackedText(text.ids, asked, text.kinds, text.skipped) for text in texts]
+        return self.core.submit(packed, as_priority(priority))
 
     def _wait(self, future: Future[Answers]) -> Answers:
         try:

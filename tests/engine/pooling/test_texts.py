@@ -12,6 +12,7 @@ from mllm_compile.engine.pooling.texts import TextReader
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.text.tokenizer import load_tokenizer
+from tests.fake_pooling import fake_pooling_engine
 from tests.pooling_folder import save_word_tokenizer
 
 
@@ -52,3 +53,11 @@ def test_portions_of_texts_are_read_as_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_PORTION", 7)
     assert [one.ids.tolist() for one in reader.read([*asked, [7]])] == whole
     assert len(reader.read_pairs([("w1", one) for one in asked])) == 10
+
+
+@pytest.mark.parametrize("priority", ["high", 0.5, None])
+def test_a_priority_that_is_no_number_hurts_no_other_call(priority):
+    with fake_pooling_engine(None, {}) as engine:
+        with pytest.raises(RequestError, match="priority"):
+            engine.embed([5], priority=priority)
+        assert len(engine.embed([5], priority=-1)) == 1
