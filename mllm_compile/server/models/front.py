@@ -180,7 +180,7 @@ class ModelsFront:
             await self._changed.wait()
         devices: dict[str, list[Tenant]] = {}
         for one in self.tenants.values():
-            if one.needs is not None:
+            if one.needs is not None and one.state != "failed":  # one may have died while it waited for the others
                 devices.setdefault(one.needs.device, []).append(one)
         self.brokers = [
             Broker(name, tenants, self._models.turn_s, self._models.most_awake) for name, tenants in devices.items()

@@ -11,11 +11,12 @@ import pytest
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.models import tenant as tenant_module
+from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.models.tenant import Tenant
-from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.options import ModelsOptions, ServeOptions
 from mllm_compile.server.supervisor import READY
-from mllm_compile.server.wire.messages import AdaptersChanged
+from mllm_compile.server.wire.messages import AdaptersChanged, Needs
 
 
 def _tenant() -> Tenant:
@@ -94,3 +95,19 @@ def test_an_engine_that_does_not_answer_its_broker_is_ended(monkeypatch):
 
     asyncio.run(work())
     assert killed
+
+
+def test_a_model_that_died_before_memory_is_given_gets_none():
+    async def work() -> None:
+        several = ModelsOptions(sources={"a": "a", "b": "b"})
+        server = ModelsFront(ServeOptions(model=""), several, lambda own: lambda descriptor: [], None, print)
+        for tenant in server.tenants.values():
+            tenant.needs = Needs("cuda:0", 100, 100, 100, 0, 90, 1, 10, 10)
+        server.tenants["a"].front.supervisor.failure = "its process ended"
+        sharing = asyncio.ensure_future(server._share_out())
+        await asyncio.sleep(0)
+        (broker,) = server.brokers
+        assert broker.tenants == [server.tenants["b"]]
+        sharing.cancel()
+
+    asyncio.run(work())
