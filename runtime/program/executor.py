@@ -26,7 +26,6 @@ from mllm_compile.runtime.program.spec import (
     PackedAttentionStep,
     PieceStep,
     Program,
-    StateStep,
 )
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -267,10 +266,10 @@ class ProgramExecutor:
         return _BySize(pieces[piece], small, variants[0].input, variants[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
-        """Output of a layer between pieces → the lowest index whose last owner is dead; of attention nearly always 0.
+        """Output of a layer between pieces → the lowest index whose last owner is dead.
 
-        The next piece may return views of a stateful layer's output (of a convolution, for example): it lives as long
-        as they do.
+        The next piece may return views of a layer's output (of the first attention of two in DiffLlama's layer, or of a
+        convolution): it lives as long as they do.
         """
         steps, end = self.program.steps, len(self.program.steps)
         handed_on: dict[str, list[str]] = {}
@@ -283,7 +282,7 @@ class ProgramExecutor:
         for index, step in enumerate(steps):
             if isinstance(step, LayerStep):
                 free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
-                names = [step.out, *(handed_on.get(step.out, ()) if isinstance(step, StateStep) else ())]
+                names = [step.out, *handed_on.get(step.out, ())]
                 free_after[free : free + 1] = [max(last_use.get(name, end) for name in names)]
                 indices[step.out] = free
         return indices

@@ -211,6 +211,21 @@ def test_what_a_convolution_gives_is_not_overwritten_while_a_later_layer_may_rea
     assert places == ([0, 1] if is_handed_on else [0, 0])
 
 
+def test_the_first_attention_of_two_is_not_overwritten_while_a_view_of_it_is_read():
+    """DiffLlama's layer joins two attentions; the piece between them only turns the first one's heads."""
+    steps = (
+        PieceStep("first", ("input_ids", "embed"), ("q", "k", "v", "w")),
+        AttentionStep(LAYER.name, "q", "k", "v", "attended"),
+        PieceStep("between", ("w", "attended"), ("v2", "turned")),
+        AttentionStep(LAYER.name, "q", "k", "v2", "again", saves_kv=False),
+        PieceStep("head", ("turned", "again", "logits_indices", "embed"), ("logits",)),
+    )
+    functions = dict.fromkeys(("first", "between", "head"), list)
+    executor = ProgramExecutor(changed(steps=steps), functions, {"embed": EMBED})
+    places = [step.buffer_index for step in executor._steps if hasattr(step, "buffer_index")]
+    assert places == [0, 1]
+
+
 def test_what_a_graph_of_all_tokens_leaves_out_is_the_head():
     plain, gathering = executor_of(), executor_of(changed(steps=GATHERING), GatheringPieces())
     for executor in (plain, gathering):
