@@ -61,4 +61,4 @@ def test_the_process_ends_with_an_engine_that_has_not_read_its_answer(monkeypatc
 
 def test_a_name_that_no_message_holds_is_refused():
     with pytest.raises(TransferError, match="the group's name has 70,000 characters"):
-        join("127.0.0.1", 1, 1, 2, device=torch.device("cpu"), timeout_s=1, silence_s=1, name="n" * 70_000)
+        join("127.0.0.1", 1, 1, 2, device=torch.device("cpu"), timeout_s=HANG_S, silence_s=HANG_S, name="n" * 70_000)
