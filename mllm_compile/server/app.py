@@ -20,7 +20,7 @@ from starlette.routing import Route, Router
 
 from mllm_compile.server import about, adapters, endpoints, session_paths
 from mllm_compile.server.api.anthropic import MessagesFields, MessagesRequest
-from mllm_compile.server.api.errors import ApiError, not_ready, wrong_encoding
+from mllm_compile.server.api.errors import GENERATES, UNSUPPORTED, ApiError, not_ready, wrong_encoding
 from mllm_compile.server.api.fields import ChatFields, CompletionFields
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.api.responses import ResponseFields, ResponsesRequest
@@ -48,14 +48,12 @@ _OTHER_SITE = (
 _MOST_OF_PATH = 60  # characters that the log has
 
 # Paths of other servers, without /v1 or /v2 before them, and what to do instead.
-_UNSUPPORTED = "unsupported_endpoint"
-_GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
 _SLEEP = "serve with --enable-rl --enable-sleep-mode, or with --sleep-after, by which an engine sleeps by itself"
 _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
-    **dict.fromkeys(("moderations", "encode"), _GENERATES),
+    **dict.fromkeys(("moderations", "encode"), GENERATES),
     "embeddings": "use /v1/embeddings",
-    **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), _GENERATES),
+    **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), GENERATES),
     **dict.fromkeys(("invocations", "api/generate"), "use /v1/completions"),
     **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
@@ -211,7 +209,7 @@ class _Guarded:
     def _tell(self, scope: Scope, error: ApiError) -> None:
         """Logs and counts a request that comes to no endpoint. An unknown path is quoted: it may hold anything."""
         path = scope["path"]
-        is_known = error.code == _UNSUPPORTED or any(path == known for _, known in self._paths)
+        is_known = error.code == UNSUPPORTED or any(path == known for _, known in self._paths)
         self._front.refused(error, path if is_known else repr(path[:_MOST_OF_PATH]), client_of(scope))
 
     def _may_ask(self, scope: Scope) -> bool:
@@ -268,7 +266,7 @@ def _not_found(
     if why is None and any(bare == of_rollouts for _, of_rollouts, _ in rl.PATHS):
         why = _FOR_ROLLOUTS
     if why is not None:
-        return ApiError(404, f"there is no {path}: {why}", code=_UNSUPPORTED), JSON
+        return ApiError(404, f"there is no {path}: {why}", code=UNSUPPORTED), JSON
     known: dict[str, list[str]] = {}
     for one, like in paths:
         if "{" not in like:

@@ -26,6 +26,10 @@ _FIELD = re.compile(r"[a-z_][\w.\[\]]*\Z")
 _STATUS_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+UNSUPPORTED = "unsupported_endpoint"  # the code of an answer about a path that the served model has no use for
+GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
+
+
 class ApiError(Exception):
     """An error that a client is told.
 

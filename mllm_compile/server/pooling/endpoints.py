@@ -17,7 +17,7 @@ from mllm_compile.engine.pooling.texts import ReadText, TextReader
 from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.pooling.texts import PoolingParams
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error, timed_out
+from mllm_compile.server.api.errors import GENERATES, UNSUPPORTED, ApiError, bad_request, of_error, timed_out
 from mllm_compile.server.api.fields import members_of, read_fields
 from mllm_compile.server.endpoints import Answer, Endpoint, ToldBytes, from_body
 from mllm_compile.server.flow.job import JSON
@@ -34,9 +34,8 @@ from mllm_compile.server.pooling.fields import (
     ScoreFields,
     TextsFields,
 )
-from mllm_compile.server.pooling.front import UNSUPPORTED, PoolingFront
+from mllm_compile.server.pooling.front import PoolingFront
 
-_GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
 _MOST_NUMBERS = 1 << 23  # of an answer: as JSON some 180 MB
 _CUT = -1  # as many tokens as the model takes
 
@@ -110,7 +109,7 @@ def _endpoint(
                 async with asyncio.timeout(limit_s):
                     facts = await front.facts_of_texts(getattr(fields, "model", None))
                     if facts.pooling is None:
-                        raise ApiError(404, _GENERATES, code=UNSUPPORTED)
+                        raise ApiError(404, GENERATES, code=UNSUPPORTED)
                     asking = Asking(front, facts.pooling, len(body), _priority(fields), _cut_to(fields))
                     return msgspec.json.encode(await answer(asking, fields)), unknown
             except TimeoutError:

@@ -8,11 +8,9 @@ from mllm_compile.engine.pooling.calls import TaskRules
 from mllm_compile.engine.pooling.texts import TextReader
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.pooling.facts import PoolingFacts
-from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.api.errors import UNSUPPORTED, ApiError
 from mllm_compile.server.wire.messages import Hello
 from mllm_compile.text.tokenizer import Tokenizer
-
-UNSUPPORTED = "unsupported_endpoint"
 
 
 @dataclass(frozen=True)
