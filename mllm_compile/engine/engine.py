@@ -245,8 +245,8 @@ class Engine:
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
             adapter: the name of an adapter, or a list with one or None for each prompt.
-            session: the conversation that it belongs to, by name or as a Session, or a list with one for each prompt:
-                a bias of what the prefix cache keeps (docs/sessions.md).
+            session: the conversation, by name or as a Session; or a list with one for each prompt. It says what the
+                prefix cache should keep (docs/sessions.md).
 
         Returns:
             One output a prompt, in their order.
