@@ -53,7 +53,7 @@ def _section(name: str) -> str:
     for method in (method for method in _methods(thing) if method not in shared):
         function = inspect.unwrap(getattr(thing, method))
         lines += [f"\n### {name}.{method}\n", *_code(_signature(method, function)), *_text(function)]
-    properties = [(key, value) for key, value in vars(thing).items() if isinstance(value, property)]
+    properties = [(key, value) for key, value in _members(thing).items() if isinstance(value, property)]
     told = [f"- `{key}`: {_first_line(value)}" for key, value in properties if _is_told(thing, key)]
     lines += ["\n**Properties**\n", *told] if told else []
     lines += [f"\nThe others are Engine's, awaited: {', '.join(f'`{name}`' for name in shared)}."] if shared else []
@@ -128,10 +128,21 @@ def _first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
+def _members(thing: object) -> dict[str, object]:
+    """What a class has by itself and by bases that are no public names, which are parts of it in other files."""
+    public = [getattr(mllm_compile, name) for name in mllm_compile.__all__]
+    bases = thing.__mro__[1:] if inspect.isclass(thing) else ()
+    members = dict(vars(thing))
+    for base in bases:
+        if base.__module__.startswith("mllm_compile.") and base not in public:
+            members = {**members, **{name: value for name, value in vars(base).items() if name not in members}}
+    return members
+
+
 def _methods(thing: type) -> list[str]:
     return [
         name
-        for name, value in vars(thing).items()
+        for name, value in _members(thing).items()
         if _is_told(thing, name) and isinstance(value, FunctionType | classmethod | staticmethod)
     ]
 

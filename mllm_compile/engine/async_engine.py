@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
-from mllm_compile.engine.engine import Engine, unknown_of_a_call, unknown_of_an_engine
+from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.gate import EngineState
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt
@@ -17,6 +17,7 @@ from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import SessionArg
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end
+from mllm_compile.engine.unknown_arguments import unknown_of_a_call, unknown_of_an_engine
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.unknown_names import tells_unknown

@@ -7,34 +7,27 @@ may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks f
 from __future__ import annotations
 
 import os
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
+from mllm_compile.engine.beside_core import adapter_registry, engine_sleep, event_publisher, in_order, weight_updates
 from mllm_compile.engine.engine_parts import EngineParts
-from mllm_compile.engine.gate import EngineState, as_pause_mode
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
-from mllm_compile.engine.pauses import pause, resume
-from mllm_compile.engine.pooling.outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-)
+from mllm_compile.engine.pooling.methods import PoolingMethods
 from mllm_compile.engine.pooling.parts import PoolingParts
-from mllm_compile.engine.pooling.texts import TextPrompts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
+from mllm_compile.engine.rollout_methods import RolloutMethods
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import SessionArg, SessionArgs, session_key
 from mllm_compile.engine.stats import EngineStats
-from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
-from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream, wait_for_all
+from mllm_compile.engine.unknown_arguments import unknown_of_a_call, unknown_of_an_engine
+from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
@@ -45,49 +38,13 @@ from mllm_compile.runtime.schedule.pages.sessions import SessionState
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
-    import torch
-
-    from mllm_compile.adapters.peft_folder import Matrices
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
-    from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.config.sources import EngineSource
-    from mllm_compile.engine.adapter_queue import AdapterParts
     from mllm_compile.engine.page_events import TellNews
-    from mllm_compile.engine.pooling.calls import PoolingCalls
     from mllm_compile.engine.pooling.core import PoolingCore
-    from mllm_compile.engine.sleep import EngineSleep
-    from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
-    from mllm_compile.kv_events.publisher import KVEventPublisher
-
-# Work that is over before this shows no bar.
-_BAR_AFTER_S = 1.0
-_BAR_INTERVAL_S = 0.1
 
 
-# vLLM's arguments of a call, and what to use here.
-_OF_A_CALL = {
-    "lora_request": "Load it by load_adapter(name, path), and give adapter=name.",
-    "prompt_token_ids": "Give token ids as prompts, or {'prompt_token_ids': …}.",
-}
-
-
-def unknown_of_an_engine(name: str, known: Seq[str]) -> ConfigError:
-    """The error for an argument that an engine does not take."""
-    from mllm_compile.config.sources import unknown_argument
-
-    return unknown_argument(name, known)
-
-
-def unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
-    """The error for an argument that a call for answers does not take."""
-    if name == "use_tqdm" and "progress" in known:
-        instead = "Did you mean progress?"
-    else:
-        instead = _OF_A_CALL.get(name) or f"Known: {', '.join(known)}."
-    return RequestError(f"a call has no argument {name}. {instead}")
-
-
-class Engine:
+class Engine(PoolingMethods, RolloutMethods):
     """Serves one model.
 
     Use it as a context manager or call `close()`: both give all memory back. Any thread may call it.
@@ -164,14 +121,14 @@ class Engine:
         self.default_params = parts.default_params
         self.media = parts.media
         self.tower = parts.tower
-        publisher = _publisher(parts.config) if publish_kv_events else None
-        self._pooling: PoolingCalls | None = None
+        publisher = event_publisher(parts.config) if publish_kv_events else None
+        self._pooling = None
         self.core = EngineCore(
             parts.scheduler,
             parts.step_runner,
             check_device=parts.check_device,
             check_idle=parts.check_idle,
-            shutdown=parts.shutdown if publisher is None else _in_order(parts.shutdown, publisher.close),
+            shutdown=parts.shutdown if publisher is None else in_order(parts.shutdown, publisher.close),
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
             experts_chosen=parts.experts_chosen,
@@ -181,9 +138,9 @@ class Engine:
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
-        self.weights = _updates(self.core, parts)
-        self._sleep = _sleep(self.core, self.weights, parts)
-        self.adapters = None if parts.adapters is None else _registry(parts.adapters, self.core)
+        self.weights = weight_updates(self.core, parts)
+        self._sleep = engine_sleep(self.core, self.weights, parts)
+        self.adapters = None if parts.adapters is None else adapter_registry(parts.adapters, self.core)
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -295,7 +252,7 @@ class Engine:
             submission.sink = countdown
         try:
             self.core.submit(accepted)
-            _wait(countdown, len(accepted), progress)
+            wait_for_all(countdown, len(accepted), progress)
         except BaseException:
             self.core.withdraw(accepted)
             raise
@@ -304,122 +261,6 @@ class Engine:
             raise submissions[0].failure.with_traceback(None)
         warn_of_refused(submissions)
         return answers
-
-    # --- embeddings, scores and labels -------------------------------------------------------------------------------
-
-    @tells_unknown(unknown_of_a_call)
-    def embed(
-        self,
-        prompts: TextPrompts,
-        *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each text (docs/encoders.md).
-
-        Args:
-            prompts: a text, token ids, vLLM's dict (`prompt` or `prompt_token_ids`), or a list of such.
-            pooling: cls, last, mean or max; None: as the model's files say.
-            normalize: to a length of 1; None: likewise.
-            dimensions: the first numbers alone, of a model that was trained so.
-            prompt_name: of the prompts in the model's files, the one that goes ahead of each text.
-            truncate_prompt_tokens: cut longer texts to so many tokens; -1: to as many as the model takes. None: they
-                are refused.
-            priority: lower is served first.
-
-        Raises:
-            RequestError: a text or an argument is refused, or the model does not embed.
-            EngineDeadError: the engine is closed, or dead after an error on the device.
-        """
-        return self.pooling.embed(
-            prompts, pooling, normalize, dimensions, prompt_name, truncate_prompt_tokens, priority
-        )
-
-    @tells_unknown(unknown_of_a_call)
-    def classify(
-        self,
-        prompts: TextPrompts,
-        *,
-        use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
-    ) -> list[ClassificationRequestOutput]:
-        """The probabilities of each label; arguments and errors as `embed`.
-
-        Args:
-            use_activation: False: raw scores.
-        """
-        return self.pooling.classify(prompts, use_activation, truncate_prompt_tokens, priority)
-
-    @tells_unknown(unknown_of_a_call)
-    def score(
-        self,
-        data_1: TextPrompts,
-        data_2: TextPrompts,
-        *,
-        use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
-    ) -> list[ScoringRequestOutput]:
-        """How well texts go together: by a cross-encoder's head, or by their embeddings; arguments and errors as
-        `embed`.
-
-        Args:
-            data_1: one text for all of data_2, or as many.
-            data_2: a text or several.
-        """
-        return self.pooling.score(data_1, data_2, use_activation, truncate_prompt_tokens, priority)
-
-    @tells_unknown(unknown_of_a_call)
-    def reward(
-        self, prompts: TextPrompts, *, truncate_prompt_tokens: int | None = None, priority: int = 0
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The raw score of each text, of a classifier with one label; arguments and errors as `embed`."""
-        calls = self.pooling
-        return calls.pooled(prompts, calls.rules.reward(), truncate_prompt_tokens, priority)
-
-    @tells_unknown(unknown_of_a_call)
-    def encode(
-        self,
-        prompts: TextPrompts,
-        *,
-        pooling_task: str | None = None,
-        normalize: bool | None = None,
-        use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The model's result for a task; arguments and errors as `embed`.
-
-        Args:
-            pooling_task: embed, token_embed, classify or token_classify, as far as the model has it; None: of an
-                embedder token_embed, else the model's own.
-        """
-        calls = self.pooling
-        asked = calls.rules.encode(pooling_task, normalize, use_activation)
-        return calls.pooled(prompts, asked, truncate_prompt_tokens, priority)
-
-    @property
-    def pooling(self) -> PoolingCalls:
-        """The calls of a model that pools.
-
-        Raises:
-            RequestError: it generates.
-        """
-        if self._pooling is None:
-            from mllm_compile.engine.pooling.refusal import not_pooling
-
-            raise not_pooling()
-        return self._pooling
-
-    @property
-    def pools(self) -> bool:
-        """True if the model embeds or classifies texts, and generates none."""
-        return self._pooling is not None
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -524,112 +365,6 @@ class Engine:
             raise RequestError("no adapters are served. Set lora.max_adapters in the config to how many there may be.")
         return self.adapters
 
-    # --- other weights ------------------------------------------------------------------------------------------------
-
-    def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str | None = None, **options: Unpack[Options]
-    ) -> UpdateReport:
-        """Serves other weights from the next step on, all or none of them (docs/rollouts.md).
-
-        Args:
-            weights: whole tensors by their names in the checkpoint or of Transformers' parameters.
-            version: a label, which answers have; None: the update's number.
-            options: `partial`, `direct`, `names` and `keep_prefix_cache`, as that page has them.
-
-        Raises:
-            WeightUpdateError: a tensor is refused; the old weights serve on.
-            UpdateConflictError: another update is open.
-            WeightsTornError: weights are torn, and this update is partial.
-        """
-        return self.weights.update(weights, version, **options)
-
-    def update_weights_from_folder(
-        self, path: str | os.PathLike[str], *, version: str | None = None, **options: Unpack[Options]
-    ) -> UpdateReport:
-        """Like update_weights, with the tensors of a folder's safetensors files.
-
-        Raises:
-            CheckpointError: it has none, or one is damaged.
-        """
-        from mllm_compile.engine.folder_weights import tensors_of_folder
-
-        folder = user_path(os.fspath(path)).absolute()
-        return self.weights.update(tensors_of_folder(folder, self.weights.device), version, **options)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Returns when no step runs; `resume` lets them run again.
-
-        Args:
-            mode: "abort" ends requests, "wait" answers them; both refuse new ones. "keep" holds them, "retract" has
-                their KV computed anew; both queue new ones.
-
-        Raises:
-            RequestError: there is no such mode.
-            UpdateConflictError: another call ended the wait.
-            WeightsTornError: it waits, and requests cannot end.
-        """
-        pause(self.core, as_pause_mode(mode))
-
-    def resume(self) -> None:
-        """Ends a pause, if there is one.
-
-        Raises:
-            WeightsTornError: the weights are not whole.
-        """
-        resume(self.core)
-
-    def sleep(
-        self, level: int = 1, mode: str = "abort", tags: Collection[str] | None = None, *, refuses: bool = False
-    ) -> None:
-        """Gives memory back in place, and returns when it is; graphs and addresses stay. `wake_up` takes it again.
-
-        Args:
-            level: 0 stops steps alone. 1 also drops the KV cache, and copies weights to the host's memory. 2 drops
-                both: an update has to bring the weights anew.
-            mode: what becomes of requests, as of `pause`; kept ones are computed anew.
-            tags: what sleeps: "weights", "kv_cache"; None: both.
-            refuses: requests that come are refused; else they wait.
-
-        Raises:
-            RequestError: an argument is unknown, or runtime.enable_sleep_mode is not set, which levels 1 and 2 need.
-            UpdateConflictError: an update of the weights is open; or another call ended the wait for requests.
-            WeightUpdateError: level 2, and these weights cannot be updated.
-            DeviceMemoryError: the host has no room for the weights.
-        """
-        self._sleep.sleep(level, as_pause_mode(mode), tags, refuses=refuses)
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Takes memory again; steps run when all is awake.
-
-        Args:
-            tags: what wakes: "weights", "kv_cache", and "scheduling" after level 0; None: all.
-
-        Raises:
-            RequestError: there is no such tag.
-            DeviceMemoryError: others have taken the memory; what does not fit sleeps on.
-        """
-        self._sleep.wake_up(tags)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """True until all is awake."""
-        return bool(self.core.gate.sleeping)
-
-    @property
-    def sleep_bytes(self) -> int:
-        """Bytes of the device that sleep gives back at level 1; 0 on a CPU and without enable_sleep_mode."""
-        return self._sleep.num_bytes
-
-    @property
-    def state(self) -> EngineState:
-        """The state: running, pausing, paused, updating, torn or sleeping (docs/rollouts.md)."""
-        return self.core.gate.state
-
-    @property
-    def is_paused(self) -> bool:
-        """True unless it is running."""
-        return self.state != "running"
-
     # --- control ------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -708,64 +443,3 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
-    """Waits for all answers, with a bar over the number of answered prompts if it takes long."""
-    is_shown = sys.stderr.isatty() if progress is None else progress
-    if not is_shown:
-        if not countdown.wait_in_naps():
-            countdown.wait()
-    elif not countdown.wait(_BAR_AFTER_S):
-        # It has taken long already: shown at once.
-        with reporter_for(plain_lines=True, details=True).stage("generate", total=total) as stage:
-            shown = 0
-            while shown < total:
-                countdown.wait(_BAR_INTERVAL_S)
-                done = total - countdown.remaining
-                stage.advance(done - shown)
-                shown = done
-
-
-def _publisher(config: ResolvedConfig | None) -> KVEventPublisher | None:
-    """Makes the publisher of the KV events that a config asks for."""
-    if config is None or not config.runtime.kv_events_config.is_on:
-        return None
-    from mllm_compile.kv_events.installed import make_publisher
-
-    return make_publisher(config.runtime.kv_events_config, config.runtime.expert_parallel_size)
-
-
-def _in_order(*functions: Callable[[], None]) -> Callable[[], None]:
-    """Calls all of them."""
-
-    def call() -> None:
-        for function in functions:
-            function()
-
-    return call
-
-
-def _updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
-    from mllm_compile.engine.weight_updates import WeightUpdates  # torch
-
-    return WeightUpdates(core, parts.live, parts.tell_ranks, parts.ask_ranks)
-
-
-def _sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:
-    from mllm_compile.engine.sleep import EngineSleep  # torch
-
-    return EngineSleep(core, weights, parts.memory, parts.tell_ranks, parts.ask_ranks, parts.wait_ranks)
-
-
-def _registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:
-    """The adapters of an engine; they hold its core, and not the engine, which ends when nobody holds it."""
-    from mllm_compile.adapters.registry import AdapterRegistry
-
-    queue = core.adapters
-
-    def place(adapter: Adapter, matrices: Matrices) -> None:
-        prepared = parts.writer.prepared(matrices)
-        core.between_steps(lambda: queue.place(adapter, prepared))
-
-    return AdapterRegistry(parts.base, place, lambda adapter: core.post(lambda: queue.retire(adapter)))

@@ -6,6 +6,7 @@ Each is a Sink (sequences.py): its `on_` methods run on the engine's thread and 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
@@ -16,7 +17,12 @@ from queue import Empty, SimpleQueue
 from mllm_compile.engine.answers import StreamBuilder
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.sequences import Delta, Submission
+from mllm_compile.process.progress import reporter_for
 from mllm_compile.text.detokenizer import Decoder
+
+# Work that is over before this shows no bar.
+_BAR_AFTER_S = 1.0
+_BAR_INTERVAL_S = 0.1
 
 # A caller that waits for an answer sleeps no longer than a nap at a time, until so much time has passed: then it sleeps
 # until it is woken.
@@ -76,6 +82,27 @@ class Countdown:
             return True
         finally:
             _napping.release()
+
+
+def wait_for_all(countdown: Countdown, total: int, progress: bool | None) -> None:
+    """Waits for all answers, with a bar over the number of answered prompts if it takes long.
+
+    Args:
+        progress: show the bar; None: on a terminal only.
+    """
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if not is_shown:
+        if not countdown.wait_in_naps():
+            countdown.wait()
+    elif not countdown.wait(_BAR_AFTER_S):
+        # It has taken long already: shown at once.
+        with reporter_for(plain_lines=True, details=True).stage("generate", total=total) as stage:
+            shown = 0
+            while shown < total:
+                countdown.wait(_BAR_INTERVAL_S)
+                done = total - countdown.remaining
+                stage.advance(done - shown)
+                shown = done
 
 
 class StreamQueue:

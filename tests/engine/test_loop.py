@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from mllm_compile.engine import engine as engine_module
 from mllm_compile.engine import streams
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.errors import EngineDeadError, RequestError
@@ -425,7 +424,7 @@ def test_steps_are_timed_and_a_prompt_beside_answers_is_cut_to_the_bound():
 
 
 def test_a_bar_is_shown_for_long_work_when_asked_for(engine, runner, monkeypatch, capsys, caplog):
-    monkeypatch.setattr(engine_module, "_BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(streams, "_BAR_AFTER_S", 0.0)
     engine.generate(["a"] * 3, params(), progress=True)
     assert "generate" in capsys.readouterr().err
     with caplog.at_level("INFO", logger="mllm_compile.progress"):

@@ -29,7 +29,7 @@ def test_methods_that_are_said_to_be_engines_take_the_same():
     shared = [name for name in page["_methods"](AsyncEngine) if page["_is_shared"](AsyncEngine, name)]
     assert "sleep" in shared
     for name in shared:
-        if isinstance(vars(Engine)[name], property):
+        if isinstance(inspect.getattr_static(Engine, name), property):
             continue
         ours, engines = (inspect.signature(inspect.unwrap(getattr(one, name))) for one in (AsyncEngine, Engine))
         assert ours.parameters == engines.parameters, name
