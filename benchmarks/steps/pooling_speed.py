@@ -1,10 +1,11 @@
-"""How many tokens of ragged short texts a second are embedded on a CPU, beside Transformers' padded batches, by turns.
+"""How many tokens of texts a second are embedded, beside Transformers on the same device, by turns.
 
     OMP_NUM_THREADS=1 python -m benchmarks.steps.pooling_speed MODEL_FOLDER [--texts 128] [--batch 32]
+    python -m benchmarks.steps.pooling_speed configs/shapes/bert-base --dummy --device cuda:0 --lengths 32,128,512
 
-Texts have 4 to 60 random tokens, most of them few. Transformers runs them in batches as sentence-transformers does,
-sorted by length and padded to the longest of a batch, and in one padded batch unsorted; both pool as the model's files
-say means. Largest differences from our numbers are printed too.
+Without --lengths texts have 4 to 60 random tokens, most of them few; with it all texts of a table are equally long, and
+a step's own time is told too. Transformers runs sorted batches, padded to the longest, and one padded batch; both pool
+as the model's files say means. Largest differences from our numbers are printed where the weights are real.
 """
 
 from __future__ import annotations
@@ -14,67 +15,142 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
-from benchmarks.script import parser_of, positive, told_in_one_line
+from benchmarks.script import parser_of, positive, positives, told_in_one_line
 from mllm_compile import Engine
 from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
 
 SHORTEST, LONGEST, FIRST_TOKEN = 4, 60, 1000
+Way = Callable[[], Any]
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--texts", type=positive, default=128)
+    parser.add_argument("--texts", type=positive, default=128, help="without --lengths")
     parser.add_argument("--batch", type=positive, default=32, help="texts of Transformers' batches")
     parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16")
+    parser.add_argument("--dummy", action="store_true", help="random weights; the folder has a config.json alone")
+    parser.add_argument("--lengths", type=positives, help="tokens of each text, a table each")
+    parser.add_argument("--tokens", type=positive, default=65536, help="of all texts together, with --lengths")
+    parser.add_argument("--step", type=positive, help="most tokens of a step")
+    parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     args = parser.parse_args()
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    load_format = "dummy" if args.dummy else "auto"
+    config: dict[str, Any] = {
+        "model": {"path": str(args.model), "dtype": dtype, "task": "embed", "load_format": load_format},
+        "compile": {"backend": args.backend},
+        "runtime": {"device": args.device} | ({"max_num_batched_tokens": args.step} if args.step else {}),
+    }
+    model = theirs(args, getattr(torch, dtype))
+    with Engine(config) as engine:
+        if args.lengths is None:
+            measure(engine, model, ragged(args.texts), args)
+        for length in args.lengths or ():
+            of_length(engine, model, length, args)
+
+
+def theirs(args: argparse.Namespace, dtype: torch.dtype) -> Any:
+    """Transformers' model, with SDPA."""
+    if not args.dummy:
+        return AutoModel.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
+    with torch.device(args.device):
+        return AutoModel.from_config(AutoConfig.from_pretrained(args.model), dtype=dtype).eval()
+
+
+def ragged(count: int) -> list[list[int]]:
     draws = random.Random(0)
-    lengths = [min(LONGEST, SHORTEST + int(draws.expovariate(1 / 14))) for _ in range(args.texts)]
-    texts = [[draws.randrange(FIRST_TOKEN, 2 * FIRST_TOKEN) for _ in range(length)] for length in lengths]
-    model = AutoModel.from_pretrained(args.model).eval()
-    with Engine({"model": {"path": str(args.model), "dtype": "float32"}, "runtime": {"device": "cpu"}}) as engine:
-        measure(engine, model, texts, args)
+    lengths = [min(LONGEST, SHORTEST + int(draws.expovariate(1 / 14))) for _ in range(count)]
+    return drawn(lengths)
 
 
-def measure(engine: Engine, model: torch.nn.Module, texts: list[list[int]], args: argparse.Namespace) -> None:
-    ways: dict[str, Callable[[], np.ndarray]] = {
+def drawn(lengths: Sequence[int]) -> list[list[int]]:
+    draws = random.Random(1)
+    return [[draws.randrange(FIRST_TOKEN, 2 * FIRST_TOKEN) for _ in range(length)] for length in lengths]
+
+
+def measure(engine: Engine, model: Any, texts: list[list[int]], args: argparse.Namespace) -> None:
+    ways: dict[str, Way] = {
         "packed": lambda: np.stack([one.outputs.embedding for one in engine.embed(texts, normalize=True)]),
-        f"Transformers, sorted batches of {args.batch}": lambda: in_batches(model, texts, args.batch),
-        "Transformers, one batch": lambda: in_batches(model, texts, len(texts)),
+        f"Transformers, sorted batches of {args.batch}": lambda: in_batches(model, texts, args.batch, args.device),
+        "Transformers, one batch": lambda: in_batches(model, texts, len(texts), args.device),
     }
     results = {name: way() for name, way in ways.items()}  # the warm-up
+    errors = {name: float(np.abs(one - results["packed"]).max()) for name, one in results.items()}
+    tell(ways, "packed", sum(map(len, texts)), args, {} if args.dummy else errors)
+
+
+def of_length(engine: Engine, model: Any, length: int, args: argparse.Namespace) -> None:
+    """Texts of one length: the whole call, a step alone, and Transformers by batches of as many tokens."""
+    step = engine.config.runtime.max_num_batched_tokens
+    texts = drawn([length] * max(1, args.tokens // length))
+    runner: Any = engine.pooling.core._runner
+    asked = PoolingParams("embed", ("mean",), True)
+    packed = [PackedText(np.array(ids), asked) for ids in texts[: max(1, step // length)]]
+    of_step, total = len(packed) * length, len(texts) * length
+    few = packed[: max(1, 32 // max(1, length // 32))]
+    ways: dict[str, tuple[Way, int]] = {
+        "embed": (lambda: engine.embed(texts, normalize=True), total),
+        f"a step of {of_step} tokens": (lambda: runner.run(packed), of_step),
+        f"a step of {len(few) * length} tokens": (lambda: runner.run(few), len(few) * length),
+        f"Transformers, batches of {of_step} tokens": (
+            lambda: in_batches(model, texts, len(packed), args.device),
+            total,
+        ),
+        f"Transformers, {len(few) * length} tokens": (
+            lambda: in_batches(model, texts[: len(few)], len(few), args.device),
+            len(few) * length,
+        ),
+    }
+    for way, _ in ways.values():
+        way(), way()
+    print(f"{length} tokens a text:", flush=True)
+    for name, (way, tokens) in ways.items():
+        seconds = sorted(wall_seconds(way) for _ in range(args.rounds))
+        middle = statistics.median(seconds)
+        spread = (seconds[-1] - seconds[0]) / middle
+        print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}", flush=True)
+
+
+def tell(ways: dict[str, Way], own: str, tokens: int, args: argparse.Namespace, errors: dict[str, float]) -> None:
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.rounds):
         for name, way in ways.items():
             taken[name].append(wall_seconds(way))
-    tokens, ours = sum(map(len, texts)), taken["packed"]
     for name, seconds in taken.items():
-        ratio = statistics.median(other / own for other, own in zip(seconds, ours, strict=True))
-        error = float(np.abs(results[name] - results["packed"]).max())
+        ratio = statistics.median(other / mine for other, mine in zip(seconds, taken[own], strict=True))
         rate = tokens / statistics.median(seconds)
-        print(f"{name}: {rate:,.0f} tokens/s, {ratio:.2f} x our time, largest difference {error:.0e}", flush=True)
+        error = f", largest difference {errors[name]:.0e}" if name in errors else ""
+        print(f"{name}: {rate:,.0f} tokens/s, {ratio:.2f} x our time{error}", flush=True)
 
 
 @torch.inference_mode()
-def in_batches(model: torch.nn.Module, texts: Sequence[Sequence[int]], batch: int) -> np.ndarray:
+def in_batches(model: Any, texts: Sequence[Sequence[int]], batch: int, device: str) -> np.ndarray:
     """Embeddings [S, D] by Transformers' own forward of padded batches."""
     order = sorted(range(len(texts)), key=lambda at: -len(texts[at])) if batch < len(texts) else list(range(len(texts)))
-    found: dict[int, np.ndarray] = {}
+    found: list[np.ndarray] = []
     for start in range(0, len(texts), batch):
         chosen = order[start : start + batch]
         longest = max(len(texts[at]) for at in chosen)
-        ids = torch.tensor([[*texts[at], *[0] * (longest - len(texts[at]))] for at in chosen])
-        mask = torch.tensor([[1] * len(texts[at]) + [0] * (longest - len(texts[at])) for at in chosen])
-        hidden = model(input_ids=ids, attention_mask=mask)[0]
+        rows = np.zeros((len(chosen), longest), dtype=np.int64)
+        for row, at in enumerate(chosen):
+            rows[row, : len(texts[at])] = texts[at]
+        ids, mask = (torch.from_numpy(one).to(device) for one in (rows, (rows > 0).astype(np.int64)))
+        has_padding = bool((rows == 0).any())
+        hidden = model(input_ids=ids, attention_mask=mask if has_padding else None)[0].float()
         means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        rows = torch.nn.functional.normalize(means, dim=-1).numpy()
-        found |= dict(zip(chosen, rows, strict=True))
-    return np.stack([found[at] for at in range(len(texts))])
+        found.append(torch.nn.functional.normalize(means, dim=-1).cpu().numpy())
+    back = np.argsort(np.array(order))
+    return np.concatenate(found)[back]
 
 
 if __name__ == "__main__":
