@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecodes, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.program.link import LinkedProgram
-from mllm_compile.runtime.program.spec import AttentionStep, RopeInputNames
+from mllm_compile.runtime.program.steps import AttentionStep, RopeInputNames
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among

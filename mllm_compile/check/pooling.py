@@ -24,7 +24,7 @@ from mllm_compile.runtime.pooling.pool import pool
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 from mllm_compile.runtime.program.link import current_device, link
 from mllm_compile.runtime.program.pieces import load_piece
-from mllm_compile.runtime.program.spec import PackedAttentionStep
+from mllm_compile.runtime.program.steps import PackedAttentionStep
 from mllm_compile.store.artifact import BINARIES, PIECES
 
 if TYPE_CHECKING:

@@ -36,15 +36,11 @@ from mllm_compile.passes.match.layer_kinds import (
 from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.calls import name_of
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import (
-    BATCH_INPUTS,
+from mllm_compile.runtime.program.spec import BATCH_INPUTS, ExpertWeight, PieceVariant, Program, QuantisedWeight
+from mllm_compile.runtime.program.steps import (
     AttentionStep,
-    ExpertWeight,
     PackedAttentionStep,
     PieceStep,
-    PieceVariant,
-    Program,
-    QuantisedWeight,
     RopeInputNames,
     StateStep,
     Step,

@@ -15,7 +15,8 @@ from mllm_compile.errors import ConfigError, UnlikeRowsError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import timeline_of
 from mllm_compile.report.part_names import PartName, part_names
-from mllm_compile.runtime.program.spec import AttentionStep, PackedAttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import AttentionStep, PackedAttentionStep, PieceStep
 
 if TYPE_CHECKING:
     from mllm_compile.passes.pipeline import PassReport

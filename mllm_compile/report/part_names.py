@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.runtime.program.spec import LayerStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import LayerStep, PieceStep
 
 _ATTENTION = "attention"
 

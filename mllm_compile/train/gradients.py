@@ -14,7 +14,8 @@ import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import ROW_INPUT, AttentionStep, PieceStep, StateStep, Step
+from mllm_compile.runtime.program.spec import ROW_INPUT
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, StateStep, Step
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.train.layers import (
     AttentionOperands,

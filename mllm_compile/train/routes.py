@@ -18,7 +18,8 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.passes.match.experts import match_expert_linear
-from mllm_compile.runtime.program.spec import ROW_INPUT, PieceStep, Step
+from mllm_compile.runtime.program.spec import ROW_INPUT
+from mllm_compile.runtime.program.steps import PieceStep, Step
 from mllm_compile.train.plain_program import PlainProgram
 
 # What may stand between a choice and the linears that read it, with the ids as the first argument.

@@ -17,16 +17,8 @@ from mllm_compile.runtime.ops.attention.layer_op import attention_with_output, c
 from mllm_compile.runtime.ops.segments.ops import segment_attention_by_kernel
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.states.run import state_with_output
-from mllm_compile.runtime.program.spec import (
-    BATCH_INPUTS,
-    ROW_INPUT,
-    TOKEN_INPUTS,
-    AttentionStep,
-    LayerStep,
-    PackedAttentionStep,
-    PieceStep,
-    Program,
-)
+from mllm_compile.runtime.program.spec import BATCH_INPUTS, ROW_INPUT, TOKEN_INPUTS, Program
+from mllm_compile.runtime.program.steps import AttentionStep, LayerStep, PackedAttentionStep, PieceStep
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 # (index of the buffer, a tensor [T, …], a token's shape, type) → where a layer writes its output: attention [T, H, Dv].

@@ -1,10 +1,9 @@
 """The compiled program: a list of steps over named values, as it is stored; free of torch. executor.py runs it.
 
-A step is a piece (a compiled function of tensors) or a layer between pieces, whose op reads the forward context: an
-attention, or a layer with a state. Values are the batch's inputs, weights by name, and outputs of steps. Stored as
-JSON; pieces.py makes pieces callable.
+steps.py has the kinds of steps. Values are the batch's inputs, weights by name, and outputs of steps. Stored as JSON;
+pieces.py makes pieces callable.
 
-Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
+Shape legend: T tokens, S rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.pooling.facts import PoolingFacts
+from mllm_compile.runtime.program.steps import PieceStep, Step, step_from_json, step_to_json
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
@@ -32,120 +32,6 @@ from mllm_compile.runtime.state.layer import StateLayer
 TOKEN_INPUTS = ("input_ids", "positions", "slots")
 ROW_INPUT = "logits_indices"
 BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
-
-
-@dataclass(frozen=True)
-class PieceStep:
-    """outputs = piece(inputs); inputs name values or weights. With `writes_kv_of` the piece writes that layer's keys
-    and values, and is given slots and cache behind its inputs; or no slots, and leaves it to attention
-    (ops.cache_inputs)."""
-
-    piece: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    writes_kv_of: str | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.outputs
-
-
-@dataclass(frozen=True)
-class RopeInputNames:
-    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.RopeInputs).
-
-    Attributes:
-        values: names of q, k, cos and sin, and of the norms' weights where there are some.
-        eps: these norms' eps.
-    """
-
-    values: tuple[str, ...]
-    eps: float
-
-
-@dataclass(frozen=True)
-class AttentionStep:
-    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache. Writes k
-    and v to the cache unless the previous piece has done so. With `rope_inputs` the piece may have left both to
-    attention: then it has not made q and k either."""
-
-    layer: str
-    q: str
-    k: str
-    v: str
-    out: str
-    saves_kv: bool = True
-    rope_inputs: RopeInputNames | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, *(() if self.rope_inputs is None else self.rope_inputs.values))
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-
-@dataclass(frozen=True)
-class StateStep:
-    """out [T, …] = `layer` over its operands (StateLayer.operands), [T, …] each if of tokens, and the states of the
-    batch's requests, which it advances."""
-
-    layer: str
-    operands: tuple[str, ...]
-    out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.operands
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-
-@dataclass(frozen=True)
-class PackedAttentionStep:
-    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
-    `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
-    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]."""
-
-    layer: str
-    q: str
-    k: str
-    v: str
-    segments: str
-    out: str
-    out_shape: tuple[int, int]
-    sm_scale: float
-    by_kernel: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    bias: str | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, self.segments, *(() if self.bias is None else (self.bias,)))
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-
-LayerStep = AttentionStep | StateStep | PackedAttentionStep
-Step = PieceStep | LayerStep
-# Kinds of steps by the names that they are stored under.
-_STEPS: dict[str, type[Step]] = {
-    "piece": PieceStep,
-    "attention": AttentionStep,
-    "state": StateStep,
-    "packed_attention": PackedAttentionStep,
-}
-_STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
 
 
 @dataclass(frozen=True)
@@ -352,7 +238,7 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "steps": [{"op": _STEP_NAMES[type(step)], **asdict(step)} for step in self.steps],
+            "steps": [step_to_json(step) for step in self.steps],
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
@@ -382,7 +268,7 @@ class Program:
         """Raises ArtifactError for anything that to_json would not have written."""
         try:
             return cls(
-                steps=tuple(_step_from_json(step) for step in data["steps"]),
+                steps=tuple(step_from_json(step) for step in data["steps"]),
                 layers=from_json(tuple[LayerSpec, ...], data["layers"]),
                 weights=from_json(tuple[str, ...], data["weights"]),
                 output=from_json(str, data["output"]),
@@ -494,13 +380,6 @@ class PoolingPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         head = None if data["head"] is None else Program.from_json(data["head"])
         return cls(from_json(PoolingFacts, data["facts"]), head)
-
-
-def _step_from_json(data: Mapping[str, Any]) -> Step:
-    kind = _STEPS.get(data["op"])
-    if kind is None:
-        raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
-    return from_json(kind, {name: value for name, value in data.items() if name != "op"})
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,8 @@ from mllm_compile.bench.trace.step_trace import _PieceRecorder, typical_step
 from mllm_compile.ranks.steps import RankedStepRunner
 from mllm_compile.report.speed import weight_sizes
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import (
-    AttentionStep,
-    ExpertWeight,
-    PieceStep,
-    Program,
-    QuantisedWeight,
-    RopeInputNames,
-)
+from mllm_compile.runtime.program.spec import ExpertWeight, Program, QuantisedWeight
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, RopeInputNames
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.store.artifact import open_artifact
 from tests.runtime.runner_cases import DEFAULTS

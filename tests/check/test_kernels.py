@@ -23,7 +23,8 @@ from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKer
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import Program, RopeInputNames, StoredSamplingPieces
+from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces
+from mllm_compile.runtime.program.steps import RopeInputNames
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
 from tests.runtime.sampling.sampling_cases import scored_by_torch

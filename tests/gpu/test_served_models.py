@@ -16,7 +16,7 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.kernels.cuda import can_compile_kernels
-from mllm_compile.runtime.program.spec import AttentionStep
+from mllm_compile.runtime.program.steps import AttentionStep
 from mllm_compile.store.artifact import open_artifact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

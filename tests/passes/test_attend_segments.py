@@ -15,7 +15,8 @@ from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.runtime.ops.segments.kernel import segments_kernels
-from mllm_compile.runtime.program.spec import PackedAttentionStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import PackedAttentionStep
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, run, targets
 from tests.passes.support.stand_ins import streamed_ops_on_cpu
 

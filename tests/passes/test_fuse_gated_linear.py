@@ -15,7 +15,8 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
-from mllm_compile.runtime.program.spec import PieceStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import PieceStep
 from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.support.stand_ins import LORA, stand_in_ops, streamed_ops_on_cpu
 

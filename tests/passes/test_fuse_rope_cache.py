@@ -20,7 +20,8 @@ from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
 from tests.sample import slow_but_a_sample

@@ -29,7 +29,8 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep
 from tests.passes.support.stand_ins import rope_and_cache
 from tests.tiny_model import TINY, Reference, tiny_config
 

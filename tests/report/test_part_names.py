@@ -5,14 +5,8 @@ from __future__ import annotations
 from mllm_compile.report.part_names import all_names, attention_name, part_names
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
-from mllm_compile.runtime.program.spec import (
-    AttentionStep,
-    PieceStep,
-    PieceVariant,
-    Program,
-    StoredDecodeLoopPieces,
-    StoredSamplingPieces,
-)
+from mllm_compile.runtime.program.spec import PieceVariant, Program, StoredDecodeLoopPieces, StoredSamplingPieces
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep
 
 
 def layer(index: int) -> LayerSpec:

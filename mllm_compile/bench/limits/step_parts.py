@@ -16,7 +16,8 @@ import torch
 from mllm_compile.bench.limits.limits import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, StateStep
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, StateStep
 
 
 @dataclass(frozen=True, slots=True)

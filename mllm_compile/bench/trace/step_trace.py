@@ -31,7 +31,7 @@ from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, StateStep, Step
 from mllm_compile.runtime.runner_config import RunnerConfig
 
 

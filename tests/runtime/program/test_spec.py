@@ -21,15 +21,8 @@ from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.program.executor import ProgramExecutor
-from mllm_compile.runtime.program.spec import (
-    AttentionStep,
-    PieceStep,
-    PieceVariant,
-    Program,
-    RopeInputNames,
-    StateStep,
-    StoredSamplingPieces,
-)
+from mllm_compile.runtime.program.spec import PieceVariant, Program, StoredSamplingPieces
+from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, RopeInputNames, StateStep
 from mllm_compile.runtime.state.layer import CausalConv, SelectiveScan, StateLayer
 
 LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)

@@ -1,0 +1,147 @@
+"""The kinds of steps of a program, as they are stored; free of torch. spec.py holds a program, executor.py runs it.
+
+A step is a piece (a compiled function of tensors) or a layer between pieces, whose op reads the forward context: an
+attention, or a layer with a state.
+
+Shape legend: T tokens, N rows of a tower, H query heads, Hk KV heads, D head dim, Dv value head dim, R reach of a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.files.json_data import from_json
+
+
+@dataclass(frozen=True)
+class PieceStep:
+    """outputs = piece(inputs); inputs name values or weights. With `writes_kv_of` the piece writes that layer's keys
+    and values, and is given slots and cache behind its inputs; or no slots, and leaves it to attention
+    (ops.cache_inputs)."""
+
+    piece: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    writes_kv_of: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class RopeInputNames:
+    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.RopeInputs).
+
+    Attributes:
+        values: names of q, k, cos and sin, and of the norms' weights where there are some.
+        eps: these norms' eps.
+    """
+
+    values: tuple[str, ...]
+    eps: float
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache. Writes k
+    and v to the cache unless the previous piece has done so. With `rope_inputs` the piece may have left both to
+    attention: then it has not made q and k either."""
+
+    layer: str
+    q: str
+    k: str
+    v: str
+    out: str
+    saves_kv: bool = True
+    rope_inputs: RopeInputNames | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v, *(() if self.rope_inputs is None else self.rope_inputs.values))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """out [T, …] = `layer` over its operands (StateLayer.operands), [T, …] each if of tokens, and the states of the
+    batch's requests, which it advances."""
+
+    layer: str
+    operands: tuple[str, ...]
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.operands
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class PackedAttentionStep:
+    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
+    `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
+    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]."""
+
+    layer: str
+    q: str
+    k: str
+    v: str
+    segments: str
+    out: str
+    out_shape: tuple[int, int]
+    sm_scale: float
+    by_kernel: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    bias: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v, self.segments, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+LayerStep = AttentionStep | StateStep | PackedAttentionStep
+Step = PieceStep | LayerStep
+# Kinds of steps by the names that they are stored under.
+_STEPS: dict[str, type[Step]] = {
+    "piece": PieceStep,
+    "attention": AttentionStep,
+    "state": StateStep,
+    "packed_attention": PackedAttentionStep,
+}
+_STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
+
+
+def step_to_json(step: Step) -> dict[str, Any]:
+    """The step as plain data."""
+    return {"op": _STEP_NAMES[type(step)], **asdict(step)}
+
+
+def step_from_json(data: Mapping[str, Any]) -> Step:
+    """The step that step_to_json wrote.
+
+    Raises:
+        ArtifactError: there is no such kind; of other data KeyError, TypeError or ValueError.
+    """
+    kind = _STEPS.get(data["op"])
+    if kind is None:
+        raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
+    return from_json(kind, {name: value for name, value in data.items() if name != "op"})
