@@ -1,11 +1,12 @@
 """Microseconds of the kernels of adapters by linear, number of tokens and adapters, inside a CUDA graph.
 
-    python -m benchmarks.kernels.adapter_kernels_speed [--tokens 1,8,64,256] [--prompts 512,8192] [--rank 16]
+    python -m benchmarks.kernels.adapter_kernels_speed [--tokens 1,8,64,256] [--prompts 2048,8192] [--rank 16]
 
 Needs a Hopper GPU. The linears are Qwen3-8B's. Tokens have one adapter, or several: in turn of steps of few tokens, in
 stretches of prompts. Each cell is the time, and behind a slash what the bytes take at the rate of a sum. Factors come
 from the GPU's memory. The last lines are all kernels of a layer: each linear's two, and, of few tokens, those that
-passes/lora_chains.py joins, norms among them.
+passes/lora_chains.py joins, norms among them. Of prompts they are a layer's linears as pieces have them, gates and ups
+with their activation in one kernel, without adapters and with them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import linear as torch_linear
 
+from benchmarks.kernels.quantised_linears_speed import load
 from benchmarks.script import need_hopper, parser_of, positive, positives
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.kernels.cuda import KernelCompiler
+from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
+from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
 
 OPS: Any = torch.ops.mllm
 HIDDEN, FFN, EPS = 4096, 12288, 1e-6
@@ -120,6 +126,49 @@ def joined(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torc
     LINEARS["qkv"].expand(tensors["qkv y"], products, of["qkv"], slots, squares, EPS, HIDDEN, is_few=True)
 
 
+class Products:
+    """A layer's linears of prompts, as pieces have them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._weights = {name: _random(one.outputs, one.inputs) / 50 for name, one in LINEARS.items()}
+
+    def plain(self, name: str) -> torch.Tensor:
+        """One linear, without adapters."""
+        x, weight = self._tensors[f"{name} x"], self._weights[name]
+        made: torch.Tensor = OPS.gated_linear(x, weight) if LINEARS[name].is_gated else torch_linear(x, weight)
+        return made
+
+    def adapted(self, name: str, factors: Factors, slots: torch.Tensor) -> torch.Tensor:
+        """The same with them."""
+        x, linear = self._tensors[f"{name} x"], LINEARS[name]
+        if not linear.is_gated:
+            shrunk = linear.shrink(x, factors, slots, is_few=False)
+            return linear.expand(self.plain(name), shrunk, factors, slots, is_few=False)
+        shrunk = OPS.lora_shrink_whole(x, factors[0], slots)
+        made: torch.Tensor = OPS.gated_linear_lora(x, self._weights[name], shrunk, factors[1], slots)
+        return made
+
+    def times(self, factors: dict[str, Factors], slots: torch.Tensor) -> dict[str, str]:
+        """The cells: microseconds without adapters and with them, of each linear, and their ratio of all."""
+        plain = {name: graph_us(partial(self.plain, name)) for name in LINEARS}
+        both = {name: graph_us(partial(self.adapted, name, factors[name], slots)) for name in LINEARS}
+        plain["all"], both["all"] = sum(plain.values()), sum(both.values())
+        return {f"{name} linear": f"{plain[name]:7.1f} →{both[name]:7.1f}" for name in plain} | {
+            "ratio of all": f"{both['all'] / plain['all']:15.3f}"
+        }
+
+
+def load_gated(rank: int) -> None:
+    """Compiles and loads the kernels of gates and ups."""
+    (linear,) = (one for one in LINEARS.values() if one.is_gated)
+    shape = linear.outputs, linear.inputs
+    kernels = [*gated_kernels(*shape), *gated_kernels(*shape, rank)]
+    with KernelCompiler() as compiler:
+        compiler.start(kernels)
+        load(compiler, kernels, load_gated_kernels)
+
+
 def column(tokens: int, used: int, is_few: bool, adapters: int, rank: int, rate: float) -> dict[str, str]:
     """The cells of so many tokens of so many adapters.
 
@@ -146,17 +195,20 @@ def column(tokens: int, used: int, is_few: bool, adapters: int, rank: int, rate:
     cells["a layer"] = f"{each_us(partial(separate, tensors, is_few=is_few), layers, slots):15.2f}"
     if is_few:
         cells["joined"] = f"{each_us(partial(joined, tensors), layers, slots):15.2f}"
+    else:
+        cells |= Products(tensors).times(layers[0], slots[0])
     return cells
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default=[1, 8, 64, 256])
-    parser.add_argument("--prompts", type=positives, default=[512, 2048, 8192])
+    parser.add_argument("--prompts", type=positives, default=[2048, 8192])
     parser.add_argument("--adapters", type=positive, default=8)
     parser.add_argument("--rank", type=positive, default=16)
     arguments = parser.parse_args()
     need_hopper()
+    load_gated(arguments.rank)
     from mllm_compile.runtime.ops.lora import chained, expand, shrink  # define the ops, with Triton
 
     for module in (shrink, expand, chained):

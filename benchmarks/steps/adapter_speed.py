@@ -1,11 +1,11 @@
 """Milliseconds of decode steps and of prompts with no, one and several adapters, beside a model compiled without any.
 
-    python -m benchmarks.steps.adapter_speed CONFIG [--requests 1,8,64,256] [--adapters 8] [--rank 16] [--prompt 256]
+    python -m benchmarks.steps.adapter_speed CONFIG [--requests 1,8,64,256] [--adapters 8] [--prompt 256] [--alone]
 
 Needs an NVIDIA GPU that holds the model twice: compiled without adapters, and with them. Both are driven by hand and
 take turns in each round: plain is the first one; none, one and several are the second, whose requests have no adapter,
 all the same one, or several in turn. Factors are random. Prompts are random tokens, and no prefix is cached. Prints
-medians of rounds, and medians of the ratios to plain.
+medians of rounds, and medians of the ratios to plain. With --alone the first model is left out, and ratios are to none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,22 +94,22 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=256)
     parser.add_argument("--new", type=positive, default=128)
     parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--alone", action="store_true")
     arguments = parser.parse_args()
     need_gpu()
     config, most = EngineConfig.from_yaml(arguments.config), max(arguments.requests)
     length = arguments.prompt + arguments.new + 64
     print(machine_line())
-    with (
-        runner_of(config, most, length, 0, arguments.rank) as without,
-        runner_of(config, most, length, arguments.adapters, arguments.rank) as beside,
-        torch.inference_mode(),
-    ):
-        plain, with_adapters = Turns(without), Turns(beside)
+    counts = [arguments.adapters] if arguments.alone else [arguments.adapters, 0]
+    with ExitStack() as stack:
+        runners = [stack.enter_context(runner_of(config, most, length, one, arguments.rank)) for one in counts]
+        stack.enter_context(torch.inference_mode())
+        with_adapters, *plain = map(Turns, runners)
         generator = torch.Generator().manual_seed(0)
         for count in arguments.requests:
             prompts = torch.randint(100, 1000, (count, arguments.prompt), generator=generator).tolist()
-            kinds = {
-                "plain": (plain, [-1] * count),
+            kinds = {"plain": (plain[0], [-1] * count)} if plain else {}
+            kinds |= {
                 "none": (with_adapters, [-1] * count),
                 "one": (with_adapters, [0] * count),
                 f"{arguments.adapters} mixed": (with_adapters, [i % arguments.adapters for i in range(count)]),
@@ -118,10 +118,13 @@ def main() -> None:
             for _ in range(1 + arguments.rounds):
                 for name, (turns, slots) in kinds.items():
                     found[name].append(turns.run(prompts, slots, arguments.new))
+            base = found[next(iter(kinds))]
             for name, rounds in found.items():
-                pairs = list(zip(rounds[1:], found["plain"][1:], strict=True))  # the first round warms up
+                pairs = list(zip(rounds[1:], base[1:], strict=True))  # the first round warms up
                 prompt_ms, step_ms = (statistics.median(ours[place] for ours, _ in pairs) for place in range(2))
-                ratios = [statistics.median(ours[place] / base[place] for ours, base in pairs) for place in range(2)]
+                ratios = [
+                    statistics.median(ours[place] / of_base[place] for ours, of_base in pairs) for place in range(2)
+                ]
                 print(
                     f"{count:4} requests, {name:8}: {step_ms:.3f} ms a decode step ({ratios[1]:.3f}), "
                     f"{prompt_ms:.2f} ms for their prompts ({ratios[0]:.3f})",

@@ -1,0 +1,162 @@
+"""Milliseconds of loads of an adapter and of their parts, and the longest gap between tokens of others meanwhile.
+
+    python -m benchmarks.steps.adapter_load_speed CONFIG [--requests 8] [--rank 16] [--rounds 5]
+
+It writes two adapters of all linears, of random numbers in the model's type, and reads them once. So loads read the
+page cache. In each round the name gets the other one in its place. A load is timed in an idle engine, and beside
+requests without an adapter, whose tokens are awaited one by one; gaps without a load are beside. The parts are what a
+load calls, one after another: the folder read and checked, its copy to pinned memory, and the write between two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
+from mllm_compile.adapters.base_model import BaseModel, module_of
+from mllm_compile.adapters.peft_folder import TENSOR_FILE, read_adapter
+from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.config.schema import LoraConfig
+from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.process.timeline import Timeline
+
+T = TypeVar("T")
+_NAME, _TOKENS = "a", 1500
+
+
+def write_adapter(folder: Path, base: BaseModel, rank: int, seed: int) -> Path:
+    """A folder as PEFT writes it, of all linears."""
+    folder.mkdir()
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for weight, (outputs, inputs) in base.targets.items():
+        for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            values = torch.randn(shape, generator=generator) * 0.02
+            tensors[f"base_model.model.{module_of(weight)}.lora_{kind}.weight"] = values.to(base.dtype)
+    save_file(tensors, folder / TENSOR_FILE)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+class Decodes:
+    """Requests that decode, and when the tokens of one come."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self._engine, self._count = engine, count
+
+    def longest_gap_ms(self, beside: Callable[[], None]) -> tuple[float, float]:
+        """The longest gap while `beside` runs, and before it."""
+        times: list[float] = []
+        ends = threading.Event()
+        others = [self._engine.stream([7, 8, index], greedy(_TOKENS)) for index in range(1, self._count)]
+        reader = threading.Thread(target=self._read, args=(times, ends))
+        reader.start()
+        while len(times) < 100:
+            time.sleep(0.001)
+        began, first = time.perf_counter(), len(times)
+        beside()
+        ended = time.perf_counter()
+        time.sleep(0.05)
+        last = len(times)
+        ends.set()
+        for stream in others:
+            stream.close()
+        reader.join()
+        if last < first + 2 or times[-1] < ended:
+            raise SystemExit("the requests ended ahead of the load: give a smaller model more tokens")
+        during = [later - earlier for earlier, later in pairwise(times[: last + 1]) if later > began]
+        before = [later - earlier for earlier, later in pairwise(times[20:first])]
+        return max(during) * 1e3, max(before) * 1e3
+
+    def _read(self, times: list[float], ends: threading.Event) -> None:
+        with closing(self._engine.stream([7, 8], greedy(_TOKENS))) as stream:
+            for _ in stream:
+                times.append(time.perf_counter())
+                if ends.is_set():
+                    return
+
+
+class Table:
+    """Times by what they are of."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = {}
+
+    def add(self, what: str, milliseconds: float) -> None:
+        self._found.setdefault(what, []).append(milliseconds)
+
+    def timed(self, what: str, function: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        found = function()
+        self.add(what, (time.perf_counter() - began) * 1e3)
+        return found
+
+    def show(self) -> None:
+        for what, (first, *later) in self._found.items():
+            every = later or [first]
+            print(f"{what:52} first {first:7.1f} ms, then {statistics.median(every):7.1f}, at most {max(every):7.1f}")
+
+
+def parts_of_a_load(table: Table, engine: Engine, parts: AdapterParts, folder: Path) -> None:
+    """Times what a load calls, of the slot that nobody uses."""
+    adapter = table.timed("read and check", lambda: read_adapter(folder, parts.base))
+    prepared = table.timed("copy to pinned memory", lambda: parts.writer.prepared(adapter.matrices))
+    last = parts.writer.num_slots - 1
+    table.timed(
+        "write between two steps", lambda: engine.core.between_steps(lambda: parts.writer.write(last, prepared))
+    )
+    table.timed("  the device behind it", torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--requests", type=positive, default=8)
+    parser.add_argument("--adapters", type=positive, default=8)
+    parser.add_argument("--rank", type=positive, default=16)
+    parser.add_argument("--rounds", type=positive, default=5)
+    arguments = parser.parse_args()
+    lora = LoraConfig(max_adapters=max(2, arguments.adapters), max_rank=arguments.rank)
+    given = assemble(EngineConfig.from_yaml(arguments.config).model_copy(update={"lora": lora}), Timeline())
+    parts = given.adapters
+    assert parts is not None, "the config has a section lora"
+    table = Table()
+    with tempfile.TemporaryDirectory() as root, Engine.from_parts(given) as engine:
+        folders = [write_adapter(Path(root) / str(seed), parts.base, arguments.rank, seed) for seed in range(2)]
+        size = sum((folder / TENSOR_FILE).stat().st_size for folder in folders) / 2e6
+        for folder in folders:
+            (folder / TENSOR_FILE).read_bytes()
+        load = partial(engine.load_adapter, _NAME, replace=True)
+        decodes = Decodes(engine, arguments.requests)
+        for index in range(1 + arguments.rounds):
+            folder = folders[index % 2]
+            table.timed("load, idle", partial(load, folder))
+            parts_of_a_load(table, engine, parts, folder)
+            folder = folders[1 - index % 2]
+            during, before = decodes.longest_gap_ms(partial(table.timed, "load beside decodes", partial(load, folder)))
+            table.add("longest gap between tokens of others", during)
+            table.add("  without a load", before)
+            load(folder)
+    print(f"{machine_line() if torch.cuda.is_available() else 'a CPU'}; {size:.0f} MB, {arguments.requests} requests")
+    table.show()
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()
