@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ class FakePooling:
     def __init__(self, facts: PoolingFacts) -> None:
         self._facts = facts
 
-    def run(self, texts: Sequence[PackedText]) -> list[np.ndarray]:
-        return [self._answer(text) for text in texts]
+    def launch(self, texts: Sequence[PackedText]) -> Callable[[], list[np.ndarray]]:
+        return lambda: [self._answer(text) for text in texts]
 
     def _answer(self, text: PackedText) -> np.ndarray:
         count = text.params.dimensions or self._facts.outputs

@@ -48,11 +48,11 @@ class TextQueue:
 
     def add(self, call: Call) -> None:
         call.given = self._least_given
-        self._push(call)
+        heapq.heappush(self._heap, self._entry(call))
 
-    def _push(self, call: Call) -> None:
+    def _entry(self, call: Call) -> tuple[int, int, int, Call]:
         self._number += 1
-        heapq.heappush(self._heap, (call.priority, call.given, self._number, call))
+        return call.priority, call.given, self._number, call
 
     def take(self) -> list[tuple[Call, int]]:
         """The texts of the next step: calls, and the numbers of their texts."""
@@ -66,11 +66,12 @@ class TextQueue:
             length = len(call.texts[call.waiting[0]].ids)
             if taken and tokens + length > self._most_tokens:
                 break
-            heapq.heappop(self._heap)
             taken.append((call, call.waiting.popleft()))
             tokens += length
             self._least_given = given
             call.given += length
             if call.waiting:
-                self._push(call)
+                heapq.heapreplace(self._heap, self._entry(call))
+            else:
+                heapq.heappop(self._heap)
         return taken

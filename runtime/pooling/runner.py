@@ -1,11 +1,15 @@
 """Runs a model that pools on packed texts: one step from token ids to what each text asks for.
 
+A step is launched without a wait for the device; its answers are on their way to the host behind it, so the next step
+may be launched before they are read.
+
 Shape legend: T tokens, S texts, W width of a hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,8 @@ from mllm_compile.runtime.pooling.pool import activated, finished, pool
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
 from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.program.loaded import LoadedModel
+
+Answers = list[np.ndarray]
 
 
 class PoolingRunner:
@@ -34,19 +40,28 @@ class PoolingRunner:
         """Lets go of the model; nothing runs any more."""
         self._body = self._head = None
 
-    @torch.inference_mode()
-    def run(self, texts: Sequence[PackedText]) -> list[np.ndarray]:
+    def run(self, texts: Sequence[PackedText]) -> Answers:
         """The answer to each text: [D] or [labels] float32, or [n, …] for its tokens."""
+        return self.launch(texts)()
+
+    @torch.inference_mode()
+    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+        """Queues a step; what it returns waits for the answers, in the order of the texts."""
         lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         hidden = self._hidden_states(texts, lengths, bounds)
-        answers: list[np.ndarray | None] = [None] * len(texts)
-        for params in dict.fromkeys(text.params for text in texts):
-            chosen = [index for index, text in enumerate(texts) if text.params == params]
-            found = self._answers(hidden, params, bounds, chosen, [texts[index].skipped for index in chosen])
-            for index, answer in zip(chosen, found, strict=True):
-                answers[index] = answer
-        return [answer for answer in answers if answer is not None]
+        places: dict[PoolingParams, list[int]] = {}
+        for place, text in enumerate(texts):
+            places.setdefault(text.params, []).append(place)
+        parts = [
+            self._part(hidden, params, bounds, np.array(chosen), np.array([texts[place].skipped for place in chosen]))
+            for params, chosen in places.items()
+        ]
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return lambda: _answers(parts, len(texts), event)
 
     def _hidden_states(self, texts: Sequence[PackedText], lengths: np.ndarray, bounds: np.ndarray) -> torch.Tensor:
         ids = np.concatenate([text.ids for text in texts])
@@ -61,27 +76,61 @@ class PoolingRunner:
         hidden: torch.Tensor = self._body.run_tower(inputs)[0]
         return hidden
 
-    def _answers(
-        self, hidden: torch.Tensor, params: PoolingParams, bounds: np.ndarray, chosen: list[int], skipped: list[int]
-    ) -> Sequence[np.ndarray]:
+    def _part(
+        self, hidden: torch.Tensor, params: PoolingParams, bounds: np.ndarray, chosen: np.ndarray, skipped: np.ndarray
+    ) -> _Part:
         starts, ends = bounds[:-1][chosen], bounds[1:][chosen]
         if params.is_of_tokens:
             places = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
             rows = hidden if len(places) == len(hidden) else hidden.index_select(0, upload(places, self._device))
             has_head = self.facts.rules == ("token",)
             made = self._finished(self._through_head(rows) if has_head else rows, params)
-            return np.split(made, np.cumsum(ends - starts)[:-1])
+            return _Part(chosen, made, np.cumsum(ends - starts)[:-1])
         first, last = upload(starts, self._device), upload(ends, self._device)
-        left_out = upload(np.array(skipped), self._device) if any(skipped) else None
+        left_out = upload(skipped, self._device) if skipped.any() else None
         rows = pool(hidden, first, last, params.rules, left_out)
-        return list(self._finished(self._through_head(rows), params))
+        return _Part(chosen, self._finished(self._through_head(rows), params))
 
     def _through_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._head is None else self._head.run_tower({"rows": rows})[0]
 
-    def _finished(self, rows: torch.Tensor, params: PoolingParams) -> np.ndarray:
+    def _finished(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """The answers on the host, once what is queued now is over."""
         if params.task in ("classify", "token_classify"):
             made = activated(rows, self.facts.activation) if params.activates else rows.float()
         else:
             made = finished(rows, params.dimensions, params.normalize)
-        return made.cpu().numpy()
+        if not made.is_cuda:
+            return made
+        on_host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+        return on_host.copy_(made, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The answers to texts that ask for the same.
+
+    Attributes:
+        chosen: [n] int64, their places in the step.
+        made: [n, D], or [tokens, D], on the host.
+        splits: [n - 1] int64, where the tokens of the next text begin; None: an answer is a row.
+    """
+
+    chosen: np.ndarray
+    made: torch.Tensor
+    splits: np.ndarray | None = None
+
+    def answers(self) -> Sequence[np.ndarray]:
+        made = self.made.numpy().copy()  # pinned memory is the allocator's again
+        return list(made) if self.splits is None else np.split(made, self.splits)
+
+
+def _answers(parts: Sequence[_Part], count: int, event: torch.cuda.Event | None) -> Answers:
+    if event is not None:
+        event.synchronize()
+    if len(parts) == 1:  # its texts are all, in their order
+        return list(parts[0].answers())
+    found: dict[int, np.ndarray] = {}
+    for part in parts:
+        found.update(zip(part.chosen.tolist(), part.answers(), strict=True))
+    return [found[place] for place in range(count)]

@@ -155,7 +155,7 @@ class PoolingCalls:
         texts = self.reader.read(prompts, prompt_name=prompt_name, cut_to=cut_to)
         answers = self._wait(self.submit(texts, asked, priority))
         return [
-            EmbeddingRequestOutput(self._id(), EmbeddingOutput(answer), text.ids.tolist())
+            EmbeddingRequestOutput(self._id(), EmbeddingOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
         ]
 
@@ -166,7 +166,7 @@ class PoolingCalls:
         texts = self.reader.read(prompts, cut_to=cut_to)
         answers = self._wait(self.submit(texts, asked, priority))
         return [
-            ClassificationRequestOutput(self._id(), ClassificationOutput(answer), text.ids.tolist())
+            ClassificationRequestOutput(self._id(), ClassificationOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
         ]
 
@@ -176,7 +176,7 @@ class PoolingCalls:
         texts = self.reader.read(prompts, cut_to=cut_to)
         answers = self._wait(self.submit(texts, asked, priority))
         return [
-            PoolingRequestOutput(self._id(), PoolingOutput(answer), text.ids.tolist())
+            PoolingRequestOutput(self._id(), PoolingOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
         ]
 
@@ -193,16 +193,16 @@ class PoolingCalls:
 
     def _scores(
         self, pairs: Sequence[tuple[Any, Any]], use_activation: bool, cut_to: int | None, priority: int
-    ) -> tuple[list[list[int]], list[float]]:
+    ) -> tuple[list[np.ndarray], list[float]]:
         if self.rules.scores_pairs:
             texts = self.reader.read_pairs(pairs, cut_to)
             answers = self._wait(self.submit(texts, self.rules.classify(use_activation), priority))
-            return [text.ids.tolist() for text in texts], [float(answer[0]) for answer in answers]
+            return [text.ids for text in texts], [float(answer[0]) for answer in answers]
         asked, similarity = self.rules.of_similarity()
         sides = [self.reader.read([pair[side] for pair in pairs], cut_to=cut_to) for side in (0, 1)]
         answers = self._wait(self.submit([*sides[0], *sides[1]], asked, priority))
         halves = zip(answers[: len(pairs)], answers[len(pairs) :], strict=True)
-        ids = [[*left.ids.tolist(), *right.ids.tolist()] for left, right in zip(*sides, strict=True)]
+        ids = [np.concatenate([left.ids, right.ids]) for left, right in zip(*sides, strict=True)]
         return ids, [similar(left, right, similarity) for left, right in halves]
 
     def submit(self, texts: Sequence[ReadText], asked: PoolingParams, priority: int) -> Future[Answers]:

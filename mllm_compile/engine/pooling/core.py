@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,9 +31,27 @@ _OF_GENERATION = (
 
 
 class Runner(Protocol):
-    """Runs one step; mllm_compile.runtime.pooling.runner.PoolingRunner does."""
+    """Runs steps; mllm_compile.runtime.pooling.runner.PoolingRunner does."""
 
-    def run(self, texts: Sequence[PackedText]) -> Answers: ...
+    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+        """Begins a step; what it returns waits for the answers. The next step may begin before it is called."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """The answers of a call that are there, by the numbers of its texts, and how many are not."""
+
+    answers: list[np.ndarray | None]
+    missing: int
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step that has begun."""
+
+    taken: list[tuple[Call, int]]
+    texts: list[PackedText]
+    answers: Callable[[], Answers]
 
 
 class PoolingCore:
@@ -59,7 +78,7 @@ class PoolingCore:
         self._prepare, self._check_device, self._shutdown = prepare_thread, check_device, shutdown
         self._news = threading.Condition()
         self._waiting = 0
-        self._answers: dict[Call, list[np.ndarray | None]] = {}
+        self._answers: dict[Call, _Waiting] = {}
         self._futures: dict[Call, Future[Answers]] = {}
         self._is_closing = False
         self._pid = os.getpid()
@@ -118,7 +137,7 @@ class PoolingCore:
             if self._waiting + len(texts) > _MOST_WAITING:
                 raise RequestError(f"{self._waiting:,} texts wait; at most {_MOST_WAITING:,} may. Ask again later.")
             self._waiting += len(texts)
-            self._answers[call], self._futures[call] = [None] * len(texts), future
+            self._answers[call], self._futures[call] = _Waiting([None] * len(texts), len(texts)), future
             self._queue.add(call)
             self._news.notify()
         return future
@@ -135,9 +154,14 @@ class PoolingCore:
     def _run(self) -> None:
         try:
             self._prepare()
-            while (taken := self._next_step()) is not None:
-                if taken:
-                    self._step(taken)
+            begun: _Step | None = None
+            while (taken := self._next_step(waits=begun is None)) is not None:
+                following = self._begin(taken) if taken else None  # ahead of the answers: the device is never idle
+                if begun is not None:
+                    self._end(begun)
+                begun = following
+            if begun is not None:
+                self._end(begun)
         except BaseException as fault:
             logger.exception("the engine met an internal error")
             self.end_error = stopped(fault)
@@ -145,10 +169,10 @@ class PoolingCore:
             self._end_all(self.end_error or closed())
             self._shutdown()
 
-    def _next_step(self) -> list[tuple[Call, int]] | None:
-        """The next texts; None at the end."""
+    def _next_step(self, waits: bool) -> list[tuple[Call, int]] | None:
+        """The next texts, or none unless it waits for some; None at the end."""
         with self._news:
-            while not self._is_closing and not len(self._queue):
+            while waits and not self._is_closing and not len(self._queue):
                 self._news.wait()
             if self._is_closing:
                 return None
@@ -160,36 +184,48 @@ class PoolingCore:
             self._forget(call)
         return kept
 
-    def _step(self, taken: list[tuple[Call, int]]) -> None:
+    def _begin(self, taken: list[tuple[Call, int]]) -> _Step | None:
         texts = [call.texts[number] for call, number in taken]
         try:
-            answers = self._runner.run(texts)
+            return _Step(taken, texts, self._runner.launch(texts))
         except Exception as error:
-            self._check_device()
-            failure = step_failed(f"{len(texts)} texts", error)
-            for call in dict.fromkeys(call for call, _ in taken):
-                self._fail(call, failure)
+            self._fail_step(taken, error)
+            return None
+
+    def _end(self, step: _Step) -> None:
+        try:
+            answers = step.answers()
+        except Exception as error:
+            self._fail_step(step.taken, error)
             return
         self.num_steps += 1
-        self.num_texts += len(texts)
-        tokens = sum(len(text.ids) for text in texts)
+        self.num_texts += len(step.texts)
+        tokens = sum(len(text.ids) for text in step.texts)
         self.num_tokens += tokens
         with self._news:
             self._rate.add(tokens, time.monotonic())
-        for (call, number), answer in zip(taken, answers, strict=True):
-            self._take(call, number, answer)
+        are_finite = all(np.isfinite(answer).all() for answer in _whole(answers))
+        for (call, number), answer in zip(step.taken, answers, strict=True):
+            if are_finite or np.isfinite(answer).all():
+                self._take(call, number, answer)
+            else:
+                self._fail(call, _not_finite())
+
+    def _fail_step(self, taken: list[tuple[Call, int]], error: Exception) -> None:
+        self._check_device()
+        failure = step_failed(f"{len(taken)} texts", error)
+        for call in dict.fromkeys(call for call, _ in taken):
+            self._fail(call, failure)
 
     def _take(self, call: Call, number: int, answer: np.ndarray) -> None:
         kept = self._answers.get(call)
         if kept is None:  # another text of it has failed
             return
-        if not np.isfinite(answer).all():
-            self._fail(call, _not_finite())
-            return
-        kept[number] = answer
-        if not call.waiting and all(one is not None for one in kept):
-            future = self._forget(call)
-            _settle(lambda: future.set_result([one for one in kept if one is not None]))
+        kept.answers[number] = answer
+        kept.missing -= 1
+        if not kept.missing:
+            future, answers = self._forget(call), [one for one in kept.answers if one is not None]
+            _settle(lambda: future.set_result(answers))
 
     def _fail(self, call: Call, error: MllmError) -> None:
         if call in self._futures:
@@ -209,6 +245,12 @@ class PoolingCore:
             calls = list(self._futures)
         for call in calls:
             self._fail(call, error)
+
+
+def _whole(answers: Answers) -> list[np.ndarray]:
+    """The arrays that the answers are rows of, each once."""
+    wholes = [answer.base if isinstance(answer.base, np.ndarray) else answer for answer in answers]
+    return list({id(whole): whole for whole in wholes}.values())
 
 
 def _settle(settle: Callable[[], None]) -> None:

@@ -46,21 +46,26 @@ class PoolingOutput:
     data: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolingRequestOutput(Generic[T]):
     """The answer to one text, or pair.
 
     Attributes:
         request_id: a number of this engine's.
         outputs: the answer.
-        prompt_token_ids: the tokens that were read.
+        ids: [n] int64, the tokens that were read.
         finished: always true.
     """
 
     request_id: str
     outputs: T
-    prompt_token_ids: list[int]
+    ids: np.ndarray
     finished: bool = True
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens that were read; a list is made of each call."""
+        return list(self.ids.tolist())
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

@@ -80,8 +80,8 @@ class TextReader:
             if text is None:
                 found.append(self._of_ids(one, place, cut_to, most))
             else:
-                found.append(self._checked(*next(encoded), place, skipped))
-        return found
+                found.append(self._text(*next(encoded), place, skipped))
+        return self._checked(found)
 
     def read_pairs(self, pairs: Sequence[tuple[TextPrompt, TextPrompt]], cut_to: int | None = None) -> list[ReadText]:
         """Pairs as one text each, as a cross-encoder reads them; arguments and errors as `read`."""
@@ -99,7 +99,7 @@ class TextReader:
             )
         texts = [(self._lower(str(one)), self._lower(str(other))) for one, other in pairs]
         encoded = self._encoded(texts, cut_to, self._most(cut_to))
-        return [self._checked(*one, place, 0) for place, one in enumerate(encoded)]
+        return self._checked([self._text(*one, place, 0) for place, one in enumerate(encoded)])
 
     def _encoded(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], cut_to: int | None, most: int
@@ -141,9 +141,9 @@ class TextReader:
 
     def _of_ids(self, prompt: Any, place: int, cut_to: int | None, most: int) -> ReadText:
         ids = prompt if cut_to is None else prompt[:most]
-        return self._checked(ids, None, place, 0)
+        return self._text(ids, None, place, 0)
 
-    def _checked(self, ids: Any, kinds: Any, place: int, skipped: int) -> ReadText:
+    def _text(self, ids: Any, kinds: Any, place: int, skipped: int) -> ReadText:
         try:
             array = np.asarray(ids, dtype=np.int64)
         except OverflowError:
@@ -155,12 +155,19 @@ class TextReader:
                 f"text {place} has {len(array):,} tokens; the model takes {self.most_tokens:,}. Shorten it, or set "
                 "truncate_prompt_tokens: -1 to cut it."
             )
-        if array.min() < 0 or array.max() >= self._vocab_size:
-            raise self._wrong_id(array, place)
         of_kinds = None
         if kinds is not None and self._facts.kinds > 1 and any(kinds):
             of_kinds = np.minimum(np.asarray(kinds, dtype=np.int64), self._facts.kinds - 1)
         return ReadText(array, of_kinds, min(skipped, len(array) - 1))
+
+    def _checked(self, texts: list[ReadText]) -> list[ReadText]:
+        """The texts, whose ids are of the vocabulary: all are looked at in one, as numpy takes microseconds a call."""
+        ids = np.concatenate([text.ids for text in texts])
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            for place, text in enumerate(texts):
+                if text.ids.min() < 0 or text.ids.max() >= self._vocab_size:
+                    raise self._wrong_id(text.ids, place)
+        return texts
 
     def _wrong_id(self, ids: Any, place: int) -> RequestError:
         wrong = next(int(one) for one in ids if not 0 <= one < self._vocab_size)
@@ -190,7 +197,7 @@ def _check_number(texts: int) -> None:
 
 
 def _content(prompt: Any) -> str | Sequence[int]:
-    if isinstance(prompt, Mapping):
+    if type(prompt) is not list and isinstance(prompt, Mapping):
         keys = [key for key in _KEYS if key in prompt]
         if len(keys) != 1 or len(prompt) != 1:
             raise RequestError(f"a prompt has the keys {short_repr(list(prompt))}; expected one of {', '.join(_KEYS)}")
@@ -203,6 +210,8 @@ def _content(prompt: Any) -> str | Sequence[int]:
 
 def _are_ids(prompt: Any) -> bool:
     """True for a list or an array of whole numbers; an empty list is no text."""
+    if type(prompt) is list and set(map(type, prompt)) == {int}:  # ten times as fast as what follows
+        return True
     if hasattr(prompt, "ndim"):
         return bool(prompt.ndim == 1 and np.asarray(prompt).dtype.kind in "iu")
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:

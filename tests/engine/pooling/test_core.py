@@ -22,9 +22,9 @@ class _Runner:
         self.steps: list[list[int]] = []
         self._run = run
 
-    def run(self, texts: Sequence[PackedText]) -> Answers:
+    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
         self.steps.append([int(text.ids[0]) for text in texts])
-        return self._run(texts)
+        return lambda: self._run(texts)
 
 
 def _texts(*numbers: int) -> list[PackedText]:
@@ -98,3 +98,42 @@ def test_a_closed_engine_ends_its_calls() -> None:
     core.close()
     with pytest.raises(EngineDeadError, match="closed"):
         core.submit(_texts(1))
+
+
+def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
+    events: list[str] = []
+
+    class Runner:
+        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+            number = int(texts[0].ids[0])
+            events.append(f"begin {number}")
+
+            def answers() -> Answers:
+                events.append(f"read {number}")
+                return _as_they_are(texts)
+
+            return answers
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    future = core.submit(_texts(1, 2, 3))
+    core.start()
+    assert _values(future) == [1, 2, 3]
+    assert events == ["begin 1", "begin 2", "read 1", "begin 3", "read 2", "read 3"]
+    core.close()
+
+
+def test_a_step_that_cannot_begin_fails_its_calls_and_no_other() -> None:
+    class Runner:
+        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+            if texts[0].ids[0] == 2:
+                raise RuntimeError("broken")
+            return lambda: _as_they_are(texts)
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    futures = [core.submit(_texts(number)) for number in (1, 2, 3)]
+    core.start()
+    until(futures[1].done)
+    with pytest.raises(MllmError, match="broken"):
+        futures[1].result()
+    assert [_values(futures[0]), _values(futures[2])] == [[1], [3]]
+    core.close()
