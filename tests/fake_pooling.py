@@ -18,6 +18,7 @@ from mllm_compile.runtime.pooling.texts import PackedText
 
 WIDTH = 4
 MOST_TOKENS = 64
+MOST_TEXTS = 64  # of a step
 
 
 def fake_numbers(ids: Sequence[int], count: int) -> np.ndarray:
@@ -49,7 +50,7 @@ def fake_pooling_engine(tokenizer: Any, files: Mapping[str, bytes], **facts: Any
     known = PoolingFacts(
         width=WIDTH, **{name: tuple(one) if isinstance(one, list) else one for name, one in facts.items()}
     )
-    core = PoolingCore(FakePooling(known), TextQueue(512, 64))
+    core = PoolingCore(FakePooling(known), TextQueue(512, MOST_TEXTS))
     reader = TextReader(tokenizer, known, tokenizer.vocab_size if tokenizer else 128, MOST_TOKENS)
     parts = PoolingParts(
         calls=PoolingCalls(core, reader, TaskRules(known, has_dense=False)),

@@ -159,6 +159,11 @@ class Front:
         """Whose sessions a request may name: those of its API key, where there are keys."""
         return key_of(scope) if self.options.api_keys else ""
 
+    def refuse(self, error: ApiError) -> None:
+        """Tells the requests that wait for a parked engine, and those within it, that it cannot run now."""
+        self.supervisor.refuse(error)
+        self.dispatcher.end_all(error)
+
     @property
     def is_idle(self) -> bool:
         calls = (self.dispatcher, self.pooling, self.adapter_changes)
@@ -307,8 +312,7 @@ class Front:
                 raise of_error(error, request.fields.subject) from None
             job.arrived_s = arrived_s
         except BaseException:
-            for _ in range(count):
-                self.admission.leave()
+            self.admission.leave(count)
             raise
         adapter = self.names.adapter(request.fields.model)
         self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt, adapter, session)

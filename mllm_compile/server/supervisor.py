@@ -191,8 +191,12 @@ class Supervisor:
     def refuse_start(self, why: str) -> None:
         """Ends an engine that waits for memory, for good."""
         self._failure = Failed(why, is_mistake=True)
-        if self._link is not None:
-            self._link.kill()
+        self.kill()
+
+    def end_start(self, why: str) -> None:
+        """Ends a start that hangs. Another one follows, unless it was the first."""
+        self._failure = Failed(why, is_mistake=False)
+        self.kill()
 
     def set_aside(self) -> None:
         """Hands the engine no further requests: those that come wait."""
@@ -352,7 +356,7 @@ class Supervisor:
             self._pulse_s = time.monotonic()
             self.stats = event.stats
         elif isinstance(event, Stage):
-            self.stage = event.name
+            self.stage, self.stage_since_s = event.name, time.monotonic()
         elif isinstance(event, AdaptersChanged):
             self._on_adapters(event)
         elif isinstance(event, PagesChanged):

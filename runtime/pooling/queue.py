@@ -38,7 +38,7 @@ class TextQueue:
     """
 
     def __init__(self, most_tokens: int, most_texts: int) -> None:
-        self._most_tokens, self._most_texts = most_tokens, most_texts
+        self._most_tokens, self.most_texts = most_tokens, most_texts
         self._heap: list[tuple[int, int, int, Call]] = []
         self._number = 0
         self._least_given = 0  # of the call that was served last: a new one begins there
@@ -58,7 +58,7 @@ class TextQueue:
         """The texts of the next step: calls, and the numbers of their texts."""
         taken: list[tuple[Call, int]] = []
         tokens = 0
-        while self._heap and len(taken) < self._most_texts:
+        while self._heap and len(taken) < self.most_texts:
             _, given, _, call = self._heap[0]
             if not call.waiting:  # it was withdrawn
                 heapq.heappop(self._heap)

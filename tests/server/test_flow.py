@@ -346,6 +346,25 @@ def test_requests_before_the_engine_is_ready_are_bounded_too(asked, taken):
         admission.enter(1)
 
 
+def test_a_request_for_texts_holds_its_place_until_it_is_over():
+    admission = Admission(2, lambda: 0)
+    admission.engine_ready(3)
+    with admission.place() as place:
+        assert admission.waiting == 1, "until it is read how many there are"
+        place.hold(4)
+        with pytest.raises(ApiError, match="4 prompts wait, of at most 5"), admission.place() as other:
+            other.hold(2)
+        with admission.place():
+            assert admission.waiting == 5
+            with pytest.raises(ApiError, match="5 prompts wait"):
+                admission.place()
+    assert (admission.waiting, admission.refused) == (0, 2)
+    with admission.place() as place:
+        place.hold(9)
+        assert admission.waiting == 9, "a long list is taken when nothing else waits"
+    assert admission.waiting == 0
+
+
 def test_running_requests_are_counted_only_where_many_wait():
     def count() -> int:
         raise AssertionError("counted")

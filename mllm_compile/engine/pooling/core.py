@@ -91,6 +91,11 @@ class PoolingCore:
         self._thread.start()
 
     @property
+    def most_texts(self) -> int:
+        """Texts of a step."""
+        return self._queue.most_texts
+
+    @property
     def num_waiting(self) -> int:
         """Texts that no step has taken."""
         return self._waiting

@@ -101,7 +101,7 @@ def hello_of(engine: Engine, timeline: Timeline) -> Hello:
         dtype="" if config is None else config.model.dtype,
         device="" if runtime is None else runtime.device,
         max_model_len=calls.reader.most_tokens,
-        max_running_requests=1 if runtime is None else runtime.max_running_requests,
+        max_running_requests=calls.core.most_texts,
         kv_tokens=0,
         page_size=1,
         config={} if config is None else config.model_dump(mode="json", exclude={"cache": True, "model": {"folder"}}),

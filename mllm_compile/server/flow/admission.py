@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from mllm_compile.server.api.errors import ApiError
 
@@ -13,6 +13,37 @@ _TIMES_RUNNING = 4  # of those that can run, so many may wait
 _BEFORE_READY = 256  # as many as these can run, until an engine says
 _RECENT = 64
 _LONGEST_RETRY_S = 60
+
+
+class Place:
+    """The place of a request whose prompts wait together until it is over; a context, which leaves it.
+
+    One prompt is counted until the request says how many there are.
+
+    Raises:
+        ApiError: too many wait.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._count = admission, 0
+        self.hold(1)
+
+    def hold(self, count: int) -> None:
+        """Counts so many prompts in place of those so far.
+
+        Raises:
+            ApiError: with them too many wait; none of it is counted any more.
+        """
+        self._admission.waiting -= self._count
+        self._count = 0
+        self._admission.enter(count)
+        self._count = count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._admission.leave(self._count)
 
 
 class Admission:
@@ -59,10 +90,18 @@ class Admission:
             retry_after_s=self._retry_after(),
         )
 
-    def leave(self) -> None:
-        """Counts a prompt that waits no longer."""
-        self.waiting -= 1
-        self._left.append(time.monotonic())
+    def place(self) -> Place:
+        """The place of a request whose prompts wait together.
+
+        Raises:
+            ApiError: too many wait.
+        """
+        return Place(self)
+
+    def leave(self, count: int = 1) -> None:
+        """Counts prompts that wait no longer."""
+        self.waiting -= count
+        self._left.extend([time.monotonic()] * min(count, _RECENT))
 
     def _retry_after(self) -> int:
         """Seconds until those that wait now will have begun, at the speed of the last ones."""

@@ -116,6 +116,10 @@ class Dispatcher:
         self._by_row.clear()
         self._runs.clear()
         self._version = None
+        self.end_all(error)
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends all requests with an error; an engine that has them is told."""
         for job in list(self.jobs.values()):
             job.fail(error)
 

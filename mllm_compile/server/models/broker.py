@@ -2,7 +2,8 @@
 
 Models that wait are served in the order in which they began to. One that runs gives way at once when it has no
 requests, the longest idle one first; else when it has had its turn: then its requests are set aside. So a model waits
-for at most one turn and one switch of each that is ahead of it. A start holds up all switches, as it measures memory.
+for at most one turn and one switch of each that is ahead of it. A start holds up all switches, as it measures memory;
+tenant.py ends one that hangs.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class Broker:
             logger.info("%s is awake in %.3f s", tenant.name, time.monotonic() - began)
 
     async def _not_woken(self, tenant: Tenant, error: ApiError) -> bool:
-        """The device has less than it should. A model that gives way may help; else requests are told why. False: no
-        model can give way, and it is behind others, which may need less."""
+        """The device has less than it should. A model that gives way may help; else requests are told why, those within
+        the engine too. False: no model can give way, and it is behind others, which may need less."""
         if not tenant.is_alive:  # it starts again, and asks then
             return False
         rivals = self._rivals(tenant)
@@ -135,7 +136,7 @@ class Broker:
             wanted = format_bytes(_all(tenant) - _held(tenant))
             why = f"{tenant.name} needs {wanted} of {self.name}, which others hold: {error.message}"
             logger.error("%s", why)
-            tenant.front.supervisor.refuse(not_ready(why, "no_memory"))
+            tenant.front.refuse(not_ready(why, "no_memory"))
         if victim is None:
             await asyncio.sleep(_AGAIN_S)
         return bool(rivals)

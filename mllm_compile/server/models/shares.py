@@ -1,8 +1,8 @@
 """Shares a device out among models before the first one starts: tokens of each KV cache, or why one cannot be served.
 
 Models that all fit are side by side, and their caches have the same number of tokens, as far as each has use for them.
-Else they take turns, and each gets a half of what pinned models leave (or as many parts as may be awake), or all of it
-where a half is too little.
+Else they take turns. Each gets a half of what pinned models leave, or as many parts as may be awake beside these; or
+all of it where that is too little.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ def shares_of(needs: Mapping[str, Needs], pinned: Collection[str], most_awake: i
 
     Args:
         needs: of the models of one device, in the order in which they are served.
-        most_awake: models that run at once; None: as many as fit.
+        most_awake: models that run at once, pinned ones among them; None: as many as fit.
     """
     device = Device.of(needs.values())
     room = device.num_bytes - sum(one.process_bytes for one in needs.values())
     if device.parks and (sum(map(_least, needs.values())) > room or (most_awake or len(needs)) < len(needs)):
-        return _in_turns(needs, pinned, most_awake or _PARTS, room)
+        num_pinned = sum(name in pinned for name in needs)
+        parts = _PARTS if most_awake is None else max(1, most_awake - num_pinned)  # pinned ones are awake always
+        return _in_turns(needs, pinned, parts, room)
     served: dict[str, Needs] = {}
     refused: dict[str, str] = {}
     for name, one in needs.items():

@@ -18,6 +18,8 @@ from mllm_compile.server.supervisor import PARKED, READY
 from mllm_compile.server.telemetry.tracing import Tracing
 from mllm_compile.server.wire.messages import Needs
 
+_MOST_STAGE_S = 900.0  # of a start, whose longest one reads weights
+_LOOK_S = 1.0  # between two looks at a start
 _MOST_S = 300.0  # of a park or a wake: the first park takes the host's memory, about 10 GB a second
 
 
@@ -126,8 +128,15 @@ class Tenant:
 
     async def _start(self, share: Share) -> None:
         self._ended.clear()
-        self.front.supervisor.grant(share.kv_tokens)
-        await self._ended.wait()
+        supervisor = self.front.supervisor
+        supervisor.grant(share.kv_tokens)
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._ended.wait()
+            if not self._ended.is_set() and time.monotonic() - supervisor.stage_since_s > _MOST_STAGE_S:
+                supervisor.end_start(f"its start hangs: {supervisor.stage} takes more than {_MOST_STAGE_S:g} s")
+                await self._ended.wait()
 
     def ready(self, held_bytes: tuple[int, int]) -> None:
         """Its engine has started."""

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from mllm_compile.runtime.pooling.texts import PoolingParams
 from mllm_compile.server.api.errors import GENERATES, UNSUPPORTED, ApiError, bad_request, of_error, timed_out
 from mllm_compile.server.api.fields import members_of, read_fields
 from mllm_compile.server.endpoints import Answer, Endpoint, ToldBytes, from_body
+from mllm_compile.server.flow.admission import Place
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.front import Front
 from mllm_compile.server.pooling import answers
@@ -36,19 +37,30 @@ from mllm_compile.server.pooling.fields import (
 )
 from mllm_compile.server.pooling.front import PoolingFront
 
+T = TypeVar("T")
+
 _MOST_NUMBERS = 1 << 23  # of an answer: as JSON some 180 MB
+_FEW_NUMBERS = 1 << 12  # as JSON in less than a millisecond
+_BYTES_OF_NUMBER = 20  # as JSON
 _CUT = -1  # as many tokens as the model takes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Asking:
-    """One request on its way: what the model is, and what the client said of all texts."""
+    """One request on its way: what the model is, and what the client said of all texts.
+
+    Attributes:
+        place: in the queue.
+        num_numbers: of the answers that came.
+    """
 
     front: Front
     model: PoolingFront
+    place: Place
     num_bytes: int
     priority: int = 0
     cut_to: int | None = None
+    num_numbers: int = 0
 
     @property
     def rules(self) -> TaskRules:
@@ -69,8 +81,17 @@ class Asking:
         numbers = rows * (params.dimensions or max(facts.width, facts.outputs))
         if numbers > _MOST_NUMBERS:
             raise ApiError(413, f"the answer would have {numbers:,} numbers; expected at most {_MOST_NUMBERS:,}")
+        self.place.hold(len(texts))
         await self.front.facts(None)  # it may have begun to sleep, or to start again, while the texts were read
-        return await self.front.pooling.run(texts, params, self.priority)
+        made = await self.front.pooling.run(texts, params, self.priority)
+        self.num_numbers += sum(one.size for one in made)
+        return made
+
+    async def work(self, function: Callable[[], T]) -> T:
+        """The result of a function over the answers, which runs in a thread where they are large."""
+        if self.num_numbers <= _FEW_NUMBERS:
+            return function()
+        return await self.front.in_thread(_BYTES_OF_NUMBER * self.num_numbers, function)
 
     async def scores(self, pairs: list[tuple[Any, Any]], activates: bool) -> tuple[list[float], int]:
         """How well the texts of each pair go together, and how many tokens were read."""
@@ -89,15 +110,20 @@ class Asking:
         made = await self.run(texts, params)
         left, right = made[: len(alone)], made[len(alone) :]
         sides = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        return [similar(one, other, similarity) for one, other in sides], answers.num_tokens(texts)
+        scores = await self.work(lambda: [similar(one, other, similarity) for one, other in sides])
+        return scores, answers.num_tokens(texts)
 
 
 def _endpoint(
     kind: type[msgspec.Struct],
-    answer: Callable[[Asking, Any], Coroutine[Any, Any, Any]],
+    answer: Callable[[Asking, Any], Coroutine[Any, Any, Callable[[], Any]]],
     with_texts: type[msgspec.Struct] | None = None,
 ) -> Endpoint:
-    """An endpoint of these fields; those of `with_texts` where a body has `texts`."""
+    """An endpoint of these fields; those of `with_texts` where a body has `texts`.
+
+    Args:
+        answer: asks the engine, and returns what makes the body of that.
+    """
 
     def of(front: Front) -> Answer:
         async def told(body: bytes, client: str) -> ToldBytes:
@@ -107,16 +133,21 @@ def _endpoint(
             limit_s = front.options.request_timeout_s
             try:
                 async with asyncio.timeout(limit_s):
-                    facts = await front.facts_of_texts(getattr(fields, "model", None))
-                    if facts.pooling is None:
-                        raise ApiError(404, GENERATES, code=UNSUPPORTED)
-                    asking = Asking(front, facts.pooling, len(body), _priority(fields), _cut_to(fields))
-                    return msgspec.json.encode(await answer(asking, fields)), unknown
+                    with front.admission.place() as place:
+                        make, asking = await asked(fields, place, len(body))
+                        return await asking.work(lambda: msgspec.json.encode(make())), unknown
             except TimeoutError:
                 assert limit_s is not None, "else there is no limit"
                 raise timed_out(limit_s) from None
             except MllmError as error:
                 raise of_error(error, None) from None
+
+        async def asked(fields: Any, place: Place, num_bytes: int) -> tuple[Callable[[], Any], Asking]:
+            facts = await front.facts_of_texts(getattr(fields, "model", None))
+            if facts.pooling is None:
+                raise ApiError(404, GENERATES, code=UNSUPPORTED)
+            asking = Asking(front, facts.pooling, place, num_bytes, _priority(fields), _cut_to(fields))
+            return await answer(asking, fields), asking
 
         return from_body(front, told, JSON)
 
@@ -138,54 +169,69 @@ def _head(asking: Asking, fields: PooledFields, prefix: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time()), "model": name}
 
 
-async def _embeddings(asking: Asking, fields: EmbeddingFields) -> Any:
+async def _embeddings(asking: Asking, fields: EmbeddingFields) -> Callable[[], Any]:
     params = asking.rules.embed(None, fields.normalize, fields.dimensions)
     texts = await asking.read(fields.input, fields.prompt_name)
     made = await asking.run(texts, params)
-    data = [
-        {"object": "embedding", "index": at, "embedding": answers.numbers(one, fields.encoding_format)}
-        for at, one in enumerate(made)
-    ]
-    return _head(asking, fields, "embd") | {"data": data, "usage": answers.usage(answers.num_tokens(texts))}
+    return lambda: (
+        _head(asking, fields, "embd")
+        | {
+            "data": [
+                {"object": "embedding", "index": at, "embedding": answers.numbers(one, fields.encoding_format)}
+                for at, one in enumerate(made)
+            ],
+            "usage": answers.usage(answers.num_tokens(texts)),
+        }
+    )
 
 
-async def _pooling(asking: Asking, fields: PoolingFields) -> Any:
+async def _pooling(asking: Asking, fields: PoolingFields) -> Callable[[], Any]:
     params = asking.rules.encode(fields.task, fields.normalize, fields.use_activation is not False)
     texts = await asking.read(fields.input)
     made = await asking.run(texts, params)
-    data = [
-        {"object": "pooling", "index": at, "data": answers.numbers(one, fields.encoding_format)}
-        for at, one in enumerate(made)
-    ]
-    return _head(asking, fields, "pool") | {"data": data, "usage": answers.usage(answers.num_tokens(texts))}
+    return lambda: (
+        _head(asking, fields, "pool")
+        | {
+            "data": [
+                {"object": "pooling", "index": at, "data": answers.numbers(one, fields.encoding_format)}
+                for at, one in enumerate(made)
+            ],
+            "usage": answers.usage(answers.num_tokens(texts)),
+        }
+    )
 
 
-async def _classify(asking: Asking, fields: ClassifyFields) -> Any:
+async def _classify(asking: Asking, fields: ClassifyFields) -> Callable[[], Any]:
     params = asking.rules.classify(fields.use_activation is not False)
     texts = await asking.read(fields.input)
     made = await asking.run(texts, params)
     labels = asking.rules.facts.labels
-    data = [
-        {"index": at, "label": answers.label(labels, one), "probs": one.tolist(), "num_classes": len(one)}
-        for at, one in enumerate(made)
-    ]
-    return _head(asking, fields, "classify") | {"data": data, "usage": answers.usage(answers.num_tokens(texts))}
+    return lambda: (
+        _head(asking, fields, "classify")
+        | {
+            "data": [
+                {"index": at, "label": answers.label(labels, one), "probs": one.tolist(), "num_classes": len(one)}
+                for at, one in enumerate(made)
+            ],
+            "usage": answers.usage(answers.num_tokens(texts)),
+        }
+    )
 
 
-async def _score(asking: Asking, fields: ScoreFields) -> Any:
+async def _score(asking: Asking, fields: ScoreFields) -> Callable[[], Any]:
     from mllm_compile.engine.pooling.calls import paired
 
     pairs: list[tuple[Any, Any]] = paired(fields.text_1, fields.text_2)
     scores, tokens = await asking.scores(pairs, fields.use_activation is not False)
     data = [{"object": "score", "index": at, "score": score} for at, score in enumerate(scores)]
-    return _head(asking, fields, "score") | {"data": data, "usage": answers.usage(tokens)}
+    return lambda: _head(asking, fields, "score") | {"data": data, "usage": answers.usage(tokens)}
 
 
-async def _rerank(asking: Asking, fields: RerankFields | TextsFields) -> Any:
+async def _rerank(asking: Asking, fields: RerankFields | TextsFields) -> Callable[[], Any]:
     if isinstance(fields, TextsFields):
         scores, _ = await asking.scores([(fields.query, text) for text in fields.texts], not fields.raw_scores)
         texts = fields.texts if fields.return_text else None
-        return answers.ranked(scores, lambda at: {} if texts is None else {"text": texts[at]}, "score")
+        return lambda: answers.ranked(scores, lambda at: {} if texts is None else {"text": texts[at]}, "score")
     documents = [answers.text_of(one, at) for at, one in enumerate(fields.documents)]
     if fields.top_n is not None and fields.top_n < 1:
         raise bad_request(f"top_n: expected 1 or more, got {fields.top_n}", "top_n")
@@ -200,7 +246,7 @@ async def _rerank(asking: Asking, fields: RerankFields | TextsFields) -> Any:
     )
     head = _head(asking, fields, "rerank")
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    return {
+    return lambda: {
         "id": head["id"],
         "model": head["model"],
         "usage": answers.usage(tokens),
@@ -209,19 +255,19 @@ async def _rerank(asking: Asking, fields: RerankFields | TextsFields) -> Any:
     }
 
 
-async def _embed(asking: Asking, fields: EmbedFields) -> Any:
+async def _embed(asking: Asking, fields: EmbedFields) -> Callable[[], Any]:
     params = asking.rules.embed(None, fields.normalize is not False, fields.dimensions)
     made = await asking.run(await asking.read(fields.inputs, fields.prompt_name), params)
-    return [one.tolist() for one in made]
+    return lambda: [answers.numbers(one, None) for one in made]
 
 
-async def _embed_all(asking: Asking, fields: EmbedFields) -> Any:
+async def _embed_all(asking: Asking, fields: EmbedFields) -> Callable[[], Any]:
     params = asking.rules.encode("token_embed", False)
     made = await asking.run(await asking.read(fields.inputs, fields.prompt_name), params)
-    return [one.tolist() for one in made]
+    return lambda: [answers.numbers(one, None) for one in made]
 
 
-async def _predict(asking: Asking, fields: PredictFields) -> Any:
+async def _predict(asking: Asking, fields: PredictFields) -> Callable[[], Any]:
     params = asking.rules.classify(not fields.raw_scores)
     texts, pairs = answers.predicted_texts(fields.inputs)
     if pairs:
@@ -230,8 +276,13 @@ async def _predict(asking: Asking, fields: PredictFields) -> Any:
     else:
         read = await asking.read(texts)
     labels = asking.rules.facts.labels
-    made = [answers.predicted(labels, one) for one in await asking.run(read, params)]
-    return made if answers.are_several(fields.inputs) else made[0]
+    scores = await asking.run(read, params)
+
+    def make() -> Any:
+        made = [answers.predicted(labels, one) for one in scores]
+        return made if answers.are_several(fields.inputs) else made[0]
+
+    return make
 
 
 _RERANK = _endpoint(RerankFields, _rerank)

@@ -42,9 +42,7 @@ class CountingModel:
         self.num_requests = 0
         self.refusals: list[ApiError] = []
         self.cannot_park = False
-        self.front = SimpleNamespace(
-            supervisor=SimpleNamespace(refuse=self._refuse, refuse_start=lambda why: None),
-        )
+        self.front = SimpleNamespace(refuse=self._refuse, supervisor=SimpleNamespace(refuse_start=lambda why: None))
 
     @property
     def is_idle(self) -> bool:
@@ -188,7 +186,7 @@ def test_a_model_that_cannot_be_woken_holds_up_no_other(monkeypatch):
         for model in models:
             model.num_requests = 0
         waiting = a if not a.is_awake else b
-        waiting.front.supervisor.refuse = waiting.refusals.append  # its requests wait in the engine
+        waiting.front.refuse = waiting.refusals.append  # it stays busy, as with a load of an adapter
         waiting.ask()
         await until(lambda: waiting.refusals, broker)
         c.ask()

@@ -37,6 +37,14 @@ def test_one_that_runs_alone_gets_all_that_is_left():
     assert tokens(shares) == {"a": 660, "b": 560}
 
 
+def test_pinned_models_are_among_those_that_may_be_awake():
+    models = {"a": needs(300), "b": needs(400), "p": needs(100)}
+    assert tokens(shares_of(models, ("p",), 2)) == {"a": 327, "b": 227, "p": 213}, (
+        "940 / 3 for p, 627 for one beside it"
+    )
+    assert tokens(shares_of(models, ("p",), 1)) == tokens(shares_of(models, ("p",), 2)), "one has to run at last"
+
+
 def test_a_model_that_fits_at_no_turn_is_refused_with_the_sizes():
     shares = shares_of({"a": needs(300), "b": needs(700), "p": needs(250)}, ("p",), None)
     assert tokens(shares) == {"a": 13, "b": None, "p": 63}

@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api.answers import CompletionAnswers
 from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.flow.choice import PromptRun
+from mllm_compile.server.flow.dispatcher import Dispatcher
+from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.memory import Memory
+from mllm_compile.server.flow.writer import Outlet
 from mllm_compile.server.models import tenant as tenant_module
 from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.options import ModelsOptions, ServeOptions
 from mllm_compile.server.supervisor import READY
-from mllm_compile.server.wire.messages import AdaptersChanged, Needs
+from mllm_compile.server.wire.messages import Abort, AdaptersChanged, Needs, Stage
 
 
 def _tenant() -> Tenant:
@@ -95,6 +101,74 @@ def test_an_engine_that_does_not_answer_its_broker_is_ended(monkeypatch):
 
     asyncio.run(work())
     assert killed
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_start_that_hangs_is_ended_and_one_that_goes_on_is_not(hangs, monkeypatch):
+    """A start holds up the switches of all models."""
+    monkeypatch.setattr(tenant_module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(tenant_module, "_MOST_STAGE_S", 50.0)
+    killed: list[bool] = []
+
+    async def work() -> None:
+        tenant = _tenant()
+        tenant._is_started = False
+        supervisor = tenant.front.supervisor
+
+        def kill() -> None:
+            killed.append(True)
+            tenant.gone()  # as the supervisor says when the process has ended
+
+        supervisor._link = SimpleNamespace(kill=kill, send=lambda command: None)  # type: ignore[assignment]
+        supervisor.stage_since_s = -1e9
+        if not hangs:
+            supervisor._on_event(Stage("load weights"))
+        taking = asyncio.ensure_future(tenant.take())
+        if not hangs:
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            assert not killed and not taking.done()
+            tenant.ready((1, 1))
+        await taking
+        if hangs:
+            assert supervisor._failure is not None
+            assert supervisor._failure.message == "its start hangs: start takes more than 50 s"
+
+    asyncio.run(work())
+    assert killed == [True] * hangs
+
+
+def test_requests_within_a_parked_engine_are_told_that_it_cannot_be_woken():
+    """Else each waits for its own timeout, if it has one."""
+
+    async def work() -> None:
+        front = _tenant().front
+        sent: list[Any] = []
+        front.supervisor.send = sent.append  # type: ignore[method-assign]
+        front.dispatcher = Dispatcher(sent.append, front.admission.leave)
+        job = Job(
+            "cmpl-1",
+            CompletionAnswers({"id": "cmpl-1", "created": 0, "model": "a", "system_fingerprint": None}, None),
+            Outlet(_forget),
+            is_stream=False,
+            stream_interval=1,
+            headers=[],
+            cancel=front.dispatcher.cancel,
+            on_over=lambda job: None,
+        )
+        job.add(PromptRun(front.dispatcher.next_key(), [1, 2], None, False), SamplingParams(), None)
+        front.admission.enter(1)
+        front.dispatcher.start(job, SamplingParams(), 0, None, None)
+        front.supervisor.set_aside()
+        front.refuse(ApiError(503, "others hold its memory", code="no_memory"))
+        assert job.is_over and job.error is not None and job.error.code == "no_memory"
+        assert front.is_idle and isinstance(sent[-1], Abort), "the engine is told"
+
+    asyncio.run(work())
+
+
+async def _forget(message: Any) -> None:
+    return None
 
 
 def test_a_model_that_died_before_memory_is_given_gets_none():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,13 @@ from mllm_compile.runtime.pooling.texts import PoolingParams
 from mllm_compile.server import about
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.backend.pooling import PoolingCommands
+from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.pooling.answers import _PIECE, numbers
 from mllm_compile.server.pooling.calls import PoolingRequests
-from mllm_compile.server.pooling.endpoints import Asking
+from mllm_compile.server.pooling.endpoints import Asking, _endpoint
+from mllm_compile.server.pooling.fields import EmbedFields
 from mllm_compile.server.wire.messages import Abort, AskSession, Control, LoadAdapter, Pool, SessionTold, UnloadAdapter
 from tests.fake_pooling import fake_pooling_engine
 
@@ -83,8 +88,57 @@ def test_an_engine_that_began_to_sleep_while_texts_were_read_is_woken():
         rules=TaskRules(PoolingFacts(task="embed", rules=("mean",), width=1, outputs=1), False)
     )
     texts = [ReadText(np.array([1]))]
-    asyncio.run(Asking(front, model, 9).run(texts, PoolingParams("embed", ("mean",))))
+    with Admission(None, lambda: 0).place() as place:
+        asyncio.run(Asking(front, model, place, 9).run(texts, PoolingParams("embed", ("mean",))))
     assert order == ["awake", "asked"]
+
+
+@pytest.mark.parametrize(("count", "thread"), [(8, "MainThread"), (1 << 13, "mllm-texts"), (1 << 20, "mllm-long")])
+def test_large_answers_are_made_in_a_thread(count, thread):
+    """Else no other client of the server gets a token meanwhile."""
+    made: list[str] = []
+
+    def body() -> list[int]:
+        made.append(threading.current_thread().name)
+        return [1]
+
+    async def answer(asking: Asking, fields: EmbedFields) -> Any:
+        asking.num_numbers = count
+        return body
+
+    messages = [{"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def ask() -> list[Any]:
+        front, parts = Front(ServeOptions(model="m"), lambda descriptor: []), []
+
+        async def facts(model: str | None) -> Any:
+            return SimpleNamespace(pooling=object())
+
+        async def send(part: Any) -> None:
+            parts.append(part)
+
+        front.facts_of_texts = facts  # type: ignore[method-assign]
+        scope: Any = {"path": "/embed", "client": ("127.0.0.1", 1), "headers": []}
+        await _endpoint(EmbedFields, answer)(front)(scope, receive, send)
+        assert front.is_idle
+        return parts
+
+    assert json.loads(b"".join(part.get("body", b"") for part in asyncio.run(ask()))) == [1]
+    (name,) = made
+    assert name.startswith(thread)
+
+
+def test_numbers_are_json_of_lists_or_base64_in_pieces():
+    array = np.random.default_rng(0).standard_normal((70_000, 3)).astype(np.float32)
+    assert json.loads(bytes(numbers(array, None))) == array.tolist()
+    assert json.loads(bytes(numbers(array[5], "float"))) == array[5].tolist()
+    data = base64.b64decode(json.loads(bytes(numbers(array, "base64"))))
+    assert array.nbytes > _PIECE and np.array_equal(np.frombuffer(data, "<f4"), array.ravel())
 
 
 @pytest.mark.parametrize(

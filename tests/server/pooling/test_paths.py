@@ -13,7 +13,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.fake_pooling import MOST_TOKENS, WIDTH, fake_numbers
+from tests.fake_pooling import MOST_TEXTS, MOST_TOKENS, WIDTH, fake_numbers
+from tests.hang_guard import until
 from tests.server.fake_backend import TOKENIZER
 from tests.server.harness import Server, fake_server
 
@@ -174,6 +175,24 @@ def test_a_model_that_generates_answers_with_what_to_do() -> None:
         for path in ("/v1/embeddings", "/pooling", "/embed"):
             answer = server.post(path, {"input": "def", "inputs": "def"})
             assert (answer.status, answer.error["code"]) == (404, "unsupported_endpoint"), path
+
+
+def test_the_queue_is_bounded_in_texts() -> None:
+    with fake_server({"max_queue": 2}, {"pooling": {}}) as server, ThreadPoolExecutor(1) as clients:
+        (pid,) = server.engine_pids()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first = clients.submit(server.post, "/v1/embeddings", {"input": ["def"] * (MOST_TEXTS + 1)})
+            until(lambda: server.get("/load").json["waiting"] > MOST_TEXTS)
+            refused = server.post("/v1/embeddings", {"input": ["def", "return"]})
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (refused.status, refused.error["code"]) == (429, "queue_full"), refused.body
+        assert int(refused.headers["retry-after"]) >= 1
+        assert f"{MOST_TEXTS + 1} prompts wait, of at most {MOST_TEXTS + 2}" in refused.error["message"]
+        assert len(first.result().json["data"]) == MOST_TEXTS + 1
+        assert server.post("/v1/embeddings", {"input": ["def", "return"]}).status == 200
+        assert server.get("/load").json["waiting"] == 0
 
 
 @pytest.mark.slow
