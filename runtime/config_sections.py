@@ -61,6 +61,24 @@ class CudaGraphSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVTransferSection:
+    """`runtime.kv_transfer_config`."""
+
+    kv_connector: str = ""
+    kv_connector_module_path: str | None = None
+    kv_role: Literal["kv_both"] = "kv_both"
+    kv_connector_extra_config: Mapping[str, object] = field(default_factory=dict)
+    timeout_s: float = 5.0
+    trust_local_code: bool = False
+
+    @property
+    def import_path(self) -> str:
+        """module.Class of the store; empty without one."""
+        module = self.kv_connector_module_path
+        return f"{module}.{self.kv_connector}" if module and self.kv_connector else self.kv_connector
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVEventsSection:
     """`runtime.kv_events_config`."""
 
@@ -104,6 +122,7 @@ class RuntimeSection:
     kv_offloading_disk_path: str | None
     kv_offloading_disk_size: float
     kv_offloading_write_policy: Literal["write_through", "write_back"]
+    kv_transfer_config: KVTransferSection
     kv_load_failure_policy: Literal["recompute"]
     deterministic: bool
     any_rows: bool

@@ -17,6 +17,7 @@ from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolve_task import resolve_task
+from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer
 from mllm_compile.config.resolved import (
     AutoChoices,
     Quantization,
@@ -353,7 +354,7 @@ def _runtime(
             "runtime.kv_events_config is set, and runtime.enable_prefix_cache is false: there are no blocks to tell "
             "of. Set one of them alone."
         )
-    _check_tiers(asked)
+    check_tiers(asked)
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
     any_rows = _any_rows(config, dtype, backend, model, device)
@@ -370,6 +371,7 @@ def _runtime(
         "max_num_batched_tokens": tokens,
         "any_rows": any_rows,
         "max_step_ms": _max_step_ms(asked, any_rows, choices),
+        "kv_transfer_config": kv_transfer(asked.kv_transfer_config),
         "kv_events_config": KVEventsSection(**asked.kv_events_config.model_dump()),
         "cascade_attention": False,  # see _cascade_attention
     }
@@ -383,43 +385,6 @@ def _check_total_tokens(total: int | None, of_request: int) -> None:
             f"runtime.max_total_tokens is {total}, which one request of runtime.max_model_len ({of_request}) exceeds. "
             "Raise it, or lower max_model_len"
         )
-
-
-def _check_tiers(asked: RuntimeConfig) -> None:
-    """
-    Raises:
-        ConfigError: there is memory behind the KV cache, and something that it does not work with.
-    """
-    path, size = asked.kv_offloading_disk_path, asked.kv_offloading_disk_size
-    if bool(path) != bool(size):
-        raise ConfigError(
-            f"runtime.kv_offloading_disk_path is {path or 'not set'} and runtime.kv_offloading_disk_size is {size:g} "
-            "GiB. Set both, or none."
-        )
-    if not asked.kv_offloading_size:
-        if path:
-            raise ConfigError(
-                "runtime.kv_offloading_disk_path is set, and runtime.kv_offloading_size is 0: files come and go "
-                "through that memory. Set it to 1 or more."
-            )
-        return
-    if path and asked.skip_compiled:
-        raise ConfigError(
-            "runtime.kv_offloading_disk_path and runtime.skip_compiled are set: files are named after the weights of "
-            "a compiled model. Set one of them alone."
-        )
-    obstacles = {
-        "tensor_parallel_size": asked.tensor_parallel_size > 1,
-        "expert_parallel_size": asked.expert_parallel_size > 1,
-        "routed_experts": asked.routed_experts,
-        "enable_prefix_cache: false": not asked.enable_prefix_cache,
-    }
-    for name, is_set in obstacles.items():
-        if is_set:
-            raise ConfigError(
-                f"runtime.kv_offloading_size is {asked.kv_offloading_size:g}, which runtime.{name} excludes. Set one "
-                "of them alone."
-            )
 
 
 def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo) -> bool:

@@ -184,6 +184,35 @@ class KVEventsConfig(Section):
         return address
 
 
+class KVTransferConfig(Section):
+    """A store of your own behind the host's memory (docs/lab/tiers.md), by vLLM's names."""
+
+    kv_connector: str = ""
+    """package.module.Class, or the class alone with the key below. \"\": none."""
+
+    kv_connector_module_path: str | None = None
+    """The module that has the class."""
+
+    kv_role: Literal["kv_both"] = "kv_both"
+    """Pages are stored and loaded."""
+
+    kv_connector_extra_config: dict[str, Any] = {}
+    """Options of the class."""
+
+    timeout_s: float = Field(default=5.0, gt=0.0, le=600.0)
+    """Longest time of a call; the engine goes on without the store then."""
+
+    trust_local_code: bool = False
+    """Import the module, and run what it says, as this user."""
+
+    @field_validator("kv_connector", "kv_connector_module_path")
+    @classmethod
+    def _name(cls, name: str | None) -> str | None:
+        if name and not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError("names with dots between, such as package.module.Class")
+        return name
+
+
 class RuntimeConfig(Section):
     """The device, the memory and the batches of serving."""
 
@@ -265,6 +294,9 @@ class RuntimeConfig(Section):
     kv_offloading_write_policy: Literal["write_through", "write_back"] = "write_through"
     """The folder gets what the host's memory gets at once, so that a crash loses nothing (write_through), or what that
     is about to give up, and the rest at the end (write_back), which wears a drive less."""
+
+    kv_transfer_config: KVTransferConfig = KVTransferConfig()
+    """A store of your own in place of that folder: {kv_connector: package.module.Class, trust_local_code: true}."""
 
     kv_load_failure_policy: Literal["recompute"] = "recompute"
     """Pages that do not arrive are computed."""

@@ -18,7 +18,7 @@ from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 TellNews = Callable[[int, list[News]], None]  # of a rank
 
 _MOST_ORIGINS = 1024  # that are kept
-_MEDIA = {"host": HOST, "disk": DISK}
+_MEDIA = {"host": HOST, "disk": DISK, "connector": DISK}
 
 
 class PageEvents:

@@ -10,15 +10,19 @@ from pathlib import Path
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.user_path import user_path
+from mllm_compile.kv_connectors.load import connector_of
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
+from mllm_compile.runtime.tiers.connector import KVConnectorError, Namespace
 from mllm_compile.runtime.tiers.copies import SlotCopies
-from mllm_compile.runtime.tiers.disk import DiskFiles, DiskTierError, Place
+from mllm_compile.runtime.tiers.disk import DiskFiles
+from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
+from mllm_compile.runtime.tiers.place import Place
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.weights.sums import weight_sums
 
@@ -51,24 +55,62 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
     pages = SlotLayout([tensor for one in runners for tensor in one.token_to_kv_pool.tensors])
     states = SlotLayout(runner.state_pool.tensors if scheduler.config.num_snapshots else [])
     num_slots, num_states = _slots("kv_offloading_size", runtime.kv_offloading_size, pages, states, 0, runtime)
-    files, sizes = None, (0, 0)
-    found: list[Place] = []
-    if runtime.kv_offloading_disk_path is not None:
+    store, found, below = _store(runtime, runners, pages, states, factors, reporter)
+    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store)
+    if below is not None:
+        index_of = partial(TierIndex, owns_content=not isinstance(store, GuardedConnector))
+        indices = (
+            index_of(below[0], partial(copies.remove, is_state=False)),
+            index_of(below[1], partial(copies.remove, is_state=True)),
+        )
+        _fill(indices, found)
+    scheduler.use_tiers(
+        Tiers(
+            scheduler.pages,
+            copies,
+            num_slots,
+            num_states,
+            secrets.token_bytes(32) if store is None else store.secret,
+            runtime.kv_offloading_min_gain,
+            None if below is None else indices,
+            runtime.kv_offloading_write_policy == "write_through",
+            "connector" if isinstance(store, GuardedConnector) else "disk",
+            asks_below=isinstance(store, GuardedConnector),
+        )
+    )
+
+
+def _store(
+    runtime: RuntimeSection,
+    runners: tuple[ModelRunner, ...],
+    pages: SlotLayout,
+    states: SlotLayout,
+    factors: Mapping[str, str],
+    reporter: Reporter,
+) -> tuple[DiskFiles | GuardedConnector | None, list[Place], tuple[int, int] | None]:
+    """The store behind the host's memory, what it is known to have, used last at the end, and how many pages and
+    states of it are known at most; None where no store serves."""
+    path, asked = runtime.kv_offloading_disk_path, runtime.kv_transfer_config
+    if path is None and not asked.import_path:
+        return None, [], None
+    namespace = Namespace.of(_facts(runners, pages, states, factors), pages.slot_bytes, states.slot_bytes)
+    try:
+        if path is None:
+            store = connector_of(asked, namespace)
+            return store, [], (_MOST_SLOTS if pages.slot_bytes else 0, _MOST_SLOTS if states.slot_bytes else 0)
         size = runtime.kv_offloading_disk_size
         sizes = _slots("kv_offloading_disk_size", size, pages, states, ALIGNMENT, runtime)
-        files, found = _files(runtime.kv_offloading_disk_path, _namespace(runners, pages, states, factors), reporter)
-    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, files)
-    below = None
-    if files is not None:
-        below = (
-            TierIndex(sizes[0], partial(copies.remove, is_state=False)),
-            TierIndex(sizes[1], partial(copies.remove, is_state=True)),
+        files = DiskFiles(Path(user_path(path)), namespace, int(size * 2**30))
+        try:
+            return files, [place for place, _ in sorted(files.places(), key=lambda found: found[1])], sizes
+        except KVConnectorError:
+            files.close()
+            raise
+    except KVConnectorError as error:
+        reporter.announce(
+            f"runtime.{'kv_transfer_config' if path is None else 'kv_offloading_disk_path'} is not used: {error}"
         )
-        _fill(below, found)
-    secret = secrets.token_bytes(32) if files is None else files.secret
-    writes_through = runtime.kv_offloading_write_policy == "write_through"
-    gain = runtime.kv_offloading_min_gain
-    scheduler.use_tiers(Tiers(scheduler.pages, copies, num_slots, num_states, secret, gain, below, writes_through))
+        return None, [], None
 
 
 def _slots(
@@ -91,20 +133,7 @@ def _slots(
     return num_slots, num_states
 
 
-def _files(path: str, namespace: Mapping[str, str], reporter: Reporter) -> tuple[DiskFiles | None, list[Place]]:
-    """The files, and what there is of them, used last at the end."""
-    files = None
-    try:
-        files = DiskFiles(Path(user_path(path)), namespace)
-        return files, [place for place, _ in sorted(files.places(), key=lambda found: found[1])]
-    except DiskTierError as error:
-        reporter.announce(f"runtime.kv_offloading_disk_path is not used: {error}")
-        if files is not None:
-            files.close()
-        return None, []
-
-
-def _namespace(
+def _facts(
     runners: tuple[ModelRunner, ...], pages: SlotLayout, states: SlotLayout, factors: Mapping[str, str]
 ) -> dict[str, str]:
     """All that keys and values depend on, besides tokens and salts."""

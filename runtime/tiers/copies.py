@@ -20,10 +20,11 @@ import torch
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.disk import DiskFiles
-from mllm_compile.runtime.tiers.file_copies import FileCopies
+from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from mllm_compile.runtime.tiers.host_memory import HostMemory
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.rows import Copier, DeviceRows, HostRows, copier_on
+from mllm_compile.runtime.tiers.store_copies import StoreCopies
 
 logger = logging.getLogger("mllm_compile.tiers")
 
@@ -36,7 +37,7 @@ class SlotCopies:
     Args:
         pages, states: of the device's pools.
         num_slots, num_state_slots: of each; pages come first.
-        files: the tier below; None: there is no such tier.
+        store: the tier below; None: there is no such tier.
 
     Attributes:
         wake: called when a copy is over, from another thread.
@@ -49,7 +50,7 @@ class SlotCopies:
         num_slots: int,
         num_state_slots: int,
         device: torch.device,
-        files: DiskFiles | None = None,
+        store: DiskFiles | GuardedConnector | None = None,
     ) -> None:
         self.page_bytes, self.state_bytes = pages.num_bytes, states.num_bytes
         self._device = device
@@ -64,9 +65,10 @@ class SlotCopies:
         self._over: deque[Ticket] = deque()
         self._num_begun = self._num_over = 0
         self._one_is_over = threading.Condition()
-        self._files = None if files is None else FileCopies(files)
+        self._store = store
+        self._below = None if store is None else StoreCopies(store)
         self._queues: dict[str, SimpleQueue[_Job | None]] = {
-            name: SimpleQueue() for name in ("load", "store", *(() if files is None else ("write",)))
+            name: SimpleQueue() for name in ("load", "store", *(() if store is None else ("write", "lookup")))
         }
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"mllm-tier-{name}", daemon=True)
@@ -80,16 +82,31 @@ class SlotCopies:
     def begin(self, ticket: Ticket) -> None:
         """See TierCopies.begin."""
         launched = None
-        if self._device.type == "cuda" and not ticket.is_write:
+        if self._device.type == "cuda" and ticket.kind in ("load", "store"):
             launched = torch.cuda.Event()
             launched.record(torch.cuda.current_stream(self._device))
         self._num_begun += 1
-        self._queues["load" if ticket.is_load else "write" if ticket.is_write else "store"].put((ticket, launched))
+        self._queues[ticket.kind].put((ticket, launched))
+
+    @property
+    def takes_writes(self) -> bool:
+        """See TierCopies.takes_writes."""
+        return self._store is not None and self._store.takes_writes
+
+    @property
+    def share_below(self) -> float:
+        """See TierCopies.share_below."""
+        return 1.0 if self._store is None else self._store.share
 
     def remove(self, entry: Entry, is_state: bool) -> None:
         """See TierCopies.remove."""
-        if self._files is not None:
-            self._files.remove(entry, is_state)
+        if self._below is not None:
+            self._below.remove(entry, is_state)
+
+    def clear_below(self) -> None:
+        """See TierCopies.clear_below."""
+        if self._below is not None and isinstance(self._store, DiskFiles):
+            self._below.call(self._store.clear)
 
     def finished(self) -> list[Ticket]:
         """See TierCopies.finished."""
@@ -109,8 +126,8 @@ class SlotCopies:
             queue.put(None)
         for thread in self._threads:
             thread.join()
-        if self._files is not None:
-            self._files.close()
+        if self._below is not None:
+            self._below.close()
         self._memory.close()
 
     # --- the copies' threads ------------------------------------------------------------------------------------------
@@ -125,7 +142,7 @@ class SlotCopies:
             began = time.perf_counter()
             try:
                 _, slots, start = self._places[ticket.is_state]
-                if not ticket.is_write:
+                if ticket.kind in ("load", "store"):
                     self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
                 began = time.perf_counter()
                 self._copy(copier, ticket, launched)
@@ -141,11 +158,14 @@ class SlotCopies:
 
     def _copy(self, copier: Copier, ticket: Ticket, launched: torch.cuda.Event | None) -> None:
         pool, slots, _ = self._places[ticket.is_state]
-        if self._files is not None and ticket.is_write:
-            self._files.write(ticket, slots)
+        if self._below is not None and ticket.kind == "write":
+            self._below.write(ticket, slots)
             return
-        if self._files is not None and ticket.from_below.any():
-            self._files.read(ticket, slots)
+        if self._below is not None and ticket.kind == "lookup":
+            self._below.look_up(ticket)
+            return
+        if self._below is not None and ticket.from_below.any():
+            self._below.read(ticket, slots)
         copier.begin_behind(launched)
         try:
             if ticket.is_load:

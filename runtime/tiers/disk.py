@@ -3,149 +3,174 @@
 A folder for each namespace: what was computed by the same model with the same numerics. A file for each page or state,
 whose name says its place in the tree; it is written beside and renamed. Files are this user's alone (0600, folders
 0700): keys and values can be turned into the prompt again. A sum finds damage, not forgery. One process at a time uses
-a namespace; another one serves without.
+a namespace; another one serves without. disk_room.py has the limit.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
 import secrets
 import stat
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mllm_compile.runtime.tiers.connector import VERSION, KVConnectorError, Namespace
+from mllm_compile.runtime.tiers.disk_room import DiskRoom, in_use, is_at, lock_of
+from mllm_compile.runtime.tiers.place import Place
+from mllm_compile.runtime.tiers.sealed import HEADER_BYTES, Seal
+
 logger = logging.getLogger("mllm_compile.tiers")
 
-FORMAT = 1
-_MAGIC = b"MLLMKV01"
-_HEADER = struct.Struct("<8sI4x16s16s16sQQQ40x")  # magic, format, key, parent, first, depth, bytes, sum
-_MULTIPLIER = 0x9E3779B97F4A7C15
 _SECRET_BYTES = 32
 _UNFINISHED = ".new"  # behind the names of files that are being written
 
 
-class DiskTierError(Exception):
-    """The folder cannot be used; the message says why, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A page or a state by its place in the tree of prefixes; fields as in Entry."""
-
-    key: bytes
-    parent: bytes
-    first: bytes
-    depth: int
-    is_state: bool
-
-    @property
-    def name(self) -> str:
-        """The file's, inside its namespace."""
-        kind = "s" if self.is_state else "p"
-        return f"{self.key[:1].hex()}/{self.key.hex()}-{self.parent.hex()}-{self.first.hex()}-{self.depth:x}{kind}"
-
-    @classmethod
-    def of_name(cls, name: str) -> Place | None:
-        """The place that a file's name says; None: the file is not of this tier."""
-        parts = name.split("-")
-        try:
-            key, parent, first = (bytes.fromhex(part) for part in parts[:3])
-            place = cls(key, parent, first, int(parts[3][:-1], 16), parts[3][-1] == "s")
-        except (ValueError, IndexError):
-            return None
-        return place if place.name.rpartition("/")[2] == name else None
-
-
 class DiskFiles:
-    """The files of one namespace.
+    """The files of one namespace; a KVConnector.
 
     Args:
         root: `runtime.kv_offloading_disk_path`.
-        namespace: facts that keys and values depend on, besides tokens and salts.
+        most_bytes: of files of all namespaces in there.
 
     Attributes:
         secret: of the keys.
+        takes_writes: False once a write has failed: there will be no other.
 
     Raises:
-        DiskTierError: another process uses it, it is not this user's, or it cannot be written.
+        KVConnectorError: another process uses it, it is not this user's, or it cannot be written.
     """
 
-    def __init__(self, root: Path, namespace: Mapping[str, str]) -> None:
-        text = json.dumps({"format": str(FORMAT), **namespace}, sort_keys=True, indent=1)
-        self.folder = root / blake2b(text.encode(), digest_size=16).hexdigest()
+    version = VERSION
+
+    def __init__(self, root: Path, namespace: Namespace, most_bytes: int = 1 << 62) -> None:
+        self.folder = root / namespace.name
+        self.takes_writes = True
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            _check_own(root, others=0o022)
-            _check_own(self.folder, others=0o077)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._lock = self._locked(root)
         except OSError as error:
-            raise DiskTierError(f"{error.filename or self.folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise DiskTierError(f"{self.folder} is used by another process; one at a time can") from error
+            raise KVConnectorError(f"{error.filename or self.folder}: {error.strerror}") from error
         try:
             self.secret = self._kept("secret", lambda: secrets.token_bytes(_SECRET_BYTES))
-            self._kept("namespace.json", text.encode)
+            self._kept("namespace.json", lambda: namespace.text)
+            self._room = DiskRoom(root, self.folder, most_bytes)
         except OSError as error:
-            self.close()
-            raise DiskTierError(f"{self.folder}: {error.strerror}") from error
-        self._multipliers = np.empty(0, dtype=np.uint64)
+            os.close(self._lock)
+            raise KVConnectorError(f"{self.folder}: {error.strerror}") from error
+        self._seal = Seal()
+
+    @property
+    def share(self) -> float:
+        """The part of the limit that is left to this namespace, as it was last looked at."""
+        return self._room.share
 
     def places(self) -> Iterator[tuple[Place, float]]:
         """All files with the times of their last use, and removes what an end in the midst of a write has left.
 
         Raises:
-            DiskTierError: a folder cannot be read.
+            KVConnectorError: a folder cannot be read.
         """
+        num_bytes = 0
         try:
             folders = [one for one in os.scandir(self.folder) if one.is_dir(follow_symlinks=False)]
             for file in (file for one in folders for file in os.scandir(one)):
                 place = Place.of_name(file.name)
                 if place is not None:
-                    yield place, file.stat(follow_symlinks=False).st_mtime
+                    status = file.stat(follow_symlinks=False)
+                    num_bytes += status.st_size
+                    yield place, status.st_mtime
                 elif file.name.endswith(_UNFINISHED):
                     os.unlink(file)
         except OSError as error:
-            raise DiskTierError(f"{error.filename or self.folder}: {error.strerror}") from error
+            raise KVConnectorError(f"{error.filename or self.folder}: {error.strerror}") from error
+        self._room.holds(num_bytes)
 
-    def write(self, place: Place, data: np.ndarray) -> None:
-        """Writes a page or a state, data [n] uint8 with n a multiple of 8.
+    def lookup(self, places: Sequence[Place]) -> list[bool]:
+        """See KVConnector.lookup."""
+        return [self._path(place).exists() for place in places]
+
+    def load(self, places: Sequence[Place], buffers: Sequence[memoryview]) -> list[bool]:
+        """See KVConnector.load. A damaged file is removed."""
+        return [
+            self._read(place, np.frombuffer(buffer, dtype=np.uint8))
+            for place, buffer in zip(places, buffers, strict=True)
+        ]
+
+    def store(self, places: Sequence[Place], values: Sequence[memoryview]) -> list[bool]:
+        """See KVConnector.store. Says once why one is not written."""
+        return [
+            self._is_written(place, np.frombuffer(value, dtype=np.uint8))
+            for place, value in zip(places, values, strict=True)
+        ]
+
+    def remove(self, places: Sequence[Place]) -> None:
+        """See KVConnector.remove."""
+        for place in places:
+            try:
+                num_bytes = os.lstat(self._path(place)).st_size
+                os.unlink(self._path(place))
+            except OSError as error:
+                logger.debug("%s is not removed: %s", place.name, error.strerror)
+            else:
+                self._room.add(-num_bytes)
+
+    def clear(self) -> None:
+        """Removes all files."""
+        self.remove([place for place, _ in self.places()])
+
+    def close(self) -> None:
+        """Lets another process have the namespace."""
+        self._room.close()
+        os.close(self._lock)
+
+    def _path(self, place: Place) -> Path:
+        return self.folder / place.key[:1].hex() / place.name
+
+    def _is_written(self, place: Place, data: np.ndarray) -> bool:
+        if not self.takes_writes:
+            return False
+        try:
+            self._room.look()
+            self._write(place, data)
+        except OSError as error:
+            if self.takes_writes:
+                self.takes_writes = False
+                logger.warning("no more is written to runtime.kv_offloading_disk_path: %s", error)
+            return False
+        return True
+
+    def _write(self, place: Place, data: np.ndarray) -> None:
+        """Writes data [n] uint8 with n a multiple of 8.
 
         Raises:
             OSError: there is no room, or the folder cannot be written.
         """
-        path = self.folder / place.name
+        path = self._path(place)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        header = self._header(place, data)
-        _write_whole(path, (header, data.data))
+        is_new = not path.exists()
+        _write_whole(path, (self._seal.header(place, data), data.data))
+        if is_new:
+            self._room.add(HEADER_BYTES + data.nbytes)
 
-    def read(self, place: Place, data: np.ndarray) -> bool:
-        """Reads a page or a state into data [n] uint8; False: the file is gone, foreign or damaged, and removed."""
-        path = self.folder / place.name
+    def _read(self, place: Place, data: np.ndarray) -> bool:
+        """Reads data [n] uint8; False: the file is gone, foreign or damaged, and removed."""
+        path = self._path(place)
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return False
         try:
             status = os.fstat(handle)
-            header = bytearray(_HEADER.size)
+            header = bytearray(HEADER_BYTES)
             is_whole = (
                 status.st_uid == os.getuid()
-                and status.st_size == len(header) + data.nbytes
-                and os.preadv(handle, [header], 0) == len(header)
-                and _read_all(handle, data, len(header))
-                and bytes(header) == self._header(place, data)
+                and status.st_size == HEADER_BYTES + data.nbytes
+                and os.preadv(handle, [header], 0) == HEADER_BYTES
+                and _read_all(handle, data, HEADER_BYTES)
+                and bytes(header) == self._seal.header(place, data)
             )
             if is_whole:
                 os.utime(handle)  # the order of use, for after a restart
@@ -156,34 +181,27 @@ class DiskFiles:
             os.close(handle)
         if not is_whole:
             logger.warning("%s is damaged: it is removed, and its tokens are computed", path)
-            self.remove(place)
+            self.remove([place])
         return is_whole
 
-    def remove(self, place: Place) -> None:
-        """Removes a file, if it is there."""
-        try:
-            os.unlink(self.folder / place.name)
-        except OSError as error:
-            logger.debug("%s is not removed: %s", place.name, error.strerror)
+    def _locked(self, root: Path) -> int:
+        """The open lock of the folder, which is made.
 
-    def close(self) -> None:
-        """Lets another process have the namespace."""
-        os.close(self._lock)
-
-    def _header(self, place: Place, data: np.ndarray) -> bytes:
-        of_place = place.key, place.parent.ljust(16, b"\0"), place.first, place.depth
-        return _HEADER.pack(_MAGIC, FORMAT, *of_place, data.nbytes, self._sum(data))
-
-    def _sum(self, data: np.ndarray) -> int:
-        """64 bits: a change within one word is always found, others but for chance."""
-        words = data.view(np.uint64)
-        multipliers = self._multipliers
-        if multipliers.size < words.size:
-            with np.errstate(over="ignore"):
-                mixed = np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(_MULTIPLIER)
-                mixed ^= mixed >> np.uint64(29)
-                multipliers = self._multipliers = mixed * np.uint64(2) + np.uint64(1)
-        return int(np.dot(words, multipliers[: words.size]))
+        Raises:
+            OSError: it cannot be made.
+            KVConnectorError: another process has it, or others can change it.
+        """
+        while True:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            _check_own(root, others=0o022)
+            _check_own(self.folder, others=0o077)
+            lock = lock_of(self.folder)
+            if in_use(lock):
+                os.close(lock)
+                raise KVConnectorError(f"{self.folder} is used by another process; one at a time can")
+            if is_at(lock, self.folder):
+                return lock
+            os.close(lock)  # another process has just removed the folder
 
     def _kept(self, name: str, make: Callable[[], bytes]) -> bytes:
         """The content of a small file, which is made where it is not there."""
@@ -230,14 +248,14 @@ def _check_own(folder: Path, others: int) -> None:
         others: bits of the mode that may not be set.
 
     Raises:
-        DiskTierError: it is another user's, a link, or open to others.
+        KVConnectorError: it is another user's, a link, or open to others.
     """
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise DiskTierError(f"{folder}: expected a folder of this user")
+        raise KVConnectorError(f"{folder}: expected a folder of this user")
     if stat.S_IMODE(status.st_mode) & others:
         mode = stat.S_IMODE(status.st_mode)
-        raise DiskTierError(
+        raise KVConnectorError(
             f"{folder}: expected a folder that is closed to others, as its files tell prompts; got mode {mode:o} "
             f"(chmod 700 {folder})"
         )

@@ -18,12 +18,19 @@ from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import check_any_rows, check_cascade_layers, resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, KVEventsConfig, RuntimeConfig
+from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, KVEventsConfig, KVTransferConfig, RuntimeConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError, UnlikeRowsError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.config_sections import LEAST_ROWS, SWITCHES, CudaGraphSection, KVEventsSection, RuntimeSection
+from mllm_compile.runtime.config_sections import (
+    LEAST_ROWS,
+    SWITCHES,
+    CudaGraphSection,
+    KVEventsSection,
+    KVTransferSection,
+    RuntimeSection,
+)
 from mllm_compile.runtime.weights.formats.settings import Settings
 
 CPU = DeviceInfo("cpu", "x86_64")
@@ -297,6 +304,35 @@ def test_a_folder_behind_the_cache_needs_what_it_is_reached_through(changes, mes
         resolved(runtime=_OF_TIERS | changes)
 
 
+_STORE = {"kv_connector": "package.module.Store", "trust_local_code": True}
+
+
+@pytest.mark.parametrize(
+    ("store", "changes", "message"),
+    [
+        (_STORE | {"trust_local_code": False}, {}, "package.module.Store, which is imported and run as this user"),
+        (_STORE | {"kv_connector": "NixlConnector"}, {}, "NixlConnector, without a module: vLLM's own"),
+        (_STORE, {"kv_offloading_size": 0.0}, "kv_transfer_config is set, and runtime.kv_offloading_size is 0"),
+        (_STORE, {"skip_compiled": True}, "kv_transfer_config and runtime.skip_compiled"),
+        (_STORE, {"kv_offloading_disk_path": "/tmp/kv", "kv_offloading_disk_size": 1.0}, "one is behind the host's"),
+    ],
+)
+def test_a_store_of_others_is_trusted_and_alone_behind_the_hosts_memory(store, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(runtime={"kv_offloading_size": 1.0, "kv_transfer_config": store} | changes)
+
+
+def test_a_store_is_named_as_vllm_names_it():
+    named = {"kv_connector": "Store", "kv_connector_module_path": "package.module", "kv_role": "kv_both"}
+    asked = _STORE | named | {"kv_connector_extra_config": {"a": [1]}}
+    config = resolved(runtime={"kv_offloading_size": 1.0, "kv_transfer_config": asked})
+    section = config.runtime.kv_transfer_config
+    assert (section.import_path, section.kv_connector_extra_config) == ("package.module.Store", {"a": [1]})
+    assert ResolvedConfig.model_validate(config.model_dump(mode="json")).runtime.kv_transfer_config == section
+    assert {field.name for field in fields(KVTransferSection)} == set(KVTransferConfig.model_fields)
+    assert KVTransferConfig().model_dump() == asdict(KVTransferSection())
+
+
 def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
@@ -319,7 +355,14 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic", "expert_parallel_size", "kv_events_config", *_OF_TIERS}
+    assert without_auto == {
+        *keys,
+        "deterministic",
+        "expert_parallel_size",
+        "kv_events_config",
+        "kv_transfer_config",
+        *_OF_TIERS,
+    }
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic

@@ -30,6 +30,7 @@ FLOORS = (
     "mllm_compile/transfer",
     "mllm_compile/engine",
     "mllm_compile/ranks",
+    "mllm_compile/kv_connectors",
     "mllm_compile/kv_events",
     "mllm_compile/structured",
     "mllm_compile/compiler",

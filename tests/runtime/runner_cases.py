@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mllm_compile.runtime.config_sections import KVEventsSection, RuntimeSection
+from mllm_compile.runtime.config_sections import KVEventsSection, KVTransferSection, RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -132,6 +132,7 @@ DEFAULTS = RuntimeSection(
     max_step_ms="none",
     enable_prefix_cache=True,
     kv_events_config=KVEventsSection(),
+    kv_transfer_config=KVTransferSection(),
     cascade_attention=False,
     without=(),
     deterministic=False,

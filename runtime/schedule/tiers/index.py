@@ -60,10 +60,16 @@ class TierIndex:
         watch: told of a key that has an entry now (True), or has none any more.
     """
 
-    def __init__(self, num_slots: int, dropped: Callable[[Entry], None] | None = None) -> None:
-        """Args: dropped: told of entries that are given up or forgotten."""
+    def __init__(
+        self, num_slots: int, dropped: Callable[[Entry], None] | None = None, owns_content: bool = True
+    ) -> None:
+        """
+        Args:
+            dropped: told of entries that are given up or forgotten.
+            owns_content: False: of those alone that are forgotten on purpose.
+        """
         self.num_slots = num_slots
-        self._dropped = dropped
+        self._dropped, self._owns_content = dropped, owns_content
         self.watch: Callable[[bytes, bool], None] | None = None
         self.evictions = 0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -103,12 +109,17 @@ class TierIndex:
             if entry is not None:
                 entry.is_ended, entry.until = is_ended, until
 
-    def take(self, count: int) -> list[int]:
-        """Up to `count` slots, which are the caller's until `put` or `give_back`; others' entries go for them."""
-        while len(self._free) < count and (victim := self._victim()) is not None:
+    def take(self, count: int, share: float = 1.0) -> list[int]:
+        """Up to `count` slots, which are the caller's until `put` or `give_back`; others' entries go for them.
+
+        Args:
+            share: of all slots, that may be taken.
+        """
+        others = self.num_slots - int(self.num_slots * share)
+        while len(self._free) < count + others and (victim := self._victim()) is not None:
             self.evictions += 1
             self.drop(victim)
-        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        slots = [self._free.pop() for _ in range(max(0, min(count, len(self._free) - others)))]
         return sorted(slots)  # neighbours are copied at once
 
     def give_back(self, slots: Iterable[int]) -> None:
@@ -126,10 +137,10 @@ class TierIndex:
         if self.watch is not None:
             self.watch(entry.key, True)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry, on_purpose: bool = False) -> None:
         """Forgets an entry that no copy reads."""
         del self._entries[entry.key]
-        if self._dropped is not None:
+        if self._dropped is not None and (self._owns_content or on_purpose):
             self._dropped(entry)
         if self.watch is not None:
             self.watch(entry.key, False)
@@ -141,7 +152,7 @@ class TierIndex:
     def forget(self, first: bytes) -> None:
         """Drops all paths that begin with this page."""
         for entry in [one for one in self._entries.values() if one.first == first]:
-            self.drop(entry)
+            self.drop(entry, on_purpose=True)
 
     def tell(self, key: bytes) -> None:
         """Tells who watches of an entry again, as they may not have known its tokens."""
@@ -162,7 +173,7 @@ class TierIndex:
     def clear(self) -> None:
         """Drops everything."""
         for entry in list(self._entries.values()):
-            self.drop(entry)
+            self.drop(entry, on_purpose=True)
 
     def _victim(self) -> Entry | None:
         """The entry that goes next; None while all are read."""

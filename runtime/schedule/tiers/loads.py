@@ -14,6 +14,7 @@ import numpy as np
 from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.tiers.index import Entry
+from mllm_compile.runtime.schedule.tiers.lookups import Lookups
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
@@ -75,14 +76,15 @@ class Loads:
         self._waits: dict[Request, _Load] = {}
         self._tried: dict[Request, tuple[int, int]] = {}  # requests that have waited: pages loaded for them, by tier
         self._later: set[Request] = set()  # requests that are looked at again when a load has ended
+        self._lookups = Lookups(shelves)
 
     def __bool__(self) -> bool:
-        """Loads are in flight."""
-        return bool(self._loads)
+        """Loads are in flight, or lookups."""
+        return bool(self._loads or self._lookups)
 
     def is_for(self, request: Request) -> bool:
-        """True if the request waits for a load, its own or others'."""
-        return request in self._waits or request in self._later
+        """True if the request waits for a load, its own or others', or for a lookup."""
+        return request in self._waits or request in self._later or self._lookups.is_for(request)
 
     def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
         """See Tiers.holds_back."""
@@ -99,6 +101,10 @@ class Loads:
             self._waits[request] = on_its_way
             on_its_way.waiting.add(request)
             return True
+        if shelves.asks_below and shelves.below and shelves.copies.takes_writes:
+            path = self._path(known, parent, keys.chain(parent, rest))
+            if self._lookups.holds_back(request, path):
+                return True
         has_more = bool(first_missing) and shelves.find(first_missing[0]) is not None
         if not has_more and not shelves.has_states:
             return False
@@ -115,6 +121,7 @@ class Loads:
         """Notes that a request waits no longer: it was admitted, or has ended."""
         self._tried.pop(request, None)
         self._later.discard(request)
+        self._lookups.leave(request)
         load = self._waits.pop(request, None)
         if load is not None:
             load.waiting.discard(request)
@@ -122,6 +129,13 @@ class Loads:
     def pages_for(self, request: Request) -> tuple[int, int]:
         """Pages that were loaded for a request that is being admitted: from the host, and from the tier below."""
         return self._tried.get(request, (0, 0))
+
+    def _path(self, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
+        """Entries of a prompt's pages that the prefix cache lacks; of all its pages where a model has states."""
+        page_size, path = self._shelves.page_size, [*known, *keys]
+        begin = 0 if self._shelves.has_states else len(known)
+        parents = [parent if at == len(known) else path[at - 1] if at else b"" for at in range(len(path))]
+        return [Entry(path[at], parents[at], path[0], (at + 1) * page_size, -1) for at in range(begin, len(path))]
 
     # --- what there is to load ----------------------------------------------------------------------------------------
 
@@ -231,10 +245,10 @@ class Loads:
     # --- a load is over -----------------------------------------------------------------------------------------------
 
     def over(self, ticket: Ticket) -> bool:
-        """Takes a copy in that is over; False: it is no load."""
+        """Takes a copy in that is over, or a lookup; False: it is neither."""
         load = self._loads.pop(ticket, None)
         if load is None:
-            return False
+            return self._lookups.over(ticket)
         load.done.add(ticket)
         while load.tickets and load.tickets[0] in load.done:
             first = load.tickets.popleft()
@@ -317,4 +331,4 @@ class Loads:
 
 def _ticket(sources: Sequence[tuple[Entry, bool]], pages: np.ndarray, is_state: bool) -> Ticket:
     from_below = np.array([is_new for _, is_new in sources], dtype=bool)
-    return Ticket(True, [entry for entry, _ in sources], pages, is_state, from_below)
+    return Ticket("load", [entry for entry, _ in sources], pages, is_state, from_below)

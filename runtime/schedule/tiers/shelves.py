@@ -35,6 +35,7 @@ class Shelves:
             `below` is empty without such a tier.
         counts: of the host's memory and of the tier below.
         changes: grows when pages changed hands.
+        asks_below: the tier below does not tell what it has: it is asked about each request.
         rows_to_read: gives rows of states that the step that is planned will read; a load begins before it.
     """
 
@@ -45,6 +46,7 @@ class Shelves:
     host: dict[bool, TierIndex]
     below: dict[bool, TierIndex]
     counts: tuple[Counts, Counts] = field(default_factory=lambda: (Counts(), Counts()))
+    asks_below: bool = False
     changes: int = 0
     rows_to_read: Callable[[], Container[int]] = tuple
 

@@ -16,8 +16,6 @@ from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 _MOST_LOCKED = 0.125  # of all pages: those that stores in flight may lock
 _MOST_WRITES = 2  # copies to the tier below, at once
 _OLD = 0.5  # of slots: where fewer are free, the oldest that many are written below, so that they can be given up
-_NO_PAGES = np.empty(0, dtype=np.int32)
-_NO_PAGES.setflags(write=False)
 
 
 class Stores:
@@ -148,7 +146,7 @@ class Stores:
     def _begin_store(self, run: PageRun, entries: list[Entry], pages: list[int], is_state: bool = False) -> None:
         if not entries:
             return
-        ticket = Ticket(False, entries, np.array(pages, dtype=np.int32), is_state)
+        ticket = Ticket("store", entries, np.array(pages, dtype=np.int32), is_state)
         self._cache.lock(run)
         self._stores[ticket] = run
         if not is_state:
@@ -157,7 +155,7 @@ class Stores:
 
     def over(self, ticket: Ticket) -> None:
         """Takes a copy in that is over."""
-        if ticket.is_write:
+        if ticket.kind == "write":
             self._write_over(ticket)
             return
         shelves, run = self._shelves, self._stores.pop(ticket)
@@ -219,14 +217,14 @@ class Stores:
     def _write(self, entries: list[Entry], is_state: bool) -> None:
         host, below = self._shelves.host[is_state], self._shelves.below[is_state]
         held = [entry for entry in entries if host.get(entry.key) is entry and entry.key not in below]
-        slots = below.take(len(held))
+        slots = below.take(len(held), self._shelves.copies.share_below)
         held = held[: len(slots)]
         if not held:
             below.give_back(slots)
             return
         for entry in held:
             entry.users += 1
-        ticket = Ticket(False, held, _NO_PAGES, is_state, is_write=True)
+        ticket = Ticket("write", held, is_state=is_state)
         self._writes[ticket] = slots
         self._shelves.copies.begin(ticket)
 
@@ -238,7 +236,7 @@ class Stores:
             entry.users -= 1
             if ticket.failed[place]:
                 below.give_back([slot])
-                self.takes_writes = False
+                self.takes_writes &= shelves.copies.takes_writes
                 continue
             counts.stored_bytes += num_bytes
             entry.is_below = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from mllm_compile.runtime.schedule.tiers.index import Entry
 
 _NO_FLAGS = np.empty(0, dtype=bool)
 _NO_FLAGS.setflags(write=False)
+_NO_PAGES = np.empty(0, dtype=np.int32)
+_NO_PAGES.setflags(write=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -19,24 +21,27 @@ class Ticket:
     """One copy.
 
     Attributes:
-        is_load: from the tier to the KV cache.
+        kind: load: from the tier to the KV cache; store: back; write: from the tier to the one below; lookup: no copy,
+            the tier below tells what it has.
         entries: the tier's; of a store they are in the index when it is over.
-        pages: [n] int32, of the KV cache; of states rows of GDNPool.
+        pages: [n] int32, of the KV cache; of states rows of GDNPool; none of a write or a lookup.
         is_state: states are copied, and no pages.
         from_below: [n] bool, of a load: what the tier below has. It is read into the slot first.
-        is_write: of no load: from the tier to the tier below, which has no pages.
-        failed: [n] bool, of a copy that is over: what did not arrive.
+        failed: [n] bool, of one that is over: what did not arrive, or is not there.
         seconds: how long it took.
     """
 
-    is_load: bool
+    kind: Literal["load", "store", "write", "lookup"]
     entries: list[Entry]
-    pages: np.ndarray
+    pages: np.ndarray = field(default_factory=lambda: _NO_PAGES)
     is_state: bool = False
     from_below: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
-    is_write: bool = False
     failed: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     seconds: float = 0.0
+
+    @property
+    def is_load(self) -> bool:
+        return self.kind == "load"
 
     @property
     def slots(self) -> np.ndarray:
@@ -54,11 +59,22 @@ class TierCopies(Protocol):
     state_bytes: int
     """Bytes of a request's states."""
 
+    @property
+    def takes_writes(self) -> bool:
+        """The tier below may take more."""
+
+    @property
+    def share_below(self) -> float:
+        """The part of the tier below that is left to this engine."""
+
     def begin(self, ticket: Ticket) -> None:
         """Begins a copy behind all that was launched, without waiting for it."""
 
     def remove(self, entry: Entry, is_state: bool) -> None:
         """Begins to remove what the tier below has."""
+
+    def clear_below(self) -> None:
+        """Begins to remove all that it has of this model."""
 
     def finished(self) -> list[Ticket]:
         """The copies that are over since the last call."""

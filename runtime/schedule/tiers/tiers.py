@@ -29,8 +29,6 @@ from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.stores import Stores
 from mllm_compile.runtime.schedule.tiers.ticket import TierCopies
 
-_NAMES = ("host", "disk")
-
 
 class Tiers:
     """See the module's header. Used by the engine's thread alone.
@@ -43,6 +41,8 @@ class Tiers:
         min_gain: least quotient of computing's time and loading's for which a prefix is loaded.
         below: the indices of the tier below, of pages and of states; None: there is no such tier.
         writes_through: as Stores has it.
+        name_below: of the tier below, in figures.
+        asks_below: as Shelves has it.
     """
 
     def __init__(
@@ -55,10 +55,14 @@ class Tiers:
         min_gain: float = 1.0,
         below: tuple[TierIndex, TierIndex] | None = None,
         writes_through: bool = True,
+        name_below: str = "disk",
+        asks_below: bool = False,
     ) -> None:
+        self._names = "host", name_below
+        self._has_left = False
         host = {False: TierIndex(num_slots), True: TierIndex(num_state_slots)}
         lower = {} if below is None else {False: below[0], True: below[1]}
-        self._shelves = Shelves(pages, copies, secret, Gain(min_gain), host, lower)
+        self._shelves = Shelves(pages, copies, secret, Gain(min_gain), host, lower, asks_below=asks_below)
         self._copies = copies
         self._loads, self._stores = Loads(self._shelves), Stores(self._shelves, writes_through)
         pages.cache.watchers.append(self._stores)
@@ -136,7 +140,7 @@ class Tiers:
 
     def watch(self, tell: Callable[[str, bytes, bool], None]) -> None:
         """Tells which pages tiers hold: a tier's name, a page's key, and whether it holds the page now."""
-        for name, indices in zip(_NAMES, (self._shelves.host, self._shelves.below), strict=True):
+        for name, indices in zip(self._names, (self._shelves.host, self._shelves.below), strict=True):
             if indices:
                 indices[False].watch = partial(tell, name)
 
@@ -144,10 +148,13 @@ class Tiers:
         """Forgets all that is stored; nothing may move."""
         for index in self._shelves.indices():
             index.clear()
+        if self._has_left:
+            self._copies.clear_below()
 
     def leave_below(self) -> None:
         """Uses the tier below no more: what is computed from now on is not what it is named after. Nothing may move."""
         self._stores.takes_writes = False
+        self._has_left |= bool(self._shelves.below)
         for index in self._shelves.below.values():
             index.leave()
         self._shelves.below = {}
@@ -169,7 +176,7 @@ class Tiers:
         """One for each tier."""
         found = []
         for name, tier, counts in zip(
-            _NAMES, (self._shelves.host, self._shelves.below), self._shelves.counts, strict=True
+            self._names, (self._shelves.host, self._shelves.below), self._shelves.counts, strict=True
         ):
             if tier:
                 given = {field: getattr(counts, field) for field in counts.__dataclass_fields__}

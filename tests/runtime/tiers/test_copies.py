@@ -13,9 +13,11 @@ import torch
 
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+from mllm_compile.runtime.tiers.connector import Namespace
 from mllm_compile.runtime.tiers.copies import SlotCopies
-from mllm_compile.runtime.tiers.disk import DiskFiles, Place
+from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.layout import SlotLayout
+from mllm_compile.runtime.tiers.place import Place
 from mllm_compile.runtime.tiers.rows import runs_of
 
 
@@ -28,13 +30,13 @@ def test_pages_and_states_come_back_from_their_slots() -> None:
     states = torch.randn(2, 5, 3)
     copies = SlotCopies(SlotLayout([keys, values]), SlotLayout([*states]), 4, 2, torch.device("cpu"))
     kept = keys.clone(), values.clone(), states.clone()
-    copies.begin(Ticket(False, entries(2, 0), np.array([5, 1])))
-    copies.begin(Ticket(False, entries(1), np.array([3]), is_state=True))
+    copies.begin(Ticket("store", entries(2, 0), np.array([5, 1])))
+    copies.begin(Ticket("store", entries(1), np.array([3]), is_state=True))
     copies.wait()
     for pool in (keys, values, states):
         pool.zero_()
-    copies.begin(Ticket(True, entries(0, 2), np.array([4, 5])))
-    copies.begin(Ticket(True, entries(1), np.array([2]), is_state=True))
+    copies.begin(Ticket("load", entries(0, 2), np.array([4, 5])))
+    copies.begin(Ticket("load", entries(1), np.array([2]), is_state=True))
     copies.wait()
     over = copies.finished()
     assert len(over) == 4
@@ -49,8 +51,8 @@ def test_pages_and_states_come_back_from_their_slots() -> None:
 def test_a_copy_that_fails_says_so_and_others_go_on() -> None:
     keys = torch.randn(3, 4)
     copies = SlotCopies(SlotLayout([keys]), SlotLayout([]), 2, 0, torch.device("cpu"))
-    copies.begin(Ticket(False, entries(0), np.array([7])))
-    copies.begin(Ticket(False, entries(1), np.array([2])))
+    copies.begin(Ticket("store", entries(0), np.array([7])))
+    copies.begin(Ticket("store", entries(1), np.array([2])))
     copies.wait()
     assert [ticket.failed.tolist() for ticket in copies.finished()] == [[True], [False]]
     copies.close()
@@ -65,7 +67,7 @@ def test_a_copy_that_fails_in_its_midst_is_over_when_it_says_so(monkeypatch: pyt
     copier = SimpleNamespace(begin_behind=lambda launched: None, load=fails, store=fails, wait=lambda: waited.append(1))
     monkeypatch.setattr("mllm_compile.runtime.tiers.copies.copier_on", lambda device: copier)
     copies = SlotCopies(SlotLayout([torch.randn(3, 4)]), SlotLayout([]), 2, 0, torch.device("cpu"))
-    copies.begin(Ticket(True, entries(0), np.array([1])))
+    copies.begin(Ticket("load", entries(0), np.array([1])))
     copies.wait()
     assert [ticket.failed.tolist() for ticket in copies.finished()] == [[True]]
     assert waited
@@ -88,7 +90,7 @@ def test_slots_are_cut_into_chunks_that_hold_whole_ones() -> None:
 class FullDisk(DiskFiles):
     """A folder on a disk that has no room left."""
 
-    def write(self, place: Place, data: np.ndarray) -> None:
+    def _write(self, place: Place, data: np.ndarray) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -96,14 +98,14 @@ def test_a_full_disk_ends_writing_with_one_line_and_copies_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = torch.randn(3, 2048)
-    files = FullDisk(tmp_path, {})
+    files = FullDisk(tmp_path, Namespace.of({}))
     copies = SlotCopies(SlotLayout([keys]), SlotLayout([]), 2, 0, torch.device("cpu"), files)
-    copies.begin(Ticket(False, entries(0, 1), np.array([1, 2])))
+    copies.begin(Ticket("store", entries(0, 1), np.array([1, 2])))
     copies.wait()
     for _ in range(2):
-        copies.begin(Ticket(False, entries(0, 1), np.array([], dtype=np.int32), is_write=True))
+        copies.begin(Ticket("write", entries(0, 1)))
     copies.wait()
-    copies.begin(Ticket(True, entries(0), np.array([0]), from_below=np.array([False])))
+    copies.begin(Ticket("load", entries(0), np.array([0]), from_below=np.array([False])))
     copies.wait()
     assert [ticket.failed.tolist() for ticket in copies.finished()] == [[False] * 2, [True] * 2, [True] * 2, [False]]
     assert torch.equal(keys[0], keys[1])

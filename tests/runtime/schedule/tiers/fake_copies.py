@@ -15,6 +15,7 @@ class FakeCopies:
     """A copy reads and writes at its end, as late as it may; `fails` of the loads' pages do not arrive."""
 
     page_bytes, state_bytes = 64 << 20, 1 << 20
+    takes_writes, share_below = True, 1.0
 
     def __init__(self, device: FakeDevice, chance: Random, ends: float = 0.5, fails: float = 0.0) -> None:
         self.device, self.chance, self.ends, self.fails = device, chance, ends, fails
@@ -23,7 +24,7 @@ class FakeCopies:
         self.over: list[Ticket] = []
         self.slots: dict[tuple[bool, int], object] = {}
         self.below: dict[tuple[bool, bytes], object] = {}
-        self.num_failed = self.num_loaded = self.num_below = 0
+        self.num_failed = self.num_loaded = self.num_below = self.num_lookups = 0
 
     def remove(self, entry: Entry, is_state: bool) -> None:
         self.below.pop((is_state, entry.key), None)
@@ -35,6 +36,13 @@ class FakeCopies:
                 self.device.states[page] = -3
             else:
                 self.device.kv[page] = [-3] * self.device.page_size
+
+    def clear_below(self) -> None:
+        self.below.clear()
+
+    def _is_lost(self, ticket: Ticket, place: int) -> bool:
+        """True if the store below has forgotten it by itself."""
+        return bool(ticket.from_below[place]) and (ticket.is_state, ticket.entries[place].key) not in self.below
 
     def finished(self) -> list[Ticket]:
         for ticket in list(self.begun):
@@ -53,7 +61,12 @@ class FakeCopies:
     def _end(self, ticket: Ticket) -> None:
         self.begun.remove(ticket)
         ticket.failed, ticket.seconds = np.zeros(len(ticket.entries), dtype=bool), 1e-3
-        if ticket.is_write:
+        if ticket.kind == "lookup":
+            ticket.failed[:] = [(ticket.is_state, entry.key) not in self.below for entry in ticket.entries]
+            self.num_lookups += 1
+            self.over.append(ticket)
+            return
+        if ticket.kind == "write":
             for entry in ticket.entries:
                 self.below[ticket.is_state, entry.key] = self.slots[ticket.is_state, entry.slot]
             self.over.append(ticket)
@@ -63,7 +76,7 @@ class FakeCopies:
             if not ticket.is_load:
                 held = memory[page]
                 self.slots[ticket.is_state, slot] = list(held) if isinstance(held, list) else held
-            elif self.chance.random() < self.fails:
+            elif self.chance.random() < self.fails or self._is_lost(ticket, place):
                 ticket.failed[place] = True
                 self.num_failed += 1
             else:

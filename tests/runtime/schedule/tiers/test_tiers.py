@@ -26,14 +26,19 @@ def simulation(
     fails: float = 0.0,
     num_below: int = 0,
     writes_through: bool = True,
+    shared: dict[tuple[bool, bytes], object] | None = None,
     **config: object,
 ) -> tuple[Simulation, FakeCopies]:
     sim = Simulation(make_config(**config), steps_ahead=chance.randrange(2))
     copies = FakeCopies(sim.device, chance, ends, fails)
     below = None
     if num_below:
-        below = tuple(TierIndex(num_below, partial(copies.remove, is_state=state)) for state in (False, True))
-    tiers = Tiers(sim.scheduler.pages, copies, num_slots, num_states, b"secret", 0.0, below, writes_through)
+        index_of = partial(TierIndex, owns_content=shared is None)
+        below = tuple(index_of(num_below, partial(copies.remove, is_state=state)) for state in (False, True))
+    if shared is not None:  # a store that others fill too
+        copies.below = shared
+    behind = num_slots, num_states, b"secret", 0.0, below, writes_through
+    tiers = Tiers(sim.scheduler.pages, copies, *behind, asks_below=shared is not None)
     sim.scheduler.use_tiers(tiers)
     return sim, copies
 
@@ -132,6 +137,51 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
 
 
+def test_pages_that_another_engine_has_stored_are_found_by_a_lookup() -> None:
+    shared: dict[tuple[bool, bytes], object] = {}
+    for name in ("first", "second"):
+        sim, copies = simulation(Random(8), num_below=64, shared=shared)
+        request = sim.add(make_request(name, prompt_of(20), max_tokens=2, **FREE))
+        settled(sim)
+        sim.check_answers()
+    assert (request.disk_tokens, copies.num_lookups) == (16, 1)
+    held = len(shared)
+    sim.scheduler.weights_changed()
+    sim.add(make_request("third", prompt_of(20, first=5), max_tokens=2, **FREE))
+    settled(sim)
+    assert (copies.num_lookups, len(shared)) == (1, held), "values of other weights are neither asked for nor stored"
+
+
+def test_a_request_waits_for_its_lookup_alone_and_one_that_leaves_is_forgotten() -> None:
+    sim, copies = simulation(Random(9), ends=0.0, num_below=64, shared={})
+    request = sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    short = sim.add(make_request("short", prompt_of(3, first=7), max_tokens=2, **FREE))
+    for _ in range(8):
+        sim.step()
+    assert short.is_finished and not request.output_token_ids
+    sim.scheduler.abort(request)
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_all_returned()
+
+
+def test_pages_that_a_store_has_forgotten_since_the_lookup_are_computed() -> None:
+    shared: dict[tuple[bool, bytes], object] = {}
+    for name in ("first", "second"):
+        sim, copies = simulation(Random(10), num_below=64, shared=shared)
+        request = sim.add(make_request(name, prompt_of(20), max_tokens=2, **FREE))
+        while name == "second" and not any(ticket.is_load for ticket in copies.begun):
+            copies.ends = float(any(ticket.kind == "lookup" for ticket in copies.begun))
+            sim.step()
+        if name == "second":
+            shared.clear()
+        copies.ends = 1.0
+        settled(sim)
+        sim.check_answers()
+    assert (request.disk_tokens, sim.scheduler.stats().tiers[1].failed_loads) == (0, 4)
+    sim.check_all_returned()
+
+
 def test_pages_of_an_answer_are_stored_though_nobody_asks_for_more() -> None:
     sim, copies = simulation(Random(7), ends=0.0)
     sim.add(make_request("first", prompt_of(8), max_tokens=9, **FREE))
@@ -150,7 +200,7 @@ def test_who_waits_for_all_copies_does_not_wait_for_what_is_to_be_written_below(
     monkeypatch.setattr(copies, "begin", lambda ticket: (begun.append(ticket), begin(ticket)))
     sim.scheduler.tiers.settle()
     assert not sim.scheduler.tiers.is_busy
-    assert not [ticket for ticket in begun if ticket.is_write]
+    assert not [ticket for ticket in begun if ticket.kind == "write"]
     settled(sim)
     assert len(copies.below) == 15
 
@@ -228,7 +278,7 @@ def test_a_copy_that_was_slow_once_does_not_end_loads_for_good() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed: int) -> None:
     chance = Random(seed)
-    sim, _ = simulation(
+    sim, copies = simulation(
         chance,
         num_slots=chance.choice([3, 8, 64]),
         num_states=chance.choice([1, 4]) if states else 0,
@@ -236,6 +286,7 @@ def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed:
         fails=chance.choice([0.0, 0.0, 0.2]),
         num_below=chance.choice([0, 5, 64]),
         writes_through=chance.choice([False, True]),
+        shared=chance.choice([None, {}]),
         num_pages=chance.choice([17, 20, 33]),
         num_snapshots=4 if states else 0,
     )
@@ -247,6 +298,8 @@ def test_any_history_gives_the_tokens_of_a_run_without_tiers(states: bool, seed:
         for _ in range(chance.randrange(6)):
             sim.step()
         event = chance.randrange(24)
+        if event > 20 and copies.below and sim.scheduler.tiers._shelves.asks_below:  # others make room there
+            copies.below.pop(chance.choice(list(copies.below)))
         if event == 0:
             sim.lose()
         elif event == 1:

@@ -1,0 +1,70 @@
+"""Checks what a config asks for behind the KV cache."""
+
+from __future__ import annotations
+
+from mllm_compile.config.schema import KVTransferConfig, RuntimeConfig
+from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.config_sections import KVTransferSection
+
+
+def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
+    """
+    Raises:
+        ConfigError: it names no class, or code that is not trusted.
+    """
+    found = KVTransferSection(**asked.model_dump())
+    path = found.import_path
+    if path and "." not in path:
+        raise ConfigError(
+            f"runtime.kv_transfer_config.kv_connector is {path}, without a module: vLLM's own connectors are not here. "
+            "Give package.module.Class, or kv_connector_module_path (docs/lab/tiers.md)."
+        )
+    if path and not asked.trust_local_code:
+        raise ConfigError(
+            f"runtime.kv_transfer_config names {path}, which is imported and run as this user. If you trust it, set "
+            "runtime.kv_transfer_config.trust_local_code: true."
+        )
+    return found
+
+
+def check_tiers(asked: RuntimeConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is memory behind the KV cache, and something that it does not work with.
+    """
+    path, size, store = asked.kv_offloading_disk_path, asked.kv_offloading_disk_size, asked.kv_transfer_config
+    if store.kv_connector and path:
+        raise ConfigError(
+            f"runtime.kv_transfer_config names {store.kv_connector}, and runtime.kv_offloading_disk_path is {path}: "
+            "one is behind the host's memory. Set one of them alone."
+        )
+    if bool(path) != bool(size):
+        raise ConfigError(
+            f"runtime.kv_offloading_disk_path is {path or 'not set'} and runtime.kv_offloading_disk_size is {size:g} "
+            "GiB. Set both, or none."
+        )
+    if not asked.kv_offloading_size:
+        for key in ("kv_offloading_disk_path",) * bool(path) + ("kv_transfer_config",) * bool(store.kv_connector):
+            raise ConfigError(
+                f"runtime.{key} is set, and runtime.kv_offloading_size is 0: pages come and go through that memory. "
+                "Set it to 1 or more."
+            )
+        return
+    if (path or store.kv_connector) and asked.skip_compiled:
+        key = "kv_offloading_disk_path" if path else "kv_transfer_config"
+        raise ConfigError(
+            f"runtime.{key} and runtime.skip_compiled are set: pages are named after the weights of a compiled model. "
+            "Set one of them alone."
+        )
+    obstacles = {
+        "tensor_parallel_size": asked.tensor_parallel_size > 1,
+        "expert_parallel_size": asked.expert_parallel_size > 1,
+        "routed_experts": asked.routed_experts,
+        "enable_prefix_cache: false": not asked.enable_prefix_cache,
+    }
+    for name, is_set in obstacles.items():
+        if is_set:
+            raise ConfigError(
+                f"runtime.kv_offloading_size is {asked.kv_offloading_size:g}, which runtime.{name} excludes. Set one "
+                "of them alone."
+            )

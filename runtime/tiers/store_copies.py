@@ -1,0 +1,70 @@
+"""Copies between slots of the host's memory and a store, by several threads: one is fast with many calls at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.tiers.index import Entry
+from mllm_compile.runtime.schedule.tiers.ticket import Ticket
+from mllm_compile.runtime.tiers.connector import KVConnector
+from mllm_compile.runtime.tiers.place import Place
+from mllm_compile.runtime.tiers.rows import HostRows
+
+_READERS = 8
+
+_Call = Callable[[Sequence[Place], Sequence[memoryview]], Sequence[bool]]
+
+
+class StoreCopies:
+    """Used by the threads of SlotCopies, each for its own tickets."""
+
+    def __init__(self, store: KVConnector) -> None:
+        self._store = store
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="mllm-tier-read")
+        self._writers = ThreadPoolExecutor(1, thread_name_prefix="mllm-tier-write")  # in order, removals too
+
+    def look_up(self, ticket: Ticket) -> None:
+        """Asks which entries the store has; notes in the ticket what it has not."""
+        found = self._store.lookup(_places(ticket.entries, ticket.is_state))
+        ticket.failed[:] = [not is_there for is_there in found]
+
+    def read(self, ticket: Ticket, slots: HostRows) -> None:
+        """Reads what the store has into slots; notes in the ticket what failed."""
+        wanted = np.flatnonzero(ticket.from_below)
+        parts = np.array_split(wanted, min(_READERS, wanted.size))
+        calls = [self._readers.submit(_failed, self._store.load, ticket, part.tolist(), slots) for part in parts]
+        for part, call in zip(parts, calls, strict=True):
+            ticket.failed[part] = call.result()
+
+    def write(self, ticket: Ticket, slots: HostRows) -> None:
+        """Writes slots to the store; notes in the ticket what failed."""
+        everything = list(range(len(ticket.entries)))
+        ticket.failed[:] = self._writers.submit(_failed, self._store.store, ticket, everything, slots).result()
+
+    def remove(self, entry: Entry, is_state: bool) -> None:
+        """Begins to remove a value."""
+        self._writers.submit(self._store.remove, [Place.of_entry(entry, is_state)])
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Begins a call behind all writes."""
+        self._writers.submit(function)
+
+    def close(self) -> None:
+        """Waits for all that was begun."""
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self._store.close()
+
+
+def _places(entries: Sequence[Entry], is_state: bool) -> list[Place]:
+    return [Place.of_entry(entry, is_state) for entry in entries]
+
+
+def _failed(call: _Call, ticket: Ticket, which: Sequence[int], slots: HostRows) -> list[bool]:
+    """Calls a store for some entries of a ticket; True of those that failed."""
+    entries = [ticket.entries[one] for one in which]
+    values = [slots.bytes_of(entry.slot).data for entry in entries]
+    return [not is_good for is_good in call(_places(entries, ticket.is_state), values)]

@@ -1,0 +1,84 @@
+"""Engines share pages by a store of others, and lose nothing where it fails."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.errors import ConfigError
+from tests.kv_connectors import broken_stores
+from tests.tiny_model import engine_of_pages, tiny_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+PROMPTS = [[first, *range(3, 90)] for first in range(4)]
+EXAMPLE = "examples.folder_store.FolderStore"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def served(cache: Path, store: str, options: dict[str, Any], timeout_s: float = 60.0) -> Engine:
+    transfer = {"kv_connector": store, "kv_connector_extra_config": options, "trust_local_code": True}
+    transfer["timeout_s"] = timeout_s
+    runtime = {"kv_offloading_size": 0.05, "kv_offloading_min_gain": 0, "kv_transfer_config": transfer}
+    config = tiny_config(cache, runtime=runtime | {"max_model_len": 128}, compile={"backend": "eager"})
+    return engine_of_pages(config, 60)
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    return [output.token_ids for output in outputs]
+
+
+def test_an_engine_finds_what_another_one_has_stored_and_computes_what_is_damaged(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"folder": str(tmp_path)}
+    with served(cache, EXAMPLE, options) as first:
+        expected = answers(first)
+    with served(cache, EXAMPLE, options) as second:
+        outputs = second.generate(PROMPTS, GREEDY)
+        _, below = second.stats().tiers
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.num_disk_tokens for output in outputs) == below.hit_tokens > 0
+    assert (below.name, below.failed_loads) == ("connector", 0)
+    for path in tmp_path.glob("*/*p"):
+        damaged = bytearray(path.read_bytes())
+        damaged[-9] ^= 1
+        path.write_bytes(damaged)
+    with served(cache, EXAMPLE, options) as last:
+        assert answers(last) == expected
+        assert last.stats().tiers[1].failed_loads > 0
+    assert "came back damaged" in caplog.text
+
+
+@pytest.mark.parametrize("at", ["lookup", "load", "store"])
+def test_a_store_that_hangs_is_left_and_requests_are_answered(
+    cache: Path, at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken_stores.SHARED.clear()
+    with served(cache, "tests.kv_connectors.broken_stores.MemoryStore", {}) as first:
+        expected = answers(first)
+    with served(cache, "tests.kv_connectors.broken_stores.Hangs", {"at": at}, timeout_s=0.2) as engine:
+        assert answers(engine) == expected
+        engine.flush_prefix_cache()
+        assert answers(engine) == expected
+    assert f"{at} took over 0.2 s" in caplog.text
+    assert threading.active_count() < 60
+
+
+def test_a_store_that_refuses_is_a_line_and_one_that_is_none_ends_the_start(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(cache, "tests.kv_connectors.broken_stores.Refuses", {}) as engine:
+        assert [tier.name for tier in engine.stats().tiers] == ["host"]
+        answers(engine)
+    with pytest.raises(ConfigError, match="has no class Nothing"):
+        served(cache, "tests.kv_connectors.broken_stores.Nothing", {})

@@ -1,0 +1,1 @@
+"""Stores of others, and the test of them."""

@@ -1,0 +1,73 @@
+"""The test of stores passes those that follow the interface, and finds each way to break it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.kv_connectors import KVConnector, KVConnectorError, Namespace
+from mllm_compile.kv_connectors.conformance import TESTS, check, main
+from mllm_compile.runtime.tiers.disk import DiskFiles
+from mllm_compile.runtime.tiers.guarded import GuardedConnector
+from tests.kv_connectors import broken_stores
+from tests.kv_connectors.broken_stores import MemoryStore
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_files_follow_the_interface(tmp_path: Path) -> None:
+    assert len(check(lambda namespace: DiskFiles(tmp_path / "tier", namespace))) == len(TESTS)
+
+
+def test_a_store_of_others_behind_its_guard_follows_it() -> None:
+    assert len(check(lambda namespace: GuardedConnector(MemoryStore, namespace, {}, 60.0, "a store"))) == len(TESTS)
+
+
+def test_the_example_follows_it_and_the_command_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mllm_compile.kv_connectors.conformance", "examples.folder_store.FolderStore"]
+    options = json.dumps({"folder": str(tmp_path)})
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, options], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("holds: ") == len(TESTS)
+    assert not list(tmp_path.glob("*/*")), "it removes what it has stored"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ChangesAByte", r"the bytes of load: got \[False, False, False\]"),
+        ("KeepsTheCallersMemory", r"the bytes of load: got \[False\]"),
+        ("StopsAtTheFirstMiss", r"lookup: got \[True\], expected \[True, False, True\]"),
+        ("MixesPagesAndStates", r"lookup: got \[True, True\], expected \[True, False\]"),
+        ("ForgetsNamespaces", r"lookup in another namespace: got \[True\]"),
+        ("RemovesNothing", r"lookup: got \[True, True\], expected \[False, True\]"),
+        ("HasANewSecretEachTime", "the secret behind a restart: got False"),
+        ("IsOfAnotherVersion", "its version is 2, expected 1"),
+        ("HasAShortSecret", "its secret is not of 16 to 64 bytes"),
+    ],
+)
+def test_a_store_that_breaks_it_is_found(name: str, message: str) -> None:
+    def open_store(namespace: Namespace) -> KVConnector:
+        store: KVConnector = getattr(broken_stores, name)(namespace, {})
+        return store
+
+    with pytest.raises(KVConnectorError, match=message):
+        check(open_store)
+
+
+def test_what_is_no_store_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (
+        ("tests.kv_connectors.broken_stores.Lacks", "lacks lookup, load, store, remove, close"),
+        ("tests.kv_connectors.broken_stores.Nothing", "has no class Nothing"),
+        ("tests.kv_connectors.nowhere.Store", "cannot be imported: ModuleNotFoundError"),
+    ):
+        assert main([name]) == 1
+        told = capsys.readouterr().err
+        assert message in told
+        assert told.count("\n") == 1
