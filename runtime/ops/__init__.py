@@ -108,6 +108,7 @@ OPS = {
     "stream_quantised_linear_residual": "stream_quantised.ops",
     "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
+    "text_attention": "segments.texts",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.

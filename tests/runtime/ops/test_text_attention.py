@@ -1,0 +1,85 @@
+"""The Triton kernel of packed texts' attention against torch's operations, through Triton's interpreter, on a CPU.
+
+The interpreter is for a whole process: without TRITON_INTERPRET one test here runs this file in a process that has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+# Texts that share a block, that begin within one, that are longer than several, and padding behind them.
+LENGTHS = (3, 40, 150, 1, 64, 6)
+PADDING = 5
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_does_what_torchs_operations_do_through_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    from triton.runtime import interpreter
+
+    from mllm_compile.runtime.ops.segments import texts
+
+    monkeypatch.setattr(texts, "wrap_triton", lambda kernel: kernel)
+    plain = interpreter._patch_lang_tensor
+
+    def with_bounds(tensor, scope):
+        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    return texts
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "left", "right", "far"),
+    [
+        (2, 2, 64, -1, -1, 0),
+        (4, 2, 32, -1, 0, 0),
+        (2, 1, 48, 7, 7, 0),
+        (2, 2, 16, 5, 0, 0),
+        (2, 2, 32, -1, -1, 20),
+        (2, 2, 80, 70, 3, 20),
+    ],
+    ids=["full", "causal and shared keys", "window", "causal window", "bias", "all"],
+)
+def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, left, right, far) -> None:
+    torch.manual_seed(0)
+    bounds = np.array([0, *itertools.accumulate(LENGTHS)])
+    count = int(bounds[-1])
+    packed = torch.randn(count + PADDING, heads + 2 * kv_heads, head_dim)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), 1)
+    bias = torch.randn(heads, 2 * far + 1) if far else None
+    padding = np.arange(count, count + PADDING)
+    starts, ends = (
+        torch.from_numpy(np.concatenate([np.repeat(edge, LENGTHS), of_padding]))
+        for edge, of_padding in ((bounds[:-1], padding), (bounds[1:], padding + 1))
+    )
+    out = torch.full((count + PADDING, heads, head_dim), float("nan"))
+    texts.text_attention(q, k, v, starts, ends, bias, out, 0.2, left, right)
+    expected = torch.empty(count, heads, head_dim)
+    own = torch.from_numpy(bounds).int()
+    segment_attention_with_output(q[:count], k[:count], v[:count], own, expected, 0.2, "", 0, left, right, bias)
+    assert (out[:count] - expected).abs().max() < 1e-5
+    assert (out[count:] - v[count:].repeat_interleave(heads // kv_heads, 1)).abs().max() < 1e-5
