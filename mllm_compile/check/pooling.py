@@ -20,6 +20,7 @@ from mllm_compile.model.pooling.build import body_of
 from mllm_compile.model.pooling.trace import arguments_besides_ids
 from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.runtime.pooling.graphs import can_capture
 from mllm_compile.runtime.pooling.pool import pool
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 from mllm_compile.runtime.program.link import current_device, link
@@ -64,7 +65,9 @@ def check_pooling(lowered: Lowered, folder: Path, piece_suffix: str, device: str
             hidden, scores = texts.of_transformers(hf_model.model)
         try:
             weights = program_weights(by_name, program, lowered, 0)
-            ours = ProgramExecutor(program, linked.pieces, weights).run_tower(texts.inputs())[0]
+            body = ProgramExecutor(program, linked.pieces, weights)
+            ours = body.run_tower(texts.inputs())[0]
+            captured = body.run_tower(texts.inputs(is_captured=True))[0] if can_capture(program) else ours
             of_head = None
             if pooling.head is not None:
                 weights = program_weights(by_name, pooling.head, lowered.of_head[0], 0)
@@ -81,6 +84,7 @@ def check_pooling(lowered: Lowered, folder: Path, piece_suffix: str, device: str
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{hint(lowered)}"
             ) from failure
     _compare(lowered, "hidden states", ours, hidden)
+    _compare(lowered, "hidden states of captured steps", captured, hidden)
     if of_head is not None and scores is not None:
         _compare(lowered, "scores", of_head, scores)
 
@@ -117,14 +121,16 @@ class _Texts:
         ends = torch.tensor(lengths).cumsum(0)
         self.bounds = torch.cat([torch.zeros(1, dtype=ends.dtype), ends]).int().to(device)
 
-    def inputs(self) -> dict[str, Any]:
-        """The packed row."""
-        longest = max(map(len, self._ids))
+    def inputs(self, is_captured: bool = False) -> dict[str, Any]:
+        """The packed row; of a step that is captured attention is told of rows alone."""
+        lengths = [len(ids) for ids in self._ids]
+        edges = torch.tensor(lengths, device=self._device)
+        rows = torch.stack([self.bounds[:-1].long(), self.bounds[1:].long()]).repeat_interleave(edges, 1)
         return {
             "input_ids": torch.cat(self._ids),
             "positions": torch.cat([torch.arange(len(ids), device=self._device) for ids in self._ids]),
             "kinds": torch.cat(self._kinds),
-            "cu_seqlens": Segments(self.bounds, longest),
+            "cu_seqlens": Segments(self.bounds, max(lengths), rows, is_captured),
         }
 
     def of_transformers(self, model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -294,6 +294,29 @@ def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
     return {str(node.args[2]): tuple(_input_of(value, symbols) for value in node.args[0]) for node in layers}
 
 
+def packed_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
+    """Attention over packed rows → its q, k and v, and its bias where it has one, as the piece compiler needs them. A
+    value whose strides are no numbers stands as a contiguous one: it is copied.
+
+    Raises:
+        CompileError: one has a size that is neither a number nor a multiple of a symbol.
+    """
+    symbols = size_symbols(graph)
+    found = {}
+    for node in graph.graph.nodes:
+        if isinstance(lowered_kind(node), PackedAttentionKind):
+            operands: Any = node.args
+            bias = operands[10] if len(operands) > 10 else None
+            given = [_input_of(one, symbols) for one in (*operands[:3], *(() if bias is None else (bias,)))]
+            found[str(operands[6])] = tuple(
+                one
+                if all(isinstance(step, int) for step in one.stride) and one.stride[-1] == 1
+                else PieceInput.contiguous(one.shape, one.dtype)
+                for one in given
+            )
+    return found
+
+
 def layers_with_made_constants(graph: fx.GraphModule, layers: Sequence[StateLayer]) -> frozenset[str]:
     """The layers with a state for which a piece computes an operand without tokens: one that is neither a stored weight
     nor a view of one."""

@@ -118,7 +118,8 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     backend = _attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device)
-    graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
+    pools = task != "generate"
+    graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices, pools)
     runtime = replace(
         runtime, cascade_attention=_cascade_attention(config.runtime, runtime, split_decode, graphs, dtype, choices)
     )

@@ -27,6 +27,11 @@ _MOST_PIECEWISE_WORK = 4096 * 1024**2
 # would be of no use: on an H100 a step of 8B took 21.0 ms with 544 tokens, about 18.5 with 512.
 _SIZES_OF_BOUND = (640, 768, 896, 1024, 1280, 1536)
 _SIZES_OF_BOUND_OF_SMALL = (2048, 3072, 4096)
+# Whole steps of models that pool: padding is at most a quarter, and behind 1024 tokens 512.
+TEXTS_TOKENS = (
+    *(16, 32, 48, *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)),
+    *(*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 8193, 512)),
+)
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 # Whole steps with prompts, of models whose layers run faster than the host launches their pieces and attentions. On an
 # H200 one prompt of 100 tokens after another joins 64 requests 1.8 times as fast at width 1024, 1.25 at 2048, and as
@@ -46,10 +51,12 @@ def resolve_graphs(
     device: DeviceInfo,
     model: ModelFolder,
     choices: AutoChoices,
+    pools: bool = False,
 ) -> CudaGraphSection:
     """Does resolve()'s work for the section `cudagraph`; the same errors.
 
     Args:
+        pools: the model answers with no text.
         split_decode: decodes are by kernels of the program, as far as is known before the trace.
     """
     mode = _graph_mode(asked, runtime, device, choices)
@@ -64,7 +71,7 @@ def resolve_graphs(
         piecewise_tokens=_graph_sizes(
             "piecewise_tokens",
             asked.piecewise_tokens,
-            [size for size in _piecewise_tokens(model, runtime) if size >= least],
+            _texts_tokens(model) if pools else [size for size in _piecewise_tokens(model, runtime) if size >= least],
             ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
             mode if mode in _PIECEWISE_MODES else None,
             choices,
@@ -157,6 +164,12 @@ def _piecewise_tokens(model: ModelFolder, runtime: RuntimeSection) -> tuple[int,
     sizes = [*PIECEWISE_TOKENS, *(_SIZES_OF_BOUND if is_bound else ())]
     sizes += [tokens for tokens in of_small if tokens <= _MOST_PIECEWISE_WORK // width**2]
     return tuple(tokens for tokens in sizes if tokens <= most)
+
+
+def _texts_tokens(model: ModelFolder) -> tuple[int, ...]:
+    """The sizes of whole steps of a model that pools."""
+    width = max(1, _width(model))
+    return tuple(size for size in TEXTS_TOKENS if size <= max(PIECEWISE_TOKENS[-1], _MOST_PIECEWISE_WORK // width**2))
 
 
 def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> CudaGraphSection:

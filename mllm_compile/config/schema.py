@@ -125,7 +125,7 @@ class CudaGraphConfig(Section):
     """auto: full_and_piecewise on a GPU, none on a CPU (which has no CUDA graphs)."""
 
     piecewise_tokens: Auto | SizeList = "auto"
-    """Token counts of a step for which the pieces between attentions are captured."""
+    """Token counts of a step for which the pieces between attentions are captured; of models that pool, whole steps."""
 
     decode_requests: Auto | SizeList = "auto"
     """Request counts for which a whole decode step is captured."""

@@ -88,7 +88,7 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
             lines += [f"# {step.layer}: attention", *_wrapped(_attention_line(step)), ""]
         elif isinstance(step, PackedAttentionStep):
             call = f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}, {step.segments})"
-            lines += [f"# {step.layer}: attention within images", *_wrapped(call), ""]
+            lines += [f"# {step.layer}: attention within segments", *_wrapped(call), ""]
         elif not isinstance(step, PieceStep):
             call = f"{step.out} = state[{step.layer}]({', '.join(step.operands)})"
             lines += [f"# {step.layer}", *_wrapped(call), ""]

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.pooling.facts import PoolingFacts
+from mllm_compile.runtime.pooling.graphs import ENDS, STARTS, TextGraphs, body_inputs, can_capture, step_rows
 from mllm_compile.runtime.pooling.pool import activated, finished, pool
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
-from mllm_compile.runtime.program.executor import Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 from mllm_compile.runtime.program.loaded import LoadedModel
 
 Answers = list[np.ndarray]
@@ -28,17 +29,28 @@ Answers = list[np.ndarray]
 class PoolingRunner:
     """One model on its device."""
 
-    def __init__(self, model: LoadedModel, device: torch.device) -> None:
+    def __init__(self, model: LoadedModel, device: torch.device, graph_tokens: Sequence[int] = ()) -> None:
+        """
+        Args:
+            graph_tokens: tokens of the steps that are captured as CUDA graphs, ascending.
+
+        Raises:
+            DeviceMemoryError: the graphs do not fit.
+        """
         if model.pooling is None:
             raise ValueError("the model pools nothing")
         self.facts: PoolingFacts = model.pooling.facts
-        self._body: Any = model.executor
+        self._body = cast(ProgramExecutor, model.executor)
         self._head = model.pooling.head
         self._device = device
+        self.graphs: TextGraphs | None = None
+        if graph_tokens and can_capture(self._body.program):
+            with torch.inference_mode():
+                self.graphs = TextGraphs(self._body, graph_tokens, bool(self.facts.kinds), device)
 
     def close(self) -> None:
         """Lets go of the model; nothing runs any more."""
-        self._body = self._head = None
+        self._body, self._head, self.graphs = cast(Any, None), None, None
 
     def run(self, texts: Sequence[PackedText]) -> Answers:
         """The answer to each text: [D] or [labels] float32, or [n, …] for its tokens."""
@@ -65,15 +77,17 @@ class PoolingRunner:
 
     def _hidden_states(self, texts: Sequence[PackedText], lengths: np.ndarray, bounds: np.ndarray) -> torch.Tensor:
         ids = np.concatenate([text.ids for text in texts])
-        inputs: dict[str, Any] = {
-            "input_ids": upload(ids, self._device),
-            "positions": upload(np.arange(len(ids)) - np.repeat(bounds[:-1], lengths), self._device),
-            "cu_seqlens": Segments(upload(bounds.astype(np.int32), self._device), int(lengths.max())),
-        }
-        if self.facts.kinds:
-            kinds = [np.zeros_like(text.ids) if text.kinds is None else text.kinds for text in texts]
-            inputs["kinds"] = upload(np.concatenate(kinds), self._device)
-        hidden: torch.Tensor = self._body.run_tower(inputs)[0]
+        kinds = None
+        if self.facts.kinds and any(text.kinds is not None for text in texts):
+            kinds = np.concatenate([np.zeros_like(text.ids) if text.kinds is None else text.kinds for text in texts])
+        size = None if self.graphs is None else self.graphs.size_for(len(ids))
+        rows = step_rows(ids, lengths, bounds, kinds, size or len(ids))
+        if self.graphs is not None and size is not None:
+            return self.graphs.replay(rows)
+        given = upload(rows, self._device)
+        own = upload(bounds.astype(np.int32), self._device)
+        segments = Segments(own, int(lengths.max()), given[STARTS : ENDS + 1])
+        hidden: torch.Tensor = self._body.run_tower(body_inputs(given, segments, bool(self.facts.kinds)))[0]
         return hidden
 
     def _part(
@@ -82,7 +96,8 @@ class PoolingRunner:
         starts, ends = bounds[:-1][chosen], bounds[1:][chosen]
         if params.is_of_tokens:
             places = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
-            rows = hidden if len(places) == len(hidden) else hidden.index_select(0, upload(places, self._device))
+            is_whole = np.array_equal(places, np.arange(len(hidden)))
+            rows = hidden if is_whole else hidden.index_select(0, upload(places, self._device))
             has_head = self.facts.rules == ("token",)
             made = self._finished(self._through_head(rows) if has_head else rows, params)
             return _Part(chosen, made, np.cumsum(ends - starts)[:-1])

@@ -28,11 +28,20 @@ OutputBuffers = Callable[[int, torch.Tensor, tuple[int, ...], torch.dtype], torc
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The bounds of what attends to each other among packed rows: [segments + 1] int32 on the device, and the rows of
-    the longest segment."""
+    """The bounds of what attends to each other among packed rows.
+
+    Attributes:
+        bounds: [segments + 1] int32, on the device.
+        longest: rows of the longest segment.
+        rows: of texts, [2, N] int64: where the segment of each row begins and ends; None: pieces that attend by them
+            are not called.
+        is_captured: a CUDA graph that is captured holds for other bounds too: `rows` alone are read.
+    """
 
     bounds: torch.Tensor
     longest: int
+    rows: torch.Tensor | None = None
+    is_captured: bool = False
 
 
 class ProgramExecutor:
@@ -230,7 +239,7 @@ class ProgramExecutor:
                     _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, dead)
                 )
             elif isinstance(step, PackedAttentionStep):
-                linked.append(self._link_packed_attention(step, buffer_index[step.out], dead))
+                linked.append(self._link_packed_attention(step, pieces, buffer_index[step.out], dead))
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
@@ -238,7 +247,7 @@ class ProgramExecutor:
         return linked
 
     def _link_packed_attention(
-        self, step: PackedAttentionStep, buffer: int, dead: tuple[int, ...]
+        self, step: PackedAttentionStep, pieces: Mapping[str, PieceFunction], buffer: int, dead: tuple[int, ...]
     ) -> _LinkedPackedAttention:
         q, k, v, segments, out = map(self._register, (*step.reads[:4], step.out))
         bias = None if step.bias is None else self._register(step.bias)
@@ -247,8 +256,11 @@ class ProgramExecutor:
             attend = partial(
                 segment_attention_with_output, window_left=step.window_left, window_right=step.window_right
             )
-        shape, scale = step.out_shape, step.sm_scale
-        return _LinkedPackedAttention(attend, buffer, q, k, v, segments, bias, out, shape, scale, step.layer, dead)
+        shape, scale, of_texts = step.out_shape, step.sm_scale, step.of_texts
+        by_rows = None if of_texts is None else _ByRows(pieces[of_texts.piece], of_texts.strides)
+        return _LinkedPackedAttention(
+            attend, buffer, q, k, v, segments, bias, out, shape, scale, step.layer, by_rows, step.by_kernel, dead
+        )
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
         variants = self.program.variants.get(piece)
@@ -396,6 +408,33 @@ class _LinkedState:
 
 
 @dataclass(slots=True)
+class _ByRows:
+    """A piece that attends for packed texts, and the strides of q, k and v that it was compiled for."""
+
+    piece: PieceFunction
+    strides: tuple[tuple[int, int], ...]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        of_rows = [self._as_compiled(x, *strides) for x, strides in zip((q, k, v), self.strides, strict=True)]
+        self.piece([*of_rows, rows[0], rows[1], *([] if bias is None else [bias.contiguous()]), out])
+
+    def _as_compiled(self, x: torch.Tensor, row: int, head: int) -> torch.Tensor:
+        if x.stride() == (row, head, 1):
+            return x
+        span = max(row, head * x.shape[1])
+        like = x.new_empty(x.shape[0] * span).as_strided(x.shape, (row, head, 1))
+        return like.copy_(x)
+
+
+@dataclass(slots=True)
 class _LinkedPackedAttention:
     attend: Callable[..., None]
     buffer_index: int
@@ -408,12 +447,20 @@ class _LinkedPackedAttention:
     out_shape: tuple[int, int]
     sm_scale: float
     layer: str
+    by_rows: _ByRows | None
+    by_kernel: bool  # attend is one of the program's kernels, which is faster with long texts
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q, segments = values[self.q], values[self.segments]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         k, v = values[self.k], values[self.v]
+        if self.by_rows is not None and segments.rows is not None and (segments.is_captured or not self.by_kernel):
+            self.by_rows(q, k, v, segments.rows, None if self.bias is None else values[self.bias], out)
+            values[self.out] = out
+            return
+        if segments.is_captured:
+            raise RuntimeError(f"attention of {self.layer} cannot be captured: the program has no piece for it")
         bias = {} if self.bias is None else {"bias": values[self.bias]}
         self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **bias)
         values[self.out] = out

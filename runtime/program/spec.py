@@ -24,7 +24,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.pooling.facts import PoolingFacts
-from mllm_compile.runtime.program.steps import PieceStep, Step, step_from_json, step_to_json
+from mllm_compile.runtime.program.steps import PackedAttentionStep, PieceStep, Step, step_from_json, step_to_json
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
@@ -209,7 +209,9 @@ class Program:
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
         verify = () if self.verify is None else self.verify.piece_ids()
         small = (variant.piece for variant in self.all_variants())
-        return [*self.step_pieces(), *small, *layers, *sampling, *loop, *verify]
+        packed = (step.of_texts for step in self.steps if isinstance(step, PackedAttentionStep))
+        of_texts = dict.fromkeys(one.piece for one in packed if one is not None)
+        return [*self.step_pieces(), *small, *layers, *of_texts, *sampling, *loop, *verify]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""

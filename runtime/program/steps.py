@@ -91,10 +91,24 @@ class StateStep:
 
 
 @dataclass(frozen=True)
+class TextPiece:
+    """A piece that attends for packed texts (ops/segments/texts.py).
+
+    Attributes:
+        piece: its id.
+        strides: of q, k and v: from row to row, and from head to head.
+    """
+
+    piece: str
+    strides: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class PackedAttentionStep:
     """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
     `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
-    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]."""
+    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]. `of_texts`: a piece that
+    has both, where the program has one."""
 
     layer: str
     q: str
@@ -108,6 +122,7 @@ class PackedAttentionStep:
     window_left: int = -1
     window_right: int = -1
     bias: str | None = None
+    of_texts: TextPiece | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -46,11 +46,15 @@ def test_a_packed_step_is_as_near_to_float32_as_transformers_in_bfloat16(name: s
     with torch.device("cuda"):
         in_bfloat16 = [by_transformers_on_gpu(model, text) for text in texts]
     config = pooling_config(tmp_path / "model", tmp_path / "cache", "inductor", dtype="bfloat16", task=task_of(name))
-    with Engine(config | {"runtime": {"device": "cuda:0"}}) as engine:
-        together, alone = served(engine, texts), [served(engine, [text])[0] for text in texts]
     noise = mean_error(in_bfloat16, exact)
-    assert mean_error(together, exact) <= MARGIN * noise
-    assert mean_error(alone, exact) <= MARGIN * noise
+    for mode in ("auto", "none"):
+        with Engine(config | {"runtime": {"device": "cuda:0"}, "cudagraph": {"mode": mode}}) as engine:
+            core: Any = engine.pooling.core
+            assert (core._runner.graphs is not None) == (mode == "auto")
+            together, alone = served(engine, texts), [served(engine, [text])[0] for text in texts]
+        print(f"{name}, graphs {mode}: {mean_error(together, exact) / noise:.2f} of Transformers' error")
+        assert mean_error(together, exact) <= MARGIN * noise
+        assert mean_error(alone, exact) <= MARGIN * noise
 
 
 def task_of(name: str) -> str:

@@ -41,7 +41,10 @@ def pooling_parts(compiled: CompiledRuntime, files: Mapping[str, bytes], timelin
     if device.type == "cuda":
         prefer_cublaslt()
     source = ArtifactSource(compiled, timeline)
-    runner = PoolingRunner(source.load(device), device)
+    runner = PoolingRunner(source.load(device), device, config.cudagraph.piecewise_tokens)
+    if runner.graphs is not None:
+        sizes = len(config.cudagraph.piecewise_tokens)
+        timeline.note(f"CUDA graphs: {sizes} in {runner.graphs.seconds:.1f} s, {runner.graphs.mib:.0f} MiB")
     limits, most = config.runtime, longest_text(config, runner.facts)
     core = PoolingCore(
         runner,

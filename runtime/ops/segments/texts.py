@@ -1,4 +1,4 @@
-"""Attention of packed texts with windows, causality and a bias by distance, in a grid that the number of tokens decides.
+"""Attention of packed texts with windows, causality and a bias by distance, in a grid by the number of tokens.
 
 Triton by hand, as ops/attention/split_decode.py, which says why. A block has some rows of the packed row for one query
 head, whichever texts they are of, and reads the keys that any of them sees. So a CUDA graph of a number of tokens holds
