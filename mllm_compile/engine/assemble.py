@@ -230,7 +230,7 @@ def _speculation(
         captured = None if verifies is None else verifies.most_requests
         chain = None if verifies is None else verifies.chain
         keys_ahead = 0 if chain is None else chain.keys_ahead
-        return make_speculation(config.speculative, runner.vocab_size, model, captured, keys_ahead)
+        return make_speculation(config.speculative, runner.vocab_size, model, captured, keys_ahead, runner.dp_size)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
 

@@ -44,7 +44,8 @@ class PaddedInputs:
 
     Attributes:
         inputs: the places of most steps; a step that puts its inputs there spares copying them.
-        num_ranks: ranks with requests of their own, whose inputs a captured decode has all; 1 without them.
+        num_ranks: ranks with requests of their own, whose inputs a captured decode or verify step has all; 1 without
+            them.
     """
 
     def __init__(self, runner: CapturableModel, dispatcher: GraphDispatcher) -> None:
@@ -53,7 +54,7 @@ class PaddedInputs:
         # Only decode graphs ask attention for it; pieces are captured between any attention.
         padding_len = needed(backend.decodes).get_cuda_graph_seq_len_fill_value() if most_requests else 1
         self.num_ranks = runner.dp_size
-        most_of_all = self.num_ranks * most_requests
+        most_of_all = self.num_ranks * max((most_requests, *dispatcher.sizes[GraphKind.VERIFY]))
         num_uploaded = max(most_of_all, min(most_tokens, _MOST_UPLOADED_TOKENS))
         most_rows, work_bytes = max(runner.config.max_attended, most_of_all), 0
         for kind in (GraphKind.PREFILL_NEW, GraphKind.PREFILL_CACHED):
@@ -108,8 +109,8 @@ class PaddedInputs:
         return TokenInputs(*given, media, axes, rope_lens, all_slots, hidden_states, adapter_slots)
 
     def decode_slots(self, size: int) -> torch.Tensor | None:
-        """The slots of a captured decode of `size` rows a rank, in the order in which ranks' tokens are gathered. A
-        rank's inputs begin with its own."""
+        """The slots of a captured step of `size` tokens a rank, each in a row of its own, in the order in which ranks'
+        tokens are gathered. A rank's inputs begin with its own."""
         if self.num_ranks == 1:
             return None
         return torch.roll(self.inputs.out_cache_loc[: self.num_ranks * size], current().rank * size)

@@ -2,9 +2,10 @@
 takes the states on by what was accepted.
 
 A request has as many tokens as any other; what its draft does not fill is padding. Attention takes a request's tokens
-together, or each as a decode of its own. Then the keys of all are written before it reads any.
+together, or each as a decode of its own. Then the keys of all are written before it reads any. Ranks with requests of
+their own each run a graph of the same size. They choose and accept for the requests of all.
 
-Shape legend: R requests, C tokens of each.
+Shape legend: R requests of a rank, C tokens of each, N ranks with requests of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.capture import needed
+from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.dispatcher import asked_sizes, next_size
 from mllm_compile.runtime.cuda_graph.kind import GraphSetting, KindGraphs
@@ -32,8 +34,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _VerifyGraph:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [R * C, V], non-owning
-    tokens: torch.Tensor  # [R * C], non-owning
+    logits: torch.Tensor  # [N * R * C, V], non-owning
+    tokens: torch.Tensor  # [N * R * C], non-owning
     hidden_states: torch.Tensor | None  # [≥ R * C, …], non-owning, of a program that gives some
     behind: torch.cuda.CUDAGraph | None  # takes states on by what was accepted, and drafts behind it
 
@@ -43,8 +45,8 @@ class CapturedVerify:
     """A verify step, launched. All is on the device, and there until another graph is replayed.
 
     Attributes:
-        logits: [R * C, V]; tokens: [R * C] int64, the choice behind each token.
-        rows: [R * C] int64 and seq_lens: [R * C] int32 of its tokens; 0 of padding.
+        logits: [N * R * C, V]; tokens: [N * R * C] int64, the choice behind each token, both in the order of ranks.
+        rows: [N * R * C] int64 and seq_lens: [N * R * C] int32 of its tokens, the rank's own first; 0 of padding.
         hidden_states: [≥ R * C, …] of a program that gives some.
         behind: to be replayed once it is known which tokens are accepted; None: no layer has a state, and no head
             drafts.
@@ -80,6 +82,8 @@ class VerifyGraphs(KindGraphs):
         for count, width in _shapes(runner):
             if count * width in sizes:
                 self.request_sizes.setdefault(width, []).append(count)
+        self._num_ranks = num_ranks = self._padded.num_ranks
+        self._rank = current().rank if num_ranks > 1 else 0
         self.loop = VerifyLoop(
             model.verify,
             model.decode_loop,
@@ -89,8 +93,9 @@ class VerifyGraphs(KindGraphs):
             runner.req_to_token_pool.req_to_token,
             page_table,
             runner.broadcast,
-            most_requests=max(counts[-1] for counts in self.request_sizes.values()),
-            most_tokens=sizes[-1],
+            most_requests=num_ranks * max(counts[-1] for counts in self.request_sizes.values()),
+            most_tokens=num_ranks * sizes[-1],
+            first_block=(self._rank, num_ranks),
         )
         self._graphs: dict[tuple[int, int, bool], _VerifyGraph] = {}  # by R and C, and whether there are adapters
 
@@ -98,6 +103,19 @@ class VerifyGraphs(KindGraphs):
     def most_requests(self) -> Mapping[int, int]:
         """Tokens of a draft, C - 1 → R of the largest step."""
         return {width - 1: counts[-1] for width, counts in self.request_sizes.items()}
+
+    def padded_requests(self, num_requests: int, width: int) -> int:
+        """R of the step of C tokens each that holds so many requests of a rank.
+
+        Raises:
+            RuntimeError: no graph does.
+        """
+        size = next_size(self.request_sizes.get(width, ()), num_requests)
+        if size is None:
+            raise RuntimeError(
+                f"no VERIFY of {num_requests} requests with {width} tokens each was captured: {self.request_sizes}"
+            )
+        return size
 
     def width(self, num_requests: int, num_tokens: int) -> int | None:
         """The least C of a step that holds so many requests with up to so many tokens each; None: none does."""
@@ -124,7 +142,7 @@ class VerifyGraphs(KindGraphs):
     def _capture(self, descriptor: BatchDescriptor, num_requests: int, width: int) -> None:
         size, padded, loop, has_lora = descriptor.num_tokens, self._padded, self.loop, descriptor.has_lora
         batch, tokens = padded.decodes(size, has_lora), padded.tokens(size, has_lora)
-        all_rows = padded.all_rows(size)
+        all_rows, num_of_all = padded.all_rows(size), self._num_ranks * num_requests
         self._attention.init_forward_metadata_capture_verify(size, width, batch.seq_lens)
         batch.num_verify_tokens = size
         shape, chain = (num_requests, width), self.chain
@@ -132,12 +150,13 @@ class VerifyGraphs(KindGraphs):
         def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             if chain is not None:
                 chain.give(loop.tensors(num_requests))
-            loop.begin(num_requests, width)
+            loop.begin(num_of_all, width)
             self._attention.begin_captured_verify(batch.req_pool_indices.view(shape), batch.seq_lens.view(shape))
             if has_lora:
                 padded.take_adapters(size)
-            output = self._runner.program.run(batch, tokens, all_rows, CUDAGraphMode.FULL, descriptor)
-            chosen = loop.end(output.next_token_logits, num_requests)
+            of_all = replace(tokens, all_slots=padded.decode_slots(size))
+            output = self._runner.program.run(batch, of_all, all_rows, CUDAGraphMode.FULL, descriptor)
+            chosen = loop.end(output.next_token_logits, num_of_all)
             if chain is not None and output.hidden_states is not None:
                 chain.read(output.hidden_states, num_requests, width)
             return output.next_token_logits, chosen, output.hidden_states
@@ -164,18 +183,15 @@ class VerifyGraphs(KindGraphs):
         Args:
             width: C of a step that is captured.
             fields: [R, VERIFY_FIELDS] int32. Slots of all tokens that a request may get are in the device's table, and
-                sampling parameters are flushed.
+                sampling parameters are flushed. Ranks with requests of their own give a block of padded_requests each.
             has_lora: some request has an adapter, which is known of its row.
 
         Raises:
             RuntimeError: no graph holds so many requests.
         """
-        size = next_size(self.request_sizes.get(width, ()), len(fields))
-        if size is None:
-            raise RuntimeError(
-                f"no VERIFY of {len(fields)} requests with {width} tokens each was captured: {self.request_sizes}"
-            )
-        self.loop.write_fields(fields, size)
+        size = self.padded_requests(len(fields) // self._num_ranks, width)
+        own_first = np.roll(fields, -self._rank * size, axis=0) if self._rank else fields
+        self.loop.write_fields(own_first, self._num_ranks * size)
         inputs, count = self._padded.inputs, len(fields) * width
         inputs.clear_rope_lens()
         self._runner.forward_pass_id += 1
@@ -212,8 +228,6 @@ def _doubling(sizes: Sequence[int]) -> list[int]:
 def _obstacle(runner: CapturableModel) -> str | None:
     """Why a model's verify steps are not captured."""
     section, model = runner.config.speculative, runner.model
-    if runner.dp_size > 1:
-        return "ranks have requests of their own"
     if runner.communicator is not None and section.synthetic_acceptance_length is not None:
         return "a synthetic acceptance goes by seeds, which one rank has"
     if model.verify is None:

@@ -40,6 +40,7 @@ class _Steps:
         self._runner, self._verifies, self._decodes = runner, verifies, decodes
         self._has_lora = runner.always_takes_adapters  # of graphs that there are
         self._num_tokens = max(verifies.request_sizes)  # C of the longest drafts
+        self._num_ranks = runner.dp_size  # that each have the same requests
         runtime = runner.config.runtime
         self._page_size = runtime.page_size
         self._length = min(_LENGTH, runtime.max_model_len - self._num_tokens)
@@ -67,12 +68,19 @@ class _Steps:
             position = self._length + place
             self._runner.row_state.last_tokens[1] = self._tokens[place]
             slot = self._page_size + position  # its pages are the first ones
-            one, length = np.ones(1, dtype=np.int64), np.array([position + 1])
-            step = self._decodes.launch(one, length, np.array([slot]), has_lora=self._has_lora)
+            step = self._decodes.launch(*self._one(position + 1, slot), has_lora=self._has_lora)
             logits.append(step.logits[:1].to(torch.float32, copy=True))
             self._tokens[place + 1] = step.tokens[0].clamp(min=0)
             self._states[place + 1] = [states[1].to(torch.float32, copy=True) for states in self._all_states()]
         return torch.cat(logits)
+
+    def _one(self, length: int, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, lengths and slots of a decode of row 1 on each rank."""
+        size = 1 if self._num_ranks == 1 else self._decodes.padded_requests(1)
+        rows, lengths, slots = np.zeros((3, self._num_ranks, size), dtype=np.int64)
+        lengths[:] = self._decodes.padding_len
+        rows[:, 0], lengths[:, 0], slots[:, 0] = 1, length, slot
+        return rows.ravel(), lengths.ravel(), slots.ravel()
 
     def fault_of(self, num_requests: int, width: int, logits_of_decodes: torch.Tensor) -> str | None:
         """The fault of a step of R requests that drafts the decodes' tokens; None: it is right."""
@@ -84,7 +92,9 @@ class _Steps:
         fields[:, 0] = np.arange(num_requests) + 1
         fields[:, 1:4] = self._length, drafts.size, drafts.size
         fields[:, DRAFT_FIELD : DRAFT_FIELD + drafts.size] = drafts
-        step, tensors = self._verifies.launch(fields, width, self._has_lora), self._verifies.loop.tensors(num_requests)
+        num_requests *= self._num_ranks
+        step = self._verifies.launch(np.tile(fields, (self._num_ranks, 1)), width, self._has_lora)
+        tensors = self._verifies.loop.tensors(num_requests)
         logits = step.logits.view(num_requests, *expected.shape)
         own = torch.cat((tensors.results.flatten(), tensors.lengths.long(), tensors.last_tokens))
         of_first = own.clone()

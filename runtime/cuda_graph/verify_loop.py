@@ -6,10 +6,11 @@ chosen as well, and append that to the text. So the next step needs nothing of t
 it can be launched while this one runs.
 
 The device owns a request's length and text while such steps follow each other. The host gives both where they begin.
-Ranks that have a model together do the same work each, on rank 0's choice of tokens.
+Ranks that have a model together do the same work each, on rank 0's choice of tokens. Where ranks have requests of their
+own, each has the requests of all, a block a rank, its own first. So rank 0's choice is turned until they are.
 
-Shape legend: R requests of a captured step, C tokens of each, M rows of the slot table, L tokens of a row's text,
-V vocab.
+Shape legend: R requests of a captured step, of all ranks; C tokens of each, M rows of the slot table, L tokens of a
+row's text, V vocab.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class VerifyLoop:
         broadcast: Callable[[torch.Tensor], None],
         most_requests: int,
         most_tokens: int,
+        first_block: tuple[int, int] = (0, 1),
     ) -> None:
         """
         Args:
@@ -76,12 +78,14 @@ class VerifyLoop:
             broadcast: ModelRunner's.
             most_requests: R of the largest step.
             most_tokens: R * C of the largest.
+            first_block: the rank whose requests come first, and of how many with requests of their own.
         """
         device = page_table.device
         num_rows, num_history = req_to_token.shape
         self._pieces, self._choice = pieces, choice
         self._inputs, self._row_state = inputs, row_state
         self._req_to_token, self._page_table, self._broadcast = req_to_token, page_table, broadcast
+        self._first_block = first_block
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -127,8 +131,13 @@ class VerifyLoop:
         arguments = [logits, *state.sampling.tables, rows, seq_lens, self._replay_slot, state.last_tokens, self._chosen]
         tokens = self._choice.end(arguments)[0]
         self._broadcast(tokens)  # draws are rank 0's alone
-        self._accept(tokens.view(num_requests, -1))
+        self._accept(self._own_first(tokens).view(num_requests, -1))
         return tokens
+
+    def _own_first(self, of_rank_0: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values [R or R * C, …] in this rank's order."""
+        rank, num_ranks = self._first_block
+        return of_rank_0.roll(-rank * (of_rank_0.shape[0] // num_ranks), 0) if rank else of_rank_0
 
     def _accept(self, tokens: torch.Tensor) -> None:
         num_requests, state = tokens.shape[0], self._row_state
@@ -209,9 +218,11 @@ class VerifyLoop:
         num_requests, width = tokens.shape
         if draft_ids is not None:
             self._drafted[:num_requests, 1] = (draft_ids != NO_TOKEN).sum(dim=1)
-        self._broadcast(self._drafted[:num_requests])
+        drafted = self._drafted[:num_requests]
+        self._broadcast(drafted)
         self._broadcast(tokens)
-        self._accept(tokens)
+        drafted.copy_(self._own_first(drafted))
+        self._accept(self._own_first(tokens))
         return self._results[:num_requests, 2 : 2 + width], self.counts(num_requests)
 
     def counts(self, num_requests: int) -> torch.Tensor:

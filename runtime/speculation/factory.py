@@ -17,6 +17,7 @@ def make_speculation(
     model: Drafter | None = None,
     captured: Mapping[int, int] | None = None,
     keys_ahead: int = 0,
+    dp_size: int = 1,
 ) -> Speculation | None:
     """How the scheduler speculates; None: it does not.
 
@@ -24,6 +25,7 @@ def make_speculation(
         model: drafts by the draft model, where the runner has one.
         captured: as Speculation has them; None: no step is captured.
         keys_ahead: as Speculation has it; 0: graphs do not hold the draft model.
+        dp_size: ranks with requests of their own; of several the host drafts.
     """
     if section.method == "none":
         return None
@@ -33,7 +35,7 @@ def make_speculation(
         vocab_size=vocab_size,
         by_cost=section.by_cost,
         captured=captured or {},
-        is_on_device=bool(captured) and (section.method == "ngram" or keys_ahead > 0),
+        is_on_device=bool(captured) and dp_size == 1 and (section.method == "ngram" or keys_ahead > 0),
         keys_ahead=keys_ahead,
         fills=section.synthetic_acceptance_length is not None,
     )

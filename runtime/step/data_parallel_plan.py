@@ -107,6 +107,8 @@ class DataParallelStep:
         """
         if media is None:
             return plan
+        if plan.runs is not None and plan.rank_batch is None:  # a captured verify step, which has all requests
+            return with_media(plan, media)
         if plan.rank_batch is None:  # a captured decode, which has the rows of all ranks
             deltas = np.zeros(plan.fields.seq_lens.size, dtype=media.deltas.dtype)
             deltas[plan.token_indices] = media.deltas
@@ -166,6 +168,10 @@ class DataParallelStep:
         """Requests of the rank that has most."""
         return int(np.bincount(ranks_of(batch.rows, self.rows_of_rank)).max())
 
+    def blocks(self, batch: ScheduledBatch, size: int) -> tuple[np.ndarray, int]:
+        """Places of requests in blocks of `size` rows a rank, and the rows of all ranks; see Planner.blocks."""
+        return self._blocks(batch.rows, size)[0], self.num_ranks * size
+
     def _across(self, batch: ScheduledBatch) -> DPMetadata:
         counts = np.bincount(ranks_of(batch.rows, self.rows_of_rank), batch.num_new, self.num_ranks)
         return DPMetadata(tuple(counts.astype(np.int64).tolist()))
@@ -213,6 +219,9 @@ class DataParallelPlanner(Planner):
             raise RuntimeError("no decodes are captured")
         size = self._decodes.padded_requests(self._dp_step.most_requests(batch))
         return self._dp_step.plan_decode(batch, self._pages, size, self._decodes.padding_len)
+
+    def blocks(self, batch: ScheduledBatch, size: int) -> tuple[np.ndarray, int]:
+        return self._dp_step.blocks(batch, size)
 
     def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
         """[T] places of the whole batch; the plan is a part of it."""

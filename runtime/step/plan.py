@@ -98,6 +98,11 @@ class Planner:
         """Plans decodes that are captured."""
         return plan_step(batch, self._pages)
 
+    def blocks(self, batch: ScheduledBatch, size: int) -> tuple[np.ndarray, int]:
+        """Where requests are among the rows of a captured step with up to `size` of each rank, and how many rows there
+        are."""
+        return np.arange(batch.num_requests), batch.num_requests
+
     def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
         """[T] each token's place within its request."""
         return plan.fields.positions

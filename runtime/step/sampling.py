@@ -22,7 +22,7 @@ from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.sampling.acceptance import AcceptedTokens, accept, accept_synthetically, drafted_before
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
-from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN, SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.scored import DrawScores, packed_bits
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
@@ -159,14 +159,20 @@ class StepSampling:
         self, batch: ScheduledBatch, plan: StepPlan, step: CapturedVerify, loop: VerifyLoop, mask: TokenMask | None
     ) -> SampledScores:
         """Chooses the tokens of a captured verify step in place of its graph, and accepts by them; their scores."""
-        flags, count = self.state.flags, batch.num_requests
-        places = torch.arange(step.rows.shape[0], device=step.rows.device).view(count, -1)
+        assert plan.runs is not None, "the plan of a verify step"
+        flags, width = self.state.flags, plan.runs.places.shape[1]
+        places = torch.arange(step.rows.shape[0], device=step.rows.device).view(-1, width)
+        count = places.shape[0]
         drafted = None
         if flags.needs_penalties or flags.needs_bad_words:
             drafted = drafted_before(places, loop.draft_ids(count, places.shape[1] - 1), places.numel())
         sampled = self._sampler(step.logits, self.state, step.rows, flags, step.seq_lens, mask, drafted)
         tokens = sampled.token_ids.view(places.shape)
-        accepted = loop.accept(tokens, None if mask is None else mask.draft_ids)
+        draft_ids = None if mask is None else mask.draft_ids
+        if draft_ids is not None and len(draft_ids) < count:  # requests have places in blocks
+            at = upload(plan.token_indices[::width] // width, draft_ids.device)
+            draft_ids = draft_ids.new_full((count, width - 1), NO_TOKEN).index_copy_(0, at, draft_ids)
+        accepted = loop.accept(tokens, draft_ids)
         self._sampler.record_runs(self.state, step.rows[places[:, 0]], flags, *accepted)
         return self._scores(batch, plan, sampled.logprobs, sampled.scores, step.rows)
 

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.errors import EngineDeadError
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from tests.e2e.test_ranks import followers
 from tests.gpu.test_served_models import reference, reference_scores
 from tests.model.tiny_configs import save_tiny_model, tiny_config
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_of(folder: Path, num_ranks: int, mode: str, backend: str, dtype: str) -> Iterator[Engine]:
+def engine_of(folder: Path, num_ranks: int, mode: str, backend: str, dtype: str, **more: object) -> Iterator[Engine]:
     runtime = {
         "device": "cuda",
         "expert_parallel_size": num_ranks,
@@ -57,7 +58,7 @@ def engine_of(folder: Path, num_ranks: int, mode: str, backend: str, dtype: str)
         "runtime": runtime,
         "cudagraph": {"mode": mode},
         "cache": {"dir": str(folder / "cache")},
-    }
+    } | more
     engine = Engine(EngineConfig.from_dict(sections))
     try:
         yield engine
@@ -95,8 +96,16 @@ def test_so_do_layers_with_a_state(tmp_path):
     assert_near_to_float32(tmp_path, "full_and_piecewise")
 
 
-def assert_near_to_float32(folder: Path, mode: str) -> None:
-    with engine_of(folder, 2, mode, "inductor", "bfloat16") as engine:
+def test_drafts_are_verified_in_one_launch_with_the_same_scores(folder, monkeypatch):
+    launches, launch = [], VerifyGraphs.launch
+    monkeypatch.setattr(VerifyGraphs, "launch", lambda *of: launches.append(len(of[1])) or launch(*of))
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    assert_near_to_float32(folder, "full_and_piecewise", speculative=speculative)
+    assert len(launches) > 20, "the start has left them out"
+
+
+def assert_near_to_float32(folder: Path, mode: str, **more: object) -> None:
+    with engine_of(folder, 2, mode, "inductor", "bfloat16", **more) as engine:
         found = [answers(engine), answers(engine)]  # with hits of the prefix cache
         found += [answers(engine, [prompt]) for prompt in PROMPTS[:3]]  # while the other rank has nothing to do
     exact, rounded = reference(folder / "model", torch.float32), reference(folder / "model", torch.bfloat16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda.driver import _context
+from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from tests.runtime.cuda_graph.played_cases import play_graphs
 from tests.runtime.fake_driver import FakeDriver
 
@@ -34,3 +35,11 @@ def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
 def played(monkeypatch) -> None:
     """Graphs of played_runner, on a CPU."""
     play_graphs(monkeypatch)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[int]:
+    """The requests of each step of drafts that is one launch."""
+    found, launch = [], VerifyGraphs.launch
+    monkeypatch.setattr(VerifyGraphs, "launch", lambda *of: found.append(len(of[1])) or launch(*of))
+    return found

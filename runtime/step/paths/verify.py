@@ -1,14 +1,15 @@
 """Captured verify steps: one launch of a graph that makes its inputs, chooses tokens and accepts drafts.
 
 Drafts are the host's, or the device's own (ScheduledBatch.device_lens). For these the device has the text of each
-request: the host brings what it lacks where such steps begin.
+request: the host brings what it lacks where such steps begin. Ranks with requests of their own have a block of the
+graph's rows each.
 
 Shape legend: R requests of the step, C tokens of each in the graph.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -46,20 +47,23 @@ class VerifyPath(StepPath):
 
     def _width(self, batch: ScheduledBatch) -> int | None:
         """C of the graph that runs a batch of decodes; None: none does."""
-        return self._graphs.width(batch.num_requests, int(batch.num_new.max()))
+        return self._graphs.width(self._planner.most_requests(batch), int(batch.num_new.max()))
 
     def plan(self, batch: ScheduledBatch) -> StepPlan:
         count, width = batch.num_requests, self._width(batch)
         if width is None:
             raise RuntimeError(f"no verify step was captured for {count} requests with {batch.num_new.max()} tokens")
-        requests = np.arange(count)
+        requests, most = np.arange(count), self._planner.most_requests(batch)
+        places, num_rows = self._planner.blocks(batch, self._graphs.padded_requests(most, width))
+        sampled_rows = np.zeros((num_rows, width), dtype=batch.rows.dtype)
+        sampled_rows[places] = batch.rows[:, None]
         fields = StepFields(
             input_ids=_NONE,
             positions=np.zeros(batch.num_tokens, dtype=np.int64),  # the device makes them
             out_cache_loc=_NONE,
             req_pool_indices=batch.rows,
             seq_lens=batch.seq_lens,
-            sampled_rows=np.repeat(batch.rows, width),
+            sampled_rows=sampled_rows.ravel(),
         )
         draft_ids = np.full((count, width - 1), NO_TOKEN, dtype=np.int64)
         if batch.device_lens is None:
@@ -68,7 +72,7 @@ class VerifyPath(StepPath):
             fields=fields,
             is_decode=False,
             sampled=requests.repeat(width),
-            token_indices=np.arange(count * width),
+            token_indices=(places[:, None] * width + np.arange(width)).ravel(),
             score_indices=_NONE,
             prompt_rows=_NONE,
             prompt_num_top=0,
@@ -77,14 +81,14 @@ class VerifyPath(StepPath):
 
     def run(self, step: Step) -> StepResults:
         batch, plan, sampling, loop = step.batch, step.plan, self._sampling, self._graphs.loop
-        count, width = _shape(step)
+        shape = _shape(step)
         sampling.follow_rows(batch)
         sampling.state.flush()
         if batch.device_lens is not None and self._graphs.chain is None:  # which reads none
             self._bring_texts(batch, batch.device_lens)
         launched = self._launch(step)
         if launched.hidden_states is not None and self._graphs.chain is None:
-            is_token = np.arange(width) < batch.num_new[:, None]
+            is_token = np.arange(shape.width) < batch.num_new[:, None]
             rows = upload(np.flatnonzero(is_token), self._runner.device)
             step.hidden_states = launched.hidden_states.index_select(0, rows)
         mask = sampling.mask(batch, plan)
@@ -93,8 +97,8 @@ class VerifyPath(StepPath):
         else:
             scores = sampling.score(batch, plan, launched.logits, launched.tokens, launched.rows)
             if step.choice is SamplingMode.SAMPLED and self._runner.communicator is not None:
-                loop.accept(launched.tokens.view(count, width), None)  # others were told ahead of the masks
-        results = VerifyResults(*loop.results(count), width, scores)
+                loop.accept(launched.tokens.view(shape.rows, -1), None)  # others were told ahead of the masks
+        results = VerifyResults(*loop.results(shape.rows), shape, scores)
         if launched.behind is not None:
             launched.behind.replay()
         return results
@@ -102,7 +106,8 @@ class VerifyPath(StepPath):
     def follow(self, step: Step) -> None:
         launched = self._launch(step)
         if step.choice is SamplingMode.SAMPLED:
-            tokens = torch.empty(_shape(step), dtype=torch.int64, device=self._runner.device)
+            shape = _shape(step)
+            tokens = torch.empty(shape.rows, shape.width, dtype=torch.int64, device=self._runner.device)
             self._graphs.loop.accept(tokens, None)
         if launched.behind is not None:
             launched.behind.replay()
@@ -111,7 +116,7 @@ class VerifyPath(StepPath):
         """Launches a step with what the device lacks, on any rank."""
         batch, plan, runs = step.batch, step.plan, step.plan.runs
         assert runs is not None, "the plan of a verify step"
-        _, width = _shape(step)
+        shape = _shape(step)
         self._pools.restore_states(batch.state_restores)
         self._pools.bring_new_pages(batch)
         fields = np.zeros((batch.num_requests, VERIFY_FIELDS), dtype=np.int32)
@@ -120,14 +125,16 @@ class VerifyPath(StepPath):
             fields[:, 4] = plan.media.deltas
         if batch.device_lens is None:
             fields[:, 1], fields[:, 3] = batch.prefix_lens, batch.num_new - 1
-            fields[:, DRAFT_FIELD : DRAFT_FIELD + width - 1] = runs.draft_ids
+            fields[:, DRAFT_FIELD : DRAFT_FIELD + shape.width - 1] = runs.draft_ids
         else:
             fields[:, 1], fields[:, 3] = batch.device_lens, _OF_DEVICE
             is_known = batch.device_lens != _OF_DEVICE
             if self._runner.communicator is not None and is_known.any():
                 rows = upload(batch.rows[is_known].astype(np.int64), self._runner.device)
                 self._graphs.loop.share_texts(rows, 1 + int(batch.device_lens.max()))
-        return self._graphs.launch(fields, width, self._follow_adapters(batch))
+        of_all = np.zeros((shape.rows, VERIFY_FIELDS), dtype=np.int32)
+        of_all[shape.places] = fields
+        return self._graphs.launch(of_all, shape.width, self._follow_adapters(batch))
 
     def _bring_texts(self, batch: ScheduledBatch, lengths: np.ndarray) -> None:
         """Brings what the device lacks of the texts of requests whose length is the host's."""
@@ -154,36 +161,44 @@ class VerifyResults(StepResults):
         self,
         buffer: StagingBuffer,
         results: np.ndarray,
-        num_tokens: int,
+        shape: _Shape,
         scores: SampledScores,
     ) -> None:
         """
         Args:
             buffer, results: as VerifyLoop.results gives them.
-            num_tokens: C.
         """
         super().__init__(buffer, None, scores)
-        self._results, self._num_tokens = results, num_tokens
+        self._results, self._shape = results, shape
 
     def tokens(self) -> np.ndarray:
         """The tokens as AcceptedTokens.packed has them, once the copy is over."""
         self._buffer.wait()
-        counts, num_drafted = self._results[:, 0], self._results[:, 1]
-        chosen = self._results[:, 2 : 2 + self._num_tokens]
-        is_of_step = np.arange(self._num_tokens) <= num_drafted[:, None]
+        results, width = self._results[self._shape.places], self._shape.width
+        counts, num_drafted, chosen = results[:, 0], results[:, 1], results[:, 2 : 2 + width]
+        is_of_step = np.arange(width) <= num_drafted[:, None]
         is_broken = ((chosen == NO_TOKEN) & is_of_step).any(axis=1) & (num_drafted > 0)
         return np.concatenate((chosen.ravel(), counts, is_broken))
 
     @property
     def num_drafted(self) -> np.ndarray:
-        return self._results[:, 1].copy()
+        drafted: np.ndarray = self._results[self._shape.places, 1]
+        return drafted
 
 
-def _shape(step: Step) -> tuple[int, int]:
-    """(R, C)."""
-    assert step.plan.runs is not None, "the plan of a verify step"
-    count, width = step.plan.runs.places.shape
-    return count, width
+class _Shape(NamedTuple):
+    """The rows of a graph's requests, where the step's R requests are among them, and C."""
+
+    rows: int
+    places: np.ndarray
+    width: int
+
+
+def _shape(step: Step) -> _Shape:
+    runs, sampled_rows = step.plan.runs, step.plan.fields.sampled_rows
+    assert runs is not None and sampled_rows is not None, "the plan of a verify step"
+    width = runs.places.shape[1]
+    return _Shape(sampled_rows.size // width, step.plan.token_indices[::width] // width, width)
 
 
 def _write_drafts(places: np.ndarray, batch: ScheduledBatch) -> None:

@@ -22,7 +22,6 @@ from tests.runtime.step.test_captured_verify import AUTO, FEW, MOST, ahead_steps
 from tests.runtime.step.test_verify_steps import PROMPTS, seen
 
 KINDS = ("conv", "delta", "ssd", "scan")
-launches = captured.launches
 
 
 def kernels_of(name):

@@ -190,14 +190,6 @@ def test_requests_that_join_and_leave_give_the_same_tokens(played, page_size):
     assert ahead_steps(drafted) > 10
 
 
-@pytest.fixture
-def launches(monkeypatch) -> list[int]:
-    """The requests of each step of drafts that is one launch."""
-    found, launch = [], VerifyGraphs.launch
-    monkeypatch.setattr(VerifyGraphs, "launch", lambda *of: found.append(len(of[1])) or launch(*of))
-    return found
-
-
 def decodes_with_drafts(loop: Loop) -> int:
     """Steps of decodes alone that bring drafts."""
     return sum(batch.has_drafts and batch.num_decodes == batch.num_requests for batch in loop.batches)
