@@ -19,6 +19,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 WEIGHT_SCHEMES = "weight_schemes"  # WeightSchemes; without it no weight is quantised
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
+NUM_STAGES = "num_stages"  # int: into how many stages `stage` cuts the layers
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
 LORA = "lora"  # LoraWish: which weights adapters may change; without it none
 ANY_ROWS = "any_rows"  # bool: as PassTarget has it
@@ -44,6 +45,9 @@ VARIANTS = "variants"  # dict: piece → {most tokens: name of the submodule tha
 # name, "" for the slots, which are every layer's).
 CACHE_INPUT = "cache_input"
 CACHE_INPUTS = ("slots", "keys", "values")
+
+# node.meta key, of each node of a graph that is cut into stages, and of each step of its parent: which of them, an int.
+STAGE = "stage"
 
 # node.meta key of the value that the head starts from, where the rows that it works on have been gathered before.
 HEAD_INPUT = "head_input"
@@ -71,6 +75,7 @@ class PassTarget:
         counts_experts: runtime.expert_stats or runtime.routed_experts.
         num_ranks: runtime.tensor_parallel_size.
         num_expert_ranks: runtime.expert_parallel_size.
+        num_stages: runtime.pipeline_parallel_size.
         dtype: the model's; kv_cache_dtype: the KV cache's; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
@@ -89,6 +94,7 @@ class PassTarget:
     counts_experts: bool = False
     num_ranks: int = 1
     num_expert_ranks: int = 1
+    num_stages: int = 1
     attention_backend: str = "torch"
     deterministic: bool = False
     any_rows: bool = False

@@ -52,6 +52,7 @@ from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.spread_experts import SpreadExperts
+from mllm_compile.passes.stage import Stage
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -85,6 +86,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
     GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
     PackLinears,  # on a CPU: our C++ over weights in panels, and in few bits
+    Stage,  # over ranks: each computes a part of the layers
     # From here on the graph is pieces with attention between them.
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module

@@ -1,10 +1,9 @@
-"""Cuts the graph at every layer outside of pieces (attention, and those with a state), at the row gather and before the
-head; a piece is between two cuts."""
+"""Cuts the graph at every layer outside of pieces (attention, and those with a state), between stages of a pipeline, at
+the row gather and before the head; a piece is between two cuts."""
 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, GraphPass, PassResult
+from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, STAGE, GraphPass, PassResult
 from mllm_compile.passes.match.layer_kinds import buffer_of, is_layer
-from mllm_compile.passes.match.nodes import has_input, input_node, is_call, is_symbolic
+from mllm_compile.passes.match.nodes import has_input, input_node, is_call, is_symbolic, size_text
 
 PIECE_PREFIX = "piece_"
 ROW_INPUT = "logits_indices"
@@ -48,15 +47,15 @@ class SplitAtAttention(GraphPass):
         before = len(gm.graph.nodes)
         if any(node.op == "call_module" for node in gm.graph.nodes):  # has pieces already
             return PassResult(gm, 0, before, before)
-        stages = _assign_stages(gm)
-        parent = _ParentBuilder(gm, stages).build()
-        return PassResult(parent, len(stages), before, len(parent.graph.nodes))
+        stretches = _stretches_of(gm)
+        parent = _ParentBuilder(gm, stretches).build()
+        return PassResult(parent, len(stretches), before, len(parent.graph.nodes))
 
 
 @dataclass
-class _Stage:
+class _Stretch:
     nodes: list[fx.Node] = field(default_factory=list)
-    layer: fx.Node | None = None  # the attention or other layer that follows the stage's nodes
+    layer: fx.Node | None = None  # the attention or other layer that follows the stretch's nodes
 
     def inputs(self) -> list[fx.Node]:
         """Tensors from outside in order of first use, so that equal layers read alike; the KV cache, which the
@@ -87,33 +86,35 @@ def _is_size(node: fx.Node) -> bool:
     return is_symbolic(node.meta.get("val"))
 
 
-def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
-    stages = [_Stage()]
-    home: dict[fx.Node, _Stage] = {}
-    # Of stages, each at the first node that is so; a tower has no rows of logits.
+def _stretches_of(gm: fx.GraphModule) -> list[_Stretch]:
+    stretches = [_Stretch()]
+    home: dict[fx.Node, _Stretch] = {}
+    # Of stretches, each at the first node that is so; a tower has no rows of logits.
     starts = [_reads_rows(input_node(gm, ROW_INPUT)), _reads_gathered] if has_input(gm, ROW_INPUT) else []
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or _is_size(node) or _is_layer_buffer(node):
             continue
         if is_layer(node):
-            stages[-1].layer = node
-            stages.append(_Stage())
+            stretches[-1].layer = node
+            stretches.append(_Stretch())
             continue
         for start in starts:
             if start(node):
                 starts.remove(start)
-                stages.append(_Stage())
+                stretches.append(_Stretch())
                 break
-        stage = stages[-1]
+        if stretches[-1].nodes and stretches[-1].nodes[-1].meta.get(STAGE) != node.meta.get(STAGE):
+            stretches.append(_Stretch())
+        stretch = stretches[-1]
         if is_call(node, operator.getitem) and isinstance(node.args[0], fx.Node):
             producer = node.args[0]
             if isinstance(producer.meta.get("val"), tuple | list):
-                stage = home[producer]
+                stretch = home[producer]
         if is_call(node, operator.getitem, torch.transpose) and not _can_cross(node.args[0]):
-            stage = home[node.args[0]]  # type: ignore[index]
-        stage.nodes.append(node)
-        home[node] = stage
-    return [stage for stage in stages if stage.nodes or stage.layer is not None]
+            stretch = home[node.args[0]]  # type: ignore[index]
+        stretch.nodes.append(node)
+        home[node] = stretch
+    return [stretch for stretch in stretches if stretch.nodes or stretch.layer is not None]
 
 
 def _can_cross(value: Any) -> bool:
@@ -123,13 +124,10 @@ def _can_cross(value: Any) -> bool:
     val = value.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return True
-    strides = {_text(size * stride) for size, stride in zip(val.shape, val.stride(), strict=True) if str(size) != "1"}
-    return all(not is_symbolic(stride) or _text(stride) in strides for stride in val.stride())
-
-
-def _text(size: object) -> str:
-    """A size as text; torch writes strides for a T that may be 0."""
-    return re.sub(r"Max\(1, (\w+)\)", r"\1", str(size))
+    strides = {
+        size_text(size * stride) for size, stride in zip(val.shape, val.stride(), strict=True) if str(size) != "1"
+    }
+    return all(not is_symbolic(stride) or size_text(stride) in strides for stride in val.stride())
 
 
 def _reads_rows(rows: fx.Node) -> Callable[[fx.Node], bool]:
@@ -147,9 +145,9 @@ def _is_layer_buffer(node: fx.Node) -> bool:
 class _ParentBuilder:
     """Builds the parent graph: placeholders, piece calls, buffers and ops of layers, output."""
 
-    def __init__(self, gm: fx.GraphModule, stages: list[_Stage]) -> None:
+    def __init__(self, gm: fx.GraphModule, stretches: list[_Stretch]) -> None:
         self.source = gm
-        self.stages = stages
+        self.stretches = stretches
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -158,11 +156,11 @@ class _ParentBuilder:
         for node in self.source.graph.nodes:
             if node.op == "placeholder":
                 self._copy(node, self.graph.placeholder(str(node.target)))
-        for index, stage in enumerate(self.stages):
-            if stage.nodes:
-                self._call_piece(f"{PIECE_PREFIX}{index}", stage)
-            if stage.layer is not None:
-                self._run_layer(stage.layer)
+        for index, stretch in enumerate(self.stretches):
+            if stretch.nodes:
+                self._call_piece(f"{PIECE_PREFIX}{index}", stretch)
+            if stretch.layer is not None:
+                self._run_layer(stretch.layer)
         output = next(node for node in self.source.graph.nodes if node.op == "output")
         self.graph.output(fx.map_arg(output.args[0], self.env.__getitem__))
         parent = fx.GraphModule(self.root, self.graph)
@@ -173,11 +171,12 @@ class _ParentBuilder:
         new.meta.update(old.meta)
         self.env[old] = new
 
-    def _call_piece(self, name: str, stage: _Stage) -> None:
-        inputs, outputs = stage.inputs(), stage.outputs()
-        self.root.add_module(name, _piece_module(self.source, stage, inputs, outputs))
+    def _call_piece(self, name: str, stretch: _Stretch) -> None:
+        inputs, outputs = stretch.inputs(), stretch.outputs()
+        self.root.add_module(name, _piece_module(self.source, stretch, inputs, outputs))
         result = self.graph.call_module(name, tuple(self.env[node] for node in inputs))
         result.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        result.meta[STAGE] = stretch.nodes[0].meta.get(STAGE, 0)
         for index, node in enumerate(outputs):
             self._copy(node, self.graph.call_function(operator.getitem, (result, index)))
 
@@ -194,7 +193,7 @@ class _ParentBuilder:
 
 
 def _piece_module(
-    source: fx.GraphModule, stage: _Stage, inputs: list[fx.Node], outputs: list[fx.Node]
+    source: fx.GraphModule, stretch: _Stretch, inputs: list[fx.Node], outputs: list[fx.Node]
 ) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -202,7 +201,7 @@ def _piece_module(
         env[node] = graph.placeholder(node.name)
         env[node].meta["val"] = node.meta["val"]
     sizes = _SizeMaker(source, graph, inputs, env)
-    for node in stage.nodes:
+    for node in stretch.nodes:
         for arg in node.all_input_nodes:
             if _is_size(arg):
                 sizes.make(arg)

@@ -104,6 +104,7 @@ class RuntimeSection:
 
     device: str
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     expert_parallel_size: int
     distributed_executor_backend: Literal["mp", "ray"]
     attention_backend: BackendName
@@ -150,8 +151,16 @@ class RuntimeSection:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that a model is spread over; only one of the two sizes is more than 1."""
-        return max(self.tensor_parallel_size, self.expert_parallel_size)
+        """Processes that a model is spread over; only one of the sizes of tensors and experts is more than 1."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size) * self.pipeline_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a rank: rank 0, which samples, has the last one, and the last rank the first."""
+        return self.pipeline_parallel_size - 1 - rank // (self.num_ranks // self.pipeline_parallel_size)
+
+    def part_of(self, rank: int) -> int:
+        """The part of its stage's weights that a rank has."""
+        return rank % (self.num_ranks // self.pipeline_parallel_size)
 
     @property
     def max_requests_of_ranks(self) -> int:

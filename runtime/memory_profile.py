@@ -83,7 +83,7 @@ def count_pages(runner: ProfiledModel) -> int:
         if graph_bytes := _graph_bytes(runners):
             budget = budget.without(graph_bytes, "CUDA graphs (by a trial capture)")
     else:
-        budget = cpu_kv_budget(1 if runner.communicator is None else runner.communicator.size)
+        budget = cpu_kv_budget(config.runtime.num_ranks)
         # Pages of memory that were not written yet still count as free.
         budget = budget.without(runner.state_pool.num_rows * runner.state_bytes_per_request, "states")
         budget = budget.without(runner.feature_bytes, "features of images")
@@ -170,6 +170,7 @@ def run_largest_batch(runner: ProfiledModel) -> int:
         runner.run_eager(batch)  # steps that are not divided may be as large
     ones = torch.ones(logits.shape[0], device=device)
     how = (ones, ones * 0.9, (ones * 50).long())
-    sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
+    if logits.shape[0]:  # of a pipeline the last stage alone has some
+        sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
     del runner.token_to_kv_pool, runner.attn_backend
     return 0 if hidden_states is None else hidden_states[0].nbytes

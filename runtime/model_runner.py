@@ -23,6 +23,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
+from mllm_compile.runtime.collectives.stages import StagedCommunicator
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.device.arena import arena_on
 from mllm_compile.runtime.device.memory import check_fits, check_weights_fit
@@ -40,6 +41,7 @@ from mllm_compile.runtime.memory_profile import count_pages
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
 from mllm_compile.runtime.program.loaded import ModelSource
+from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.program.sizes import RunnerSizes
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -93,6 +95,7 @@ class ModelRunner(RunnerSizes):
         """
         self.config = config
         self.communicator: Communicator | None = None
+        self.pipeline: Pipeline | None = None
         self._meet = meet
         self.forward_pass_id = 0
         self.graph_runner: GraphRunner | None = None
@@ -156,6 +159,8 @@ class ModelRunner(RunnerSizes):
             with stage("meet ranks"):
                 self.communicator = self._meet()
                 self.communicator.use_kernels(model.kernels, in_one_order=self.config.runtime.deterministic)
+            if isinstance(self.communicator, StagedCommunicator) and model.stage is not None:
+                self.pipeline = Pipeline(self.communicator, model.stage, self.device)
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         interval_s = self.config.forward_times_interval_s
@@ -178,6 +183,7 @@ class ModelRunner(RunnerSizes):
             forward_times=self.forward_times,
             expert_counts=self.expert_counts,
             expert_routes=self.expert_routes,
+            pipeline=self.pipeline,
         )
         if self.drafter is not None:
             self.drafter.device = self.device
@@ -641,6 +647,18 @@ class ModelRunner(RunnerSizes):
     def broadcast_tokens(self) -> None:
         """Broadcasts rank 0's last sampled tokens to all ranks. Does nothing on one rank."""
         self.broadcast(self.row_state.last_tokens)
+
+    def share_tokens(self, rows: np.ndarray) -> None:
+        """Broadcasts the newest tokens, also of `rows`; in a pipeline stages get them with `await_tokens`."""
+        if self.pipeline is None:
+            self.broadcast_tokens()
+        else:
+            self.pipeline.sampled(rows, self.row_state.last_tokens)
+
+    def await_tokens(self, rows: np.ndarray) -> None:
+        """Has a stage of a pipeline wait for the newest tokens of `rows`, which others have."""
+        if self.pipeline is not None:
+            self.pipeline.await_tokens(rows, self.row_state.last_tokens)
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Broadcasts contiguous `x` from rank 0, in place. Does nothing on one rank."""

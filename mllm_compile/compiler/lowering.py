@@ -244,6 +244,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     _add_projection(graph, built.hf_model)
     of_model = {name: getattr(built.hf_model, name) for name in ("rope", "projection", "block")}
     program = replace(build_program(graph), **of_model)
+    _check_stages(program, config.runtime)
     _check_counted(graph, program, config.runtime)
     if config.runtime.enable_dbo:
         check_divides(program.state_layers)
@@ -308,11 +309,12 @@ def rewrite_graph(
 
 
 def _set_ranks(trace: Trace, hf_model: HFModel, runtime: RuntimeSection) -> None:
-    """Tells `shard` and `spread_experts` for how many ranks it is, and what no checkpoint holds."""
-    from mllm_compile.passes.base import EXPERT_RANKS, IS_CONSTANT, RANKS
+    """Tells `shard`, `spread_experts` and `stage` for how many ranks it is, and what no checkpoint holds."""
+    from mllm_compile.passes.base import EXPERT_RANKS, IS_CONSTANT, NUM_STAGES, RANKS
 
     trace.graph_module.meta[RANKS] = runtime.tensor_parallel_size
     trace.graph_module.meta[EXPERT_RANKS] = runtime.expert_parallel_size
+    trace.graph_module.meta[NUM_STAGES] = runtime.pipeline_parallel_size
     for node in trace.graph_module.graph.find_nodes(op="placeholder"):
         node.meta[IS_CONSTANT] = node.meta.get("weight_name") in hf_model.constants
 
@@ -332,6 +334,16 @@ def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
             f"runtime.expert_parallel_size is {size}, and this model has no experts that can be dealt to as many "
             "ranks: expected a mixture whose number of experts divides by it. Set another, or "
             "runtime.tensor_parallel_size, which cuts any model."
+        )
+
+
+def _check_stages(program: Program, runtime: RuntimeSection) -> None:
+    """Refuses more stages than the model has."""
+    if len(program.stages) + 1 != runtime.pipeline_parallel_size:
+        raise ConfigError(
+            f"runtime.pipeline_parallel_size is {runtime.pipeline_parallel_size}, and this model has "
+            f"{len(program.layers) + len(program.state_layers)} layers that attend or have a state, between which it "
+            "cannot be cut as often. Set a smaller one, or runtime.tensor_parallel_size."
         )
 
 
@@ -392,6 +404,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         counts_experts=config.runtime.sees_experts,
         num_ranks=config.runtime.tensor_parallel_size,
         num_expert_ranks=config.runtime.expert_parallel_size,
+        num_stages=config.runtime.pipeline_parallel_size,
         attention_backend=config.runtime.attention_backend,
         deterministic=config.runtime.deterministic,
         any_rows=config.runtime.any_rows,

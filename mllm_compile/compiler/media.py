@@ -47,6 +47,9 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
             adapter = tower_adapter(hf_model)
         if adapter is None:
             return lowered
+        if config.runtime.pipeline_parallel_size > 1:
+            reporter.announce("its text is served without images: runtime.pipeline_parallel_size is set")
+            return lowered
         with reporter.stage("trace images"), gc_paused():
             text = adapter.trace_text(device, max_traced_tokens(config))
             check_trace(text, hf_model)

@@ -19,6 +19,7 @@ from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
     PANELS,
     QUANTISED_TENSORS,
+    STAGE,
     STATE_LAYERS,
     VARIANTS,
     PackedPart,
@@ -36,7 +37,15 @@ from mllm_compile.passes.match.layer_kinds import (
 from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.calls import name_of
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import BATCH_INPUTS, ExpertWeight, PieceVariant, Program, QuantisedWeight
+from mllm_compile.runtime.program.spec import (
+    BATCH_INPUTS,
+    ExpertWeight,
+    HandedValue,
+    PieceVariant,
+    Program,
+    QuantisedWeight,
+    StageStart,
+)
 from mllm_compile.runtime.program.steps import (
     AttentionStep,
     PackedAttentionStep,
@@ -66,7 +75,10 @@ _SIZE_NAMES = {
 def build_program(graph: fx.GraphModule) -> Program:
     """One step for each piece call, each attention and each layer with a state, in order."""
     steps: list[Step] = []
+    stages: list[int] = []
     for node in graph.graph.nodes:
+        if node.op == "call_module" or lowered_kind(node) is not None:
+            stages.append(node.meta.get(STAGE, 0))
         if node.op == "call_module":
             outputs = sorted((user.args[1], user.name) for user in node.users if user.target is operator.getitem)
             count = len(node.meta["val"])
@@ -101,7 +113,27 @@ def build_program(graph: fx.GraphModule) -> Program:
         panels=dict(graph.meta.get(PANELS, {})),
         inputs=_own_inputs(graph),
         further_outputs=tuple(map(_value_name, others)),
+        stages=_stages(graph, steps, stages),
     )
+
+
+def _stages(graph: fx.GraphModule, steps: Sequence[Step], stages: Sequence[int]) -> tuple[StageStart, ...]:
+    """Where each stage but the first begins; `stages` has each step's."""
+    given = {_value_name(node) for node in graph.graph.find_nodes(op="placeholder")}
+    nodes = {node.name: node for node in graph.graph.nodes}
+    found = []
+    for stage in range(1, max(stages, default=0) + 1):
+        first = stages.index(stage)
+        made = {name for step in steps[:first] for name in step.writes}
+        read = dict.fromkeys(name for step in steps[first:] for name in step.reads)
+        found.append(StageStart(first, tuple(_handed(nodes[name]) for name in read if name in made - given)))
+    return tuple(found)
+
+
+def _handed(node: fx.Node) -> HandedValue:
+    val = node.meta["val"]
+    shape = tuple(-1 if is_symbolic(size) else int(size) for size in val.shape)
+    return HandedValue(_value_name(node), shape, str(val.dtype).removeprefix("torch."))
 
 
 def _own_inputs(graph: fx.GraphModule) -> tuple[str, ...]:

@@ -73,6 +73,12 @@ def detect_device(asked: str) -> DeviceInfo:
     return DeviceInfo(device, name, importlib.util.find_spec("flashinfer") is not None, is_hopper(device))
 
 
+# Features that stages of a pipeline do not have.
+_NOT_STAGED = {
+    "enable_dbo": "a step's halves would be handed on apart",
+    "expert_stats": "each stage counts its own layers",
+    "routed_experts": "each stage sees its own layers",
+}
 # Features that experts spread over ranks do not have.
 _NOT_SPREAD = {
     "deterministic": "steps have as many tokens as the rank that has most",
@@ -103,10 +109,14 @@ def check_ranks(runtime: RuntimeSection) -> None:
             f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size} and runtime.expert_parallel_size "
             f"{runtime.expert_parallel_size}: a model is cut, or its experts are spread. Set one of them alone."
         )
-    key = "tensor_parallel_size" if runtime.tensor_parallel_size > 1 else "expert_parallel_size"
+    keys = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
+    key = next(name for name in keys if getattr(runtime, name) > 1)
+    if runtime.pipeline_parallel_size > 1:
+        _check_stages(runtime)
     if runtime.skip_compiled:
         raise ConfigError(
-            f"runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.{key} is {num_ranks}. "
+            f"runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.{key} is "
+            f"{getattr(runtime, key)}. "
             "Set one of them alone."
         )
     for other, why in _NOT_SPREAD.items():
@@ -117,6 +127,18 @@ def check_ranks(runtime: RuntimeSection) -> None:
             )
     if runtime.device.startswith("cuda"):
         check_gpus(runtime.device, num_ranks, key)
+
+
+def _check_stages(runtime: RuntimeSection) -> None:
+    given = f"runtime.pipeline_parallel_size is {runtime.pipeline_parallel_size}"
+    if runtime.expert_parallel_size > 1:
+        raise ConfigError(
+            f"{given} and runtime.expert_parallel_size {runtime.expert_parallel_size}: ranks with requests of their "
+            "own are no stages. Set one of them alone, or runtime.tensor_parallel_size beside stages."
+        )
+    for name, why in _NOT_STAGED.items():
+        if getattr(runtime, name):
+            raise ConfigError(f"{given} and runtime.{name} is set, but {why}. Set one of them alone.")
 
 
 def check_gpus(device: str, num_ranks: int, key: str = "tensor_parallel_size") -> None:

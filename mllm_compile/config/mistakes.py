@@ -67,6 +67,8 @@ _NAMES_ELSEWHERE = {
     "cuda_graph_bs": "cudagraph.decode_requests",
     "tp": "runtime.tensor_parallel_size",
     "tp_size": "runtime.tensor_parallel_size",
+    "pp": "runtime.pipeline_parallel_size",
+    "pp_size": "runtime.pipeline_parallel_size",
     "ep_size": "runtime.expert_parallel_size",
     "enable_prefix_caching": "runtime.enable_prefix_cache",
     "no_enable_prefix_caching": "runtime.enable_prefix_cache: false",
@@ -93,7 +95,6 @@ _NAMES_ELSEWHERE = {
 
 # Options of vLLM's that ask for what there is not.
 _NOT_THERE = {
-    "pipeline_parallel_size": "layers are not spread; runtime.tensor_parallel_size cuts each over several GPUs",
     "data_parallel_size": "an engine is one replica; serve others on other GPUs, or spread a mixture's experts: "
     "runtime.expert_parallel_size",
     "all2all_backend": "tokens go to spread experts and back by NCCL",

@@ -182,6 +182,12 @@ def _speculative(
 
 def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
     """The section; its targets stay open where they are `auto`: they show when the model is compiled."""
+    if asked.max_adapters and runtime.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"lora.max_adapters is {asked.max_adapters} and runtime.pipeline_parallel_size "
+            f"{runtime.pipeline_parallel_size}: stages take no adapters. Leave out one of them, or set "
+            "runtime.tensor_parallel_size."
+        )
     if asked.max_adapters and runtime.skip_compiled:
         raise ConfigError(
             f"lora.max_adapters is {asked.max_adapters}, and runtime.skip_compiled is set: the eager model takes no "
@@ -286,8 +292,8 @@ def _why_no_panels(config: EngineConfig, device: DeviceInfo) -> str | None:
         return "with compile.backend: eager linears compute in the model's type"
     if _PANELS_PASS in config.compile.disable_passes:
         return f"compile.disable_passes names {_PANELS_PASS}"
-    num_ranks = config.runtime.tensor_parallel_size * config.runtime.expert_parallel_size
-    return "over ranks linears compute in the model's type" if num_ranks > 1 else None
+    are_cut = config.runtime.tensor_parallel_size * config.runtime.expert_parallel_size > 1
+    return "over ranks linears compute in the model's type" if are_cut else None
 
 
 def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
@@ -464,6 +470,8 @@ def _cascade_attention(
         refusal = "without runtime.enable_prefix_cache no requests have the same pages"
     elif asked.expert_parallel_size > 1:
         refusal = "captured decodes of several ranks with requests of their own share no prefix"
+    elif asked.pipeline_parallel_size > 1:
+        refusal = "a step of stages (runtime.pipeline_parallel_size) is not captured whole"
     elif runtime.max_running_requests == 1:
         refusal = "with runtime.max_running_requests 1 no two requests decode together"
     elif has_kernels and not split_decode:

@@ -203,6 +203,8 @@ def _graph_mode(asked: CudaGraphConfig, runtime: RuntimeSection, device: DeviceI
             return "none", "a CPU has no CUDA graphs"
         if runtime.skip_compiled:
             return "none", "runtime.skip_compiled"
+        if runtime.pipeline_parallel_size > 1:
+            return "piecewise", "a stage waits for the one before it outside of graphs"
         if runtime.attention_backend == "torch":
             return "piecewise", "the torch attention backend cannot be captured"
         if runtime.deterministic and not runtime.any_rows:
@@ -217,6 +219,11 @@ def _graph_mode(asked: CudaGraphConfig, runtime: RuntimeSection, device: DeviceI
     if mode != "none" and runtime.skip_compiled:
         raise ConfigError(
             f"cudagraph.mode is {mode}, but with runtime.skip_compiled there are no pieces to capture. Set it to none."
+        )
+    if mode in _FULL_MODES and runtime.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, and runtime.pipeline_parallel_size {runtime.pipeline_parallel_size}: a step of "
+            "stages is not captured whole. Set it to auto, piecewise or none."
         )
     if mode in _FULL_MODES and runtime.attention_backend == "torch":
         raise ConfigError(

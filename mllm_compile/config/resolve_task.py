@@ -17,7 +17,8 @@ _ENCODERS = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)(Model|ForMaskedLM|ForPre
 _OF_GENERATION = {
     "runtime": (
         *("deterministic", "enable_sleep_mode", "expert_stats", "routed_experts", "skip_compiled", "enable_dbo"),
-        *("tensor_parallel_size", "expert_parallel_size", "max_total_tokens", "kv_offloading_size", "kv_events_config"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "max_total_tokens"),
+        *("kv_offloading_size", "kv_events_config"),
     ),
     "speculative": ("method",),
     "lora": ("max_adapters",),

@@ -222,6 +222,9 @@ class RuntimeConfig(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Stages that each compute a part of the layers, one behind the other; each has tensor_parallel_size ranks."""
+
     expert_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
     weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
@@ -351,6 +354,11 @@ class RuntimeConfig(Section):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError("auto, cpu, cuda or cuda:N")
         return device
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that a model is spread over, as RuntimeSection has it."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size) * self.pipeline_parallel_size
 
 
 class SpeculativeConfig(Section):

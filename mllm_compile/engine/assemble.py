@@ -207,6 +207,8 @@ def _live_weights(runner: ModelRunner) -> LiveWeights | str:
     """The weights, for updates; a text: why they stay."""
     if runner.model.live is None:
         return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
+    if runner.pipeline is not None:
+        return "runtime.pipeline_parallel_size is set: weights of stages cannot be updated. Set tensor_parallel_size."
     if runner.model.lora is not None and runner.model.lora.pool.scaled:
         return "lora.dora is set: scales of adapters are of the norms of these weights. Leave it out to update them."
     return runner.model.live
@@ -336,9 +338,8 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     runtime = settings.runtime
-    group = early.take_group(runtime.num_ranks, runtime.device) or RankGroup(
-        runtime.num_ranks, runtime.device, runtime.distributed_executor_backend, early.take, timeline
-    )
+    sizes = runtime.num_ranks, runtime.pipeline_parallel_size, runtime.device
+    group = early.take_group(*sizes) or RankGroup(*sizes, runtime.distributed_executor_backend, early.take, timeline)
     started: list[ModelRunner] = []
     try:
         group.load(compiled, settings.num_pages)

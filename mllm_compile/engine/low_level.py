@@ -126,11 +126,11 @@ def _check(config: EngineConfig | ResolvedConfig) -> None:
             f"lora.adapters has {short_repr(next(iter(config.lora.adapters)))}; expected none, as the caller loads the "
             "adapters of a model that is driven by hand. Leave it out, or use Engine."
         )
-    num_ranks = runtime.tensor_parallel_size * runtime.expert_parallel_size
+    num_ranks = runtime.num_ranks
     if num_ranks > 1:
         raise ConfigError(
             f"the config is of {num_ranks} ranks; expected one, as nobody drives the others by hand. Set "
-            "runtime.tensor_parallel_size: 1 and runtime.expert_parallel_size: 1, or use Engine."
+            "runtime.tensor_parallel_size, pipeline_parallel_size and expert_parallel_size to 1, or use Engine."
         )
 
 

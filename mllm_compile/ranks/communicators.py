@@ -13,6 +13,7 @@ from mllm_compile.ranks.start import Meeting
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
+from mllm_compile.runtime.collectives.stages import StagedCommunicator
 from mllm_compile.runtime.errors import DeviceError
 
 
@@ -36,10 +37,14 @@ def join(meeting: Meeting, place: int) -> Communicator:
     Raises:
         DeviceError, RuntimeError: another one ended meanwhile, or there is no way to it.
     """
+    whole: GlooCommunicator | NcclCommunicator
     if meeting.nccl_id is None:
-        return GlooCommunicator(meeting.rank, meeting.size, place)
-    os.close(place)
-    return NcclCommunicator(meeting.rank, meeting.size, bytes.fromhex(meeting.nccl_id), torch.device(meeting.device))
+        whole = GlooCommunicator(meeting.rank, meeting.size, place)
+    else:
+        os.close(place)
+        group_id, device = bytes.fromhex(meeting.nccl_id), torch.device(meeting.device)
+        whole = NcclCommunicator(meeting.rank, meeting.size, group_id, device)
+    return whole if meeting.num_stages == 1 else StagedCommunicator(whole, meeting.num_stages)
 
 
 class Joining:

@@ -29,17 +29,19 @@ class EarlyRanks:
         self._waiting: dict[int, LocalRank] = {}
         self._group: RankGroup | None = None
         self._device = ""  # as runtime.device
+        self._num_stages = 1
         self.free_bytes: int | None = None
 
-    def start(self, num_ranks: int, device: str) -> None:
+    def start(self, num_ranks: int, device: str, num_stages: int = 1) -> None:
         """Starts the followers of so many ranks; none where there is no room: the group says so.
 
         Args:
             device: as runtime.device.
+            num_stages: of the pipeline that they are.
         """
         from mllm_compile.ranks.launch_local import LocalRank
 
-        self._device = device
+        self._device, self._num_stages = device, num_stages
         with suppress(OSError):
             for rank in range(1, num_ranks):
                 self._waiting[rank] = LocalRank(rank)
@@ -64,7 +66,7 @@ class EarlyRanks:
             if device != "cpu":
                 check_gpus(device, num_ranks)
                 self.free_bytes = torch.cuda.mem_get_info(device)[0]
-            self._group = RankGroup(num_ranks, device, "mp", self.take, timeline)
+            self._group = RankGroup(num_ranks, self._num_stages, device, "mp", self.take, timeline)
 
     def take(self, rank: int) -> LocalRank | None:
         """The process of a rank, which is the caller's now, or None if none runs."""
@@ -74,15 +76,15 @@ class EarlyRanks:
             return None
         return process
 
-    def take_group(self, num_ranks: int, device: str) -> RankGroup | None:
+    def take_group(self, num_ranks: int, num_stages: int, device: str) -> RankGroup | None:
         """The group of ranks that meet, which is the caller's now, or None.
 
         Args:
-            num_ranks, device: of the runtime, which may not be what was asked for: a folder that was told of another
-                group has been changed since.
+            num_ranks, num_stages, device: of the runtime, which may not be what was asked for: a folder that was told
+                of another group has been changed since.
         """
         group, self._group = self._group, None
-        if group is not None and (group.size, group.device) != (num_ranks, device):
+        if group is not None and (group.size, group.num_stages, group.device) != (num_ranks, num_stages, device):
             group.close()
             return None
         return group
@@ -101,10 +103,9 @@ def early_ranks(source: EngineConfig | Path) -> Iterator[EarlyRanks]:
     ranks = EarlyRanks()
     try:
         asked = runtime_settings(source)
-        if asked is not None and asked.distributed_executor_backend == "mp":
-            num_ranks = max(asked.tensor_parallel_size, asked.expert_parallel_size)
-            if 1 < num_ranks <= MAX_RANKS:
-                ranks.start(num_ranks, asked.device)
+        is_here = asked is not None and asked.distributed_executor_backend == "mp"
+        if asked is not None and is_here and 1 < asked.num_ranks <= MAX_RANKS:
+            ranks.start(asked.num_ranks, asked.device, asked.pipeline_parallel_size)
         yield ranks
     finally:
         ranks.close()

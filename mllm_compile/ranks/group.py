@@ -97,12 +97,19 @@ class RankGroup:
     """
 
     def __init__(
-        self, num_ranks: int, device: str, backend: str, take: Callable[[int], LocalRank | None], timeline: Timeline
+        self,
+        num_ranks: int,
+        num_stages: int,
+        device: str,
+        backend: str,
+        take: Callable[[int], LocalRank | None],
+        timeline: Timeline,
     ) -> None:
         """Starts the followers.
 
         Args:
             num_ranks: with this one.
+            num_stages: of the pipeline that they are.
             device: rank 0's: cpu or cuda:N.
             backend: as runtime.distributed_executor_backend.
             take: gives a rank's process that was started ahead, or None.
@@ -112,7 +119,7 @@ class RankGroup:
             ConfigError: as RayLauncher.
             DeviceError: there is no room for processes, or for what they share.
         """
-        self.size, self.device = num_ranks, device
+        self.size, self.num_stages, self.device = num_ranks, num_stages, device
         self._timeline = timeline
         self._failure: MllmError | None = None
         self._is_ready = self._is_closing = self._is_closed = False
@@ -141,8 +148,9 @@ class RankGroup:
             self._watcher = watcher
             for follower in self._followers:
                 own = device_of_rank(device, follower.rank)
-                follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [place])
-            self._joining = Joining(partial(self._join, Meeting(0, self.size, device, meeting_id), os.dup(place)))
+                follower.tell(Meeting(follower.rank, self.size, num_stages, own, meeting_id), [place])
+            own_meeting = Meeting(0, self.size, num_stages, device, meeting_id)
+            self._joining = Joining(partial(self._join, own_meeting, os.dup(place)))
         except OSError as error:
             self.close()
             raise DeviceError(f"a rank's process cannot be started: {error.strerror}. Set fewer ranks.") from error

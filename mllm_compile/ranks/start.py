@@ -29,12 +29,14 @@ class Meeting:
 
     Attributes:
         rank, size: which of how many it is.
+        num_stages: of the pipeline that they are.
         device: its own.
         nccl_id: NCCL's id in hexadecimal; None: they meet in the file, by gloo.
     """
 
     rank: int
     size: int
+    num_stages: int
     device: str
     nccl_id: str | None
 

@@ -143,7 +143,9 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
     """For how many ranks a program is; of one rank this is no factor."""
     runtime = config.runtime
     sizes = {"tensor parallel": runtime.tensor_parallel_size, "expert parallel": runtime.expert_parallel_size}
-    return {name: f"{size} ranks" for name, size in sizes.items() if size > 1}
+    stages = runtime.pipeline_parallel_size
+    found = {name: f"{size} ranks" for name, size in sizes.items() if size > 1}
+    return found | ({"pipeline parallel": f"{stages} stages"} if stages > 1 else {})
 
 
 def _part(config: ResolvedConfig) -> dict[str, str]:

@@ -22,6 +22,8 @@ from mllm_compile.runtime.program.link import LinkedProgram, current_device, lin
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.projection import Projection
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.stages import stage_program
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Places
@@ -57,7 +59,13 @@ class ArtifactSource:
                 are the model's (shared_weights.py).
         """
         self._runtime, self._artifact = runtime, runtime.artifact
-        self._weights, self._rank = runtime.artifact.weights_of(rank), rank
+        section = runtime.config.runtime
+        self._rank = section.part_of(rank)
+        self._stage = stage_program(runtime.artifact.program, section.stage_of(rank))
+        self._weights = runtime.artifact.weights_of(self._rank)
+        if runtime.artifact.program.stages:
+            names = set(self._program.every_weight())
+            self._weights = tuple(spec for spec in self._weights if spec.name in names)
         self._lender = lender
         self._lent = {} if lender is None else shared_weights(lender._runtime, runtime)
         self._loaded: ReferenceType[LiveWeights] | None = None
@@ -69,8 +77,12 @@ class ArtifactSource:
         beside.shutdown(wait=False)
 
     @property
+    def _program(self) -> Program:
+        return self._stage.program
+
+    @property
     def weight_bytes(self) -> int:
-        lora = self._artifact.program.lora
+        lora = self._program.lora
         of_adapters = 0 if lora is None else lora.layout.num_bytes
         return sum(spec.num_bytes for spec in self._weights if spec.name not in self._lent) + of_adapters
 
@@ -97,27 +109,25 @@ class ArtifactSource:
         return LoadedModel(
             executor=executor,
             layers=layers,
-            state_layers=artifact.program.state_layers,
+            state_layers=self._program.state_layers,
             layer_kernels=linked.layer_kernels,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
             verify=linked.verify,
-            kernels=artifact.program.every_cuda_kernel(),
+            kernels=self._program.every_cuda_kernel(),
             media=linked.bind_media(weights),
             pooling=linked.bind_pooling(weights),
             lora=lora,
             live=live,
             arena=arena,
-            reads_hidden_states="hidden_states" in artifact.program.inputs,
-            projection=None
-            if artifact.program.projection is None
-            else Projection.of(artifact.program.projection, weights),
-            block=artifact.program.block,
-            has_experts=bool(artifact.program.expert_weights),
+            reads_hidden_states="hidden_states" in self._program.inputs,
+            projection=None if self._program.projection is None else Projection.of(self._program.projection, weights),
+            block=self._program.block,
+            has_experts=bool(self._program.expert_weights),
             num_experts={
                 # Of weights that are spread over ranks, which are all that such a program counts.
-                name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts * num_ranks
-                for name in artifact.program.counted_experts
+                name.rpartition(".")[0]: self._program.expert_weights[name].num_experts * num_ranks
+                for name in self._program.counted_experts
             },
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -126,15 +136,17 @@ class ArtifactSource:
             vocab_size=sizes.vocab_size,
             num_hidden_layers=sizes.num_hidden_layers,
             context_len=sizes.context_len,
-            rope=artifact.program.rope,
+            rope=self._program.rope,
+            stage=self._stage if artifact.program.stages else None,
         )
 
     def _link(self, device: torch.device) -> LinkedProgram:
         artifact = self._artifact
         suffix = artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
-            pieces = {piece: load_piece(piece + suffix, data) for piece, data in artifact.pieces.items()}
-            return link(artifact.program, pieces, artifact.binaries, device)
+            own = self._program.every_piece_id()
+            pieces = {piece: load_piece(piece + suffix, artifact.pieces[piece]) for piece in own}
+            return link(self._program, pieces, artifact.binaries, device)
 
     def _find_kernels(self) -> None:
         """Imports FlashInfer, which takes seconds and so begins first, and finds the runtime's kernels."""
@@ -161,7 +173,7 @@ class ArtifactSource:
                 else:
                     with artifact.trusted.naming_itself():
                         factors = load_weights(specs, weights, self._weights_root, stage.advance)
-                panels = artifact.program.every_panels()
+                panels = self._program.every_panels()
                 for name, unit in panels.items():
                     if name not in lent:
                         put_in_panels(weights[name], unit)

@@ -14,7 +14,7 @@ def check_config(config: EngineConfig | ResolvedConfig) -> None:
         ConfigError: the config asks for what cannot be trained.
     """
     runtime, method, quantization = config.runtime, config.speculative.method, config.model.quantization
-    num_ranks = runtime.tensor_parallel_size * runtime.expert_parallel_size
+    num_ranks = runtime.num_ranks
     if not runtime.deterministic:
         raise ConfigError(
             "trainable: runtime.deterministic is false, and log-probabilities then depend on the rest of a batch. Set "
@@ -22,8 +22,8 @@ def check_config(config: EngineConfig | ResolvedConfig) -> None:
         )
     if num_ranks > 1:
         raise ConfigError(
-            f"trainable: the config is of {num_ranks} ranks; expected one. Set runtime.tensor_parallel_size: 1 and "
-            "runtime.expert_parallel_size: 1."
+            f"trainable: the config is of {num_ranks} ranks; expected one. Set "
+            "runtime.tensor_parallel_size, pipeline_parallel_size and expert_parallel_size to 1."
         )
     if method != "none":
         raise ConfigError(f"trainable: speculative.method is {method}; expected none. Leave it out.")

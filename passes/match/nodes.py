@@ -84,6 +84,11 @@ def is_symbolic(value: object) -> bool:
     return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
+def size_text(size: object) -> str:
+    """A size as text; torch writes strides for a T that may be 0."""
+    return re.sub(r"Max\(1, (\w+)\)", r"\1", str(size))
+
+
 def drop_dead_nodes(gm: fx.GraphModule) -> None:
     """Erases calls whose result is unused. The graph is functional: an unused op is kept only if its schema says that
     it writes, as in ops of attention and of the KV cache."""

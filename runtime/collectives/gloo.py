@@ -6,7 +6,8 @@ torch's own process group, without torch.distributed's globals: a process may ha
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # a rank that hangs is seen by another way, and killed; a rank may be idle for long
+_MOST_SENT = 16  # values that are on their way before a sender waits: as many as any steps in flight have
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
 
@@ -46,22 +48,43 @@ class GlooCommunicator(PlainCommunicator):
         Raises:
             RuntimeError: another rank ended meanwhile, or did not come.
         """
-        from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+        from torch._C._distributed_c10d import FileStore
 
-        self.rank, self.size = rank, size
+        self._place: int | None = place
+        try:
+            self._join(rank, size, FileStore(f"/proc/self/fd/{place}", size))
+        except BaseException:
+            self.close()
+            raise
+
+    _group: Any = None
+    _link: GlooLink | None = None
+
+    def _join(self, rank: int, size: int, store: Any) -> None:
+        from torch._C._distributed_c10d import ProcessGroupGloo
+
+        self.rank, self.size, self._store = rank, size, store
         self._in_one_order = False
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _JOIN_TIMEOUT
-        self._place: int | None = place
-        self._group: Any = None
-        try:
-            self._group = gloo(FileStore(f"/proc/self/fd/{place}", size), rank, size, options)
-        except BaseException:
-            self.close()
-            raise
+        self._group = gloo(store, rank, size, options)
         self._group._set_default_timeout(_TIMEOUT)
+
+    def part(self, name: str, ranks: Sequence[int]) -> GlooCommunicator | None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        if self.rank not in ranks:
+            return None
+        part = GlooCommunicator.__new__(GlooCommunicator)
+        part._place = None
+        part._join(list(ranks).index(self.rank), len(ranks), PrefixStore(name, self._store))
+        return part
+
+    def link(self) -> GlooLink:
+        self._link = GlooLink(self)
+        return self._link
 
     def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         self._in_one_order = in_one_order and self.size > 2  # two numbers have one sum
@@ -92,7 +115,35 @@ class GlooCommunicator(PlainCommunicator):
         """A wait ends by itself when the process that it waits for does."""
 
     def close(self) -> None:
-        self._group = None  # it writes to the place that it ends
+        if self._link is not None:
+            self._link.close()
+        self._group = self._store = None  # it writes to the place that it ends
         place, self._place = self._place, None
         if place is not None:
             os.close(place)
+
+
+class GlooLink:
+    """The way between the two ranks of a group."""
+
+    def __init__(self, group: GlooCommunicator) -> None:
+        self._group, self._other = group, 1 - group.rank
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # gloo reads the memory until then
+
+    def send(self, x: torch.Tensor) -> None:
+        with _told("a value's way"):
+            if len(self._sent) == _MOST_SENT:
+                self._sent.popleft()[0].wait()
+            self._sent.append((self._group._group.send([_bytes_of(x)], self._other, 0), x))
+
+    def receive(self, x: torch.Tensor) -> None:
+        with _told("a value's way"):
+            self._group._group.recv([_bytes_of(x)], self._other, 0).wait()
+
+    def close(self) -> None:
+        """Lets go of what was sent."""
+        self._sent.clear()
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -20,7 +21,7 @@ from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
-from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, SUM, TYPES, UniqueId, check, library
+from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, NO_PART, SUM, TYPES, UniqueId, check, library
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
     PushedSums,
@@ -69,15 +70,17 @@ class NcclCommunicator:
         Raises:
             DeviceError: NCCL cannot be loaded, or connects no GPUs.
         """
-        self.rank, self.size = rank, size
-        self._device = device
-        self._handle: ctypes.c_void_p | None = None
-        self._lock = threading.Lock()  # of giving the handle up
         handle, shared = ctypes.c_void_p(), UniqueId()
         ctypes.memmove(ctypes.byref(shared), group_id, ID_BYTES)
         with torch.cuda.device(device):
             check(_settled().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
-        self._handle = handle
+        self._take(handle, rank, size, device)
+
+    def _take(self, handle: ctypes.c_void_p, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._device = device
+        self._handle: ctypes.c_void_p | None = handle
+        self._lock = threading.Lock()  # of giving the handle up
         self._in_one_order = False
         self._pushed: PushedSums | None = None
         self._sent: SentSums | None = None
@@ -99,6 +102,21 @@ class NcclCommunicator:
             self._sent = SentSums(self.rank, self._shared(sent_bytes(self.size), 0), self._device)
         if any(isinstance(kernel, ChooseKernel) for kernel in self._kernels):
             self._choice = TokenChoice(self.rank, self._shared(choice_bytes(self.size), 0), self._device)
+
+    def part(self, name: str, ranks: Sequence[int]) -> NcclCommunicator | None:
+        handle, is_in = ctypes.c_void_p(), self.rank in ranks
+        place = list(ranks).index(self.rank) if is_in else 0
+        with torch.cuda.device(self._device):
+            made = library().ncclCommSplit(self._open(), 0 if is_in else NO_PART, place, ctypes.byref(handle), None)
+        check(made, f"making a group of {name}")
+        if not is_in:
+            return None
+        part = NcclCommunicator.__new__(NcclCommunicator)
+        part._take(handle, place, len(ranks), self._device)
+        return part
+
+    def link(self) -> NcclLink:
+        return NcclLink(self, self._device)
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
         in_order = InOrder(self._device)
@@ -220,3 +238,25 @@ class NcclCommunicator:
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
+
+
+class NcclLink:
+    """The way between the two ranks of a group. What is sent goes on a stream of its own: the next step of this rank
+    does not wait until the other has taken it."""
+
+    def __init__(self, group: NcclCommunicator, device: torch.device) -> None:
+        self._group, self._other = group, 1 - group.rank
+        self._stream = torch.cuda.Stream(device)
+        self._sent: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor) -> None:
+        while self._sent and self._sent[0][0].query():
+            self._sent.popleft()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        arguments = (x.data_ptr(), x.nbytes, TYPES[torch.uint8], self._other, self._group._open())
+        check(library().ncclSend(*arguments, self._stream.cuda_stream), "sending a value")
+        self._sent.append((self._stream.record_event(), x))
+
+    def receive(self, x: torch.Tensor) -> None:
+        arguments = (x.data_ptr(), x.nbytes, TYPES[torch.uint8], self._other, self._group._open())
+        check(library().ncclRecv(*arguments, self._group._stream()), "receiving a value")

@@ -23,6 +23,7 @@ TYPES = {
     torch.bfloat16: 9,
 }
 SUM = 0
+NO_PART = -1  # of a rank that is in none of the parts of a group
 IN_PROGRESS = 7  # a call that goes on, of a group that waits for nobody
 
 
@@ -67,6 +68,9 @@ def library() -> ctypes.CDLL:
     found.ncclReduceScatter.argtypes = [handle, handle, size, kind, kind, handle, handle]
     found.ncclAllGather.argtypes = [handle, handle, size, kind, handle, handle]
     found.ncclBroadcast.argtypes = [handle, handle, size, kind, kind, handle, handle]
+    found.ncclSend.argtypes = [handle, size, kind, kind, handle, handle]
+    found.ncclRecv.argtypes = [handle, size, kind, kind, handle, handle]
+    found.ncclCommSplit.argtypes = [handle, kind, kind, ctypes.POINTER(handle), handle]
     found.ncclCommAbort.argtypes = [handle]
     found.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(handle), kind, UniqueId, kind, ctypes.POINTER(Config)]
     found.ncclCommGetAsyncError.argtypes = [handle, ctypes.POINTER(kind)]

@@ -146,6 +146,10 @@ class ProgramExecutor:
         names = [name for name in (*TOKEN_INPUTS, *self.program.inputs) if name in inputs]
         values = self._values(inputs, names)
         self._run(self._steps, values)
+        return self.outputs(values)
+
+    def outputs(self, values: list[Any]) -> list[torch.Tensor]:
+        """All outputs of a program without a head, whose steps have run: of a tower, or of a stage but the last."""
         return [values[self._registers[name]] for name in (self.program.output, *self.program.further_outputs)]
 
     def _values(self, inputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:

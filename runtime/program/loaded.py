@@ -16,6 +16,7 @@ from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.program.projection import Projection
+from mllm_compile.runtime.program.stages import StageProgram
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.speculation.block import DraftBlock
@@ -136,6 +137,7 @@ class LoadedModel:
     num_hidden_layers: int
     context_len: int  # positions that the model was made for
     rope: RopeLengths | None = None  # how its RoPE follows the length of a text, if it does
+    stage: StageProgram | None = None  # the stage of a pipeline that this is; None: it is the whole model
 
 
 class ModelSource(Protocol):

@@ -25,6 +25,7 @@ from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.memory_pool import RoutePool
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel
+from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
 
@@ -46,17 +47,19 @@ class ProgramRunner:
         forward_times: ForwardTimes | None = None,
         expert_counts: Mapping[str, torch.Tensor] | None = None,
         expert_routes: RoutePool | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """
         Args:
             communicator: the rank's, if the model is cut over several.
+            pipeline: the rank's place in a pipeline, if the model is a stage of one.
             forward_times: takes the times of runs.
             expert_counts: layer of experts → [E] int64, where choices are counted.
             expert_routes: where choices are kept.
         """
         self._model = model
         self._config = config
-        self._communicator = communicator
+        self._communicator, self._pipeline = communicator, pipeline
         self._forward_times = forward_times
         self._expert_counts, self._expert_routes = expert_counts, expert_routes
         self._dp_size = config.runtime.expert_parallel_size
@@ -98,8 +101,27 @@ class ProgramRunner:
             all_rows: as an executor's body takes it.
         """
         with self.context(batch, tokens, mode, descriptor):
+            if self._pipeline is not None:
+                return self._run_stage(self._pipeline, batch, tokens, logits_indices, all_rows)
             body = self._executor_of(batch).body(tokens.by_name, all_rows)
             return self.head(batch, body, logits_indices)
+
+    def _run_stage(
+        self,
+        pipeline: Pipeline,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        logits_indices: torch.Tensor,
+        all_rows: torch.Tensor | None,
+    ) -> LogitsProcessorOutput:
+        """Runs a stage between those before and behind it; all but the last give no logits."""
+        executor: Any = self._executor_of(batch)
+        body = executor.body({**tokens.by_name, **pipeline.take(tokens.input_ids.shape[0])}, all_rows)
+        if pipeline.is_last:
+            return self.head(batch, body, logits_indices)
+        pipeline.give(executor.outputs(body))
+        vocab_size, device = self._model.vocab_size, tokens.input_ids.device
+        return LogitsProcessorOutput(torch.empty(0, vocab_size, dtype=self._config.dtype, device=device))
 
     def body(
         self,

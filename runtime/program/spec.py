@@ -122,6 +122,33 @@ class QuantisedWeight:
 
 
 @dataclass(frozen=True)
+class HandedValue:
+    """A value that a stage of a pipeline hands on to the next.
+
+    Attributes:
+        shape: with -1 in place of the number of tokens.
+        dtype: torch's name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """Where a stage begins that is not the first.
+
+    Attributes:
+        step: the index of its first step.
+        takes: the values of earlier stages that it or a later one reads.
+    """
+
+    step: int
+    takes: tuple[HandedValue, ...]
+
+
+@dataclass(frozen=True)
 class HiddenProjection:
     """The weights by which a drafter makes what it reads of a model's hidden states (projection.py), by their names.
 
@@ -171,6 +198,7 @@ class Program:
     media: MediaPrograms | None = None
     lora: LoraProgram | None = None
     pooling: PoolingPrograms | None = None  # of a model that pools, whose output is hidden states [T, W]
+    stages: tuple[StageStart, ...] = ()  # of a pipeline, the first left out (stages.py)
 
     @property
     def every(self) -> tuple[Program, ...]:
@@ -263,6 +291,7 @@ class Program:
             "media": None if self.media is None else self.media.to_json(),
             **({} if self.lora is None else {"lora": self.lora.to_json()}),
             **({} if self.pooling is None else {"pooling": self.pooling.to_json()}),
+            **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
         }
 
     @classmethod
@@ -298,6 +327,7 @@ class Program:
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
                 lora=LoraProgram.from_json(data["lora"]) if "lora" in data else None,
                 pooling=PoolingPrograms.from_json(data["pooling"]) if "pooling" in data else None,
+                stages=from_json(tuple[StageStart, ...], data.get("stages", [])),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

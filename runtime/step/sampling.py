@@ -98,7 +98,12 @@ class StepSampling:
         flags = self.state.flags
         if self._grammars or not flags.chooses_plainly:
             return SamplingMode.SAMPLED
-        has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None and not batch.has_drafts
+        has_all = (
+            self._runner.dp_size == 1
+            and self._runner.pipeline is None
+            and plan.fields.prompt_targets is None
+            and not batch.has_drafts
+        )
         return SamplingMode.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else SamplingMode.IN_GRAPH
 
     def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -150,7 +155,7 @@ class StepSampling:
         if newest is not None:  # behind what the host waits for
             self._keep_tokens(kept_rows, newest)
             if not output.is_partial_vocab:
-                self._runner.broadcast_tokens()
+                self._runner.share_tokens(plan.fields.sampled[0])
         if accepted is not None:
             self._runner.keep_states(accepted.counts)
         return results
@@ -196,7 +201,7 @@ class StepSampling:
         if plan.sampled.size and output.is_partial_vocab:
             self._keep_tokens(fields.sampled[0], self._runner.greedy_across_ranks(output))
         elif plan.sampled.size:
-            self._runner.broadcast_tokens()
+            self._runner.share_tokens(plan.fields.sampled[0])
         if plan.runs is not None:
             self._runner.keep_states(
                 torch.empty(plan.runs.requests.size, dtype=torch.int64, device=self._last_tokens.device)

@@ -69,7 +69,7 @@ def test_an_option_of_another_server_is_one_here_or_is_answered(name):
     ("args", "said"),
     [
         (["-tp", "2"], "-tp is no option, but runtime.tensor_parallel_size of the config"),
-        (["-pp", "2"], "there is no option -pp: layers are not spread"),
+        (["-pp", "2"], "-pp is no option, but runtime.pipeline_parallel_size of the config"),
         (
             ["--enable-auto-tool-choice"],
             "there is no option --enable-auto-tool-choice: tool calls and reasoning are read",

@@ -223,7 +223,7 @@ def test_nor_do_the_calls_that_give_streams_have_it(runner):
         ),
         ("dtype", r"model\.dtype .*such as {'model': {'path': …, 'dtype': …}}\."),
         ("enforce_eager", r"cudagraph\.mode: none .*'cudagraph': {'mode': …}"),
-        ("pipeline_parallel_size", r"runtime\.tensor_parallel_size cuts each over several GPUs"),
+        ("pipeline_parallel_size", r"did you mean runtime\.pipeline_parallel_size of its config\?"),
         ("swap_area_of_pages", "known: "),
     ],
 )

@@ -195,12 +195,14 @@ HOPPER_PASSES = {
 def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
     spread = {
         "spread_experts": "runtime.expert_parallel_size is 1",
+        "stage": "runtime.pipeline_parallel_size is 1",
         "pack_linears": "a GPU has kernels of its own",
     }
     named = {"pack_projections": "compile.disable_passes names it"}
     assert passes_left_out(HOPPER) == spread
     assert passes_left_out(HOPPER, ["pack_projections"]) == spread | named
-    assert passes_left_out(replace(HOPPER, num_expert_ranks=2)).keys() == {"gather_rows_early", "pack_linears"}
+    of_experts = {"gather_rows_early", "stage", "pack_linears"}
+    assert passes_left_out(replace(HOPPER, num_expert_ranks=2)).keys() == of_experts
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_a_line_brings_descriptors_and_what_nobody_sends_is_not_waited_for():
         sender, receiver = Lines(ours), Lines(theirs)
         assert list(sender.arrived()) == []
         place = RingPlace(shared.fileno(), shared.fileno(), 4096, 0)
-        sender.send(Meeting(1, 2, "cpu", None), [shared.fileno()])
+        sender.send(Meeting(1, 2, 1, "cpu", None), [shared.fileno()])
         sender.send(Start("f", "w", {"long": "x" * 70_000}, None, 1, place), [place.memory, place.event])
-        assert from_json(Meeting, parse_json(receiver.receive())) == Meeting(1, 2, "cpu", None)
+        assert from_json(Meeting, parse_json(receiver.receive())) == Meeting(1, 2, 1, "cpu", None)
         (first,) = receiver.descriptors()
         assert Start.from_line(receiver.receive()).ring == place
         received = [first, *receiver.descriptors()]
@@ -87,9 +87,9 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
     timeline = Timeline()
     with early_ranks(config(tensor_parallel_size=2)) as early:
         early.meet(timeline)
-        group = early.take_group(2, "cpu")
+        group = early.take_group(2, 1, "cpu")
         assert group is not None
-        assert early.take_group(2, "cpu") is None
+        assert early.take_group(2, 1, "cpu") is None
         try:
             communicator = group.communicator()
             assert (communicator.rank, communicator.size) == (0, 2)
@@ -108,14 +108,14 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
 def test_what_cannot_meet_is_left_to_be_refused():
     with early_ranks(config(tensor_parallel_size=2, device="cuda:99")) as early:
         early.meet(Timeline())
-        assert early.take_group(2, "cuda:99") is None
+        assert early.take_group(2, 1, "cuda:99") is None
         assert list(started(early)) == [1]
 
 
-@pytest.mark.parametrize("of_runtime", [(3, "cpu"), (2, "cuda:0")])
+@pytest.mark.parametrize("of_runtime", [(3, 1, "cpu"), (2, 2, "cpu"), (2, 1, "cuda:0")])
 def test_a_group_that_is_not_the_runtime_s_is_ended(of_runtime):
     early, ended = EarlyRanks(), []
-    early._group = SimpleNamespace(size=2, device="cpu", close=lambda: ended.append(True))  # type: ignore[assignment]
+    early._group = SimpleNamespace(size=2, num_stages=1, device="cpu", close=lambda: ended.append(True))  # type: ignore[assignment]
     assert early.take_group(*of_runtime) is None
     assert ended == [True]
 

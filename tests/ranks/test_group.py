@@ -85,7 +85,7 @@ def start(monkeypatch) -> Iterator[Callable[..., Any]]:
     groups: list[RankGroup] = []
 
     def make(size: int = 2) -> Any:
-        groups.append(RankGroup(size, "cpu", "mp", Follower, Timeline()))  # type: ignore[arg-type]
+        groups.append(RankGroup(size, 1, "cpu", "mp", Follower, Timeline()))  # type: ignore[arg-type]
         return groups[-1], *(follower.process for follower in groups[-1]._followers)
 
     yield make

@@ -98,6 +98,7 @@ class ForwardPath(StepPath):
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids
         if batch.num_decodes and not batch.has_drafts:
+            self._runner.await_tokens(batch.rows[: batch.num_decodes])
             self._sampling.take_last_tokens(rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
             forward_batch = self._runner.prepare_forward_batch_decode(
