@@ -61,3 +61,27 @@ def test_what_is_imported_is_declared():
                 for name in {name.partition(".")[0] for name in names} - own:
                     known = {canonicalize_name(one) for one in distributions.get(name, [name])}
                     assert known & declared, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports whenever it is imported."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def skipped_without(path: Path) -> set[str]:
+    """The packages without which a file of tests skips itself."""
+    found = re.findall(r'^(?:\w+ = )?pytest\.importorskip\("(\w+)', path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name for name in found if name != "mllm_compile"}
+
+
+OF_AN_EXTRA = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if skipped_without(path)]
+
+
+@pytest.mark.parametrize("path", OF_AN_EXTRA, ids=lambda path: path.relative_to(ROOT / "tests").as_posix())
+def test_tests_that_skip_themselves_without_a_package_do_not_import_it_ahead_of_that(path):
+    names = imported(path)
+    files = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(("mllm_compile", "tests"))]
+    taken = names.union(*(imported(file) for file in files if file.is_file()))
+    assert skipped_without(path).isdisjoint({name.partition(".")[0] for name in taken})
