@@ -1,10 +1,12 @@
 """Seconds to the first token of a long prompt whose KV is in the host's memory, beside the link and beside computing.
 
-    python -m benchmarks.steps.tier_speed configs/qwen-8b-shape.yaml [--tokens 64000] [--host-gib 32] [--rounds 3]
+    python -m benchmarks.steps.tier_speed configs/qwen-8b-shape.yaml [--tokens 64000] [--host-gib 32] [--deterministic]
 
 The prefix cache lets go of all pages between two turns, as a sleep has it do; the memory behind it keeps them. First
-the tokens behind a load are compared with those before. Then come: the link's rate, a hit from the host and one from
-the prefix cache beside a miss, decodes beside loads, and what a miss costs with and without the memory, by turns.
+the bits of keys and values behind a load are compared with those before, and tokens with those before and computed
+anew: roundings of another batch change tokens too, but in the deterministic mode. Then come the link's rate, a hit from
+the host and one from the prefix cache beside a miss, decodes beside loads, and the cost of a miss with the memory and
+without, by turns.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
@@ -30,6 +33,7 @@ from mllm_compile.config.sources import with_runtime
 from mllm_compile.runtime.schedule.pages.watch import CacheWatcher
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
+from mllm_compile.runtime.tiers.copies import SlotCopies
 
 _VOCABULARY = 100
 _TURN = 5_700  # new tokens of an agent's call
@@ -75,15 +79,55 @@ def without_tiers(engine: Engine) -> Iterator[None]:
         engine.core.while_still(lambda requests: put(tiers, watchers))
 
 
-def check_tokens(engine: Engine, longest: int) -> None:
-    """Compares tokens behind loads with those before, beside running decodes."""
-    prompts = [prompt_of(random.randrange(longest // 8, longest)) for _ in range(8)]
-    first = [output.token_ids for output in engine.generate([*prompts, *_DECODES], greedy(48))]
+def kv_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """The bytes of all pages that the prefix cache has of prompts, [pages, n] of each layer's keys, and values."""
+    scheduler, found = scheduler_of(engine), list[torch.Tensor]()
+    copies = scheduler.tiers._copies if scheduler.tiers is not None else None
+    assert isinstance(copies, SlotCopies), "the script has put one behind it"
+    sections = copies._places[False][0].sections
+
+    def read() -> None:
+        matched = [scheduler.pages.cache.match_prefix(np.array(prompt, dtype=np.int64))[1] for prompt in prompts]
+        pages = torch.from_numpy(np.concatenate(matched).astype(np.int64))
+        found.extend(section.rows[pages.to(section.rows.device)].clone() for section in sections)
+
+    engine.core.while_still(lambda requests: read())
+    return found
+
+
+def check_bits(engine: Engine, longest: int) -> bool:
+    """Compares keys and values behind loads with those before, bit by bit."""
+    prompts = [prompt_of(random.randrange(longest // 2, longest)) for _ in range(4)]
+    engine.generate(prompts, greedy(1))
+    before = kv_of(engine, prompts)
     drop_kv(engine)
-    outputs = engine.generate([*prompts, *_DECODES], greedy(48))
-    alike = sum(output.token_ids == tokens for output, tokens in zip(outputs, first, strict=True))
+    loaded = sum(output.num_host_tokens for output in engine.generate(prompts, greedy(1)))
+    after = kv_of(engine, prompts)
+    wrong = sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    print(
+        f"keys and values of {before[0].shape[0]} pages, {loaded} tokens of them loaded: those of {wrong} of "
+        f"{len(before)} layers differ",
+        flush=True,
+    )
+    return not wrong and loaded > 0
+
+
+def check_tokens(engine: Engine, longest: int) -> bool:
+    """Compares tokens behind loads with those before, and those computed anew with them, beside running decodes."""
+    prompts = [prompt_of(random.randrange(longest // 8, longest)) for _ in range(8)]
+
+    def answers() -> list[list[int]]:
+        return [output.token_ids for output in engine.generate([*prompts, *_DECODES], greedy(48))]
+
+    first = answers()
+    drop_kv(engine)
+    behind = answers()
     (host, *_) = engine.stats().tiers
-    print(f"tokens behind loads: {alike} of {len(first)} answers alike; {host}", flush=True)
+    engine.flush_prefix_cache()
+    anew = answers()
+    alike, control = (sum(map(list.__eq__, first, other)) for other in (behind, anew))
+    print(f"tokens behind loads: {alike} of {len(first)} answers alike; computed anew: {control}; {host}", flush=True)
+    return alike >= min(control, len(first))
 
 
 def link_rates() -> tuple[float, float]:
@@ -135,42 +179,32 @@ def measure_hits(engine: Engine, num_tokens: int, rounds: int) -> list[int]:
 
 
 def measure_decodes(engine: Engine, prompt: list[int], rounds: int) -> None:
-    """Times of decodes beside hits of the prefix cache, and beside as many loads."""
+    """Times of decodes alone, and beside loads that follow each other without a pause."""
 
-    def decodes_beside(loads: bool) -> tuple[float, int]:
-        is_over, count = threading.Event(), 0
+    def taken() -> float:
+        began = time.perf_counter()
+        engine.generate(_DECODES, greedy(256))
+        return time.perf_counter() - began
 
-        def ask() -> None:
+    ratios = []
+    for _ in range(rounds):
+        alone, is_over, count = taken(), threading.Event(), 0
+
+        def ask(is_over: threading.Event = is_over) -> None:
             nonlocal count
             while not is_over.is_set():
-                if loads:
-                    engine.core.between_steps(lambda: forget_long(engine, prompt))
+                engine.core.between_steps(lambda: forget_long(engine, prompt))
                 engine.generate([prompt], greedy(1))
                 count += 1
 
         asker = threading.Thread(target=ask)
         asker.start()
-        began = time.perf_counter()
-        engine.generate(_DECODES, greedy(256))
-        taken = time.perf_counter() - began
+        beside = taken()
         is_over.set()
         asker.join()
-        return taken, count
-
-    began = time.perf_counter()
-    engine.generate(_DECODES, greedy(256))
-    alone = time.perf_counter() - began
-    ratios = []
-    for _ in range(rounds):
-        hits, num_hits = decodes_beside(False)
-        loads, num_loads = decodes_beside(True)
-        ratios.append(loads / hits)
-        print(
-            f"8 x 256 decodes alone {1e3 * alone:.0f} ms; beside {num_hits} hits {1e3 * hits:.0f} ms; beside "
-            f"{num_loads} loads {1e3 * loads:.0f} ms",
-            flush=True,
-        )
-    print(f"decodes beside loads take {statistics.median(ratios):.3f} x those beside hits", flush=True)
+        ratios.append(beside / alone)
+        print(f"8 x 256 decodes alone {1e3 * alone:.0f} ms; beside {count} loads {1e3 * beside:.0f} ms", flush=True)
+    print(f"decodes beside loads take {statistics.median(ratios):.3f} x those alone", flush=True)
 
 
 def forget_long(engine: Engine, prompt: list[int]) -> None:
@@ -215,27 +249,33 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=64_000, help="of the long prompt (default: 64000)")
     parser.add_argument("--host-gib", type=float, default=32.0, help="of the host's memory (default: 32)")
     parser.add_argument("--rounds", type=positive, default=3, help="of each measurement (default: 3)")
+    parser.add_argument("--deterministic", action="store_true", help="compare tokens in the deterministic mode, alone")
     args = parser.parse_args()
     random.seed(0)
     runtime = {
         "max_model_len": args.tokens + 256,
         "kv_offloading_size": args.host_gib,
         "kv_offloading_min_gain": 0.0,
+        "deterministic": args.deterministic,
     }
     with TemporaryDirectory() as folder:
         config = with_runtime(EngineConfig.from_yaml(args.config), runtime)
-        measure(for_length(config, args.tokens + 256, Path(folder)), args)
-    return 0
+        return measure(for_length(config, args.tokens + 256, Path(folder)), args)
 
 
-def measure(config: EngineConfig, args: Namespace) -> None:
+def measure(config: EngineConfig, args: Namespace) -> int:
+    """Returns 1 where something is wrong."""
     began = time.perf_counter()
     with Engine(config) as engine:
         print(f"{machine_line(str(engine.config.runtime.device))}; started in {time.perf_counter() - began:.1f} s")
-        check_tokens(engine, min(6_000, args.tokens))
+        is_right = check_bits(engine, min(6_000, args.tokens))
+        is_right &= check_tokens(engine, min(6_000, args.tokens)) or not args.deterministic
+        if args.deterministic or not is_right:
+            return not is_right
         prompt = measure_hits(engine, args.tokens, args.rounds)
         measure_misses(engine, min(_TURN, args.tokens), args.rounds)
         measure_decodes(engine, prompt, args.rounds)
+    return 0
 
 
 if __name__ == "__main__":

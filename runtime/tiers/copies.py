@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -29,6 +30,10 @@ from mllm_compile.runtime.tiers.store_copies import StoreCopies
 logger = logging.getLogger("mllm_compile.tiers")
 
 _Job = tuple[Ticket, torch.cuda.Event | None]
+
+
+def _nothing() -> None:
+    """Waits for nothing, and tells nobody."""
 
 
 class SlotCopies:
@@ -63,6 +68,7 @@ class SlotCopies:
             True: (DeviceRows(states), HostRows(states, data[split:]), split),
         }
         self._over: deque[Ticket] = deque()
+        self._ended: dict[str, float] = {}  # when the last copy of each kind was over
         self._num_begun = self._num_over = 0
         self._one_is_over = threading.Condition()
         self._store = store
@@ -133,48 +139,77 @@ class SlotCopies:
     # --- the copies' threads ------------------------------------------------------------------------------------------
 
     def _run(self, queue: SimpleQueue[_Job | None]) -> None:
-        copier = copier_on(self._device)
-        while (job := queue.get()) is not None:
-            ticket, launched = job
-            ticket.failed = np.zeros(len(ticket.entries), dtype=bool)
-            if not ticket.is_load:
-                ticket.from_below = np.zeros(len(ticket.entries), dtype=bool)
-            began = time.perf_counter()
+        copier, flying = copier_on(self._device), deque[_Flight]()
+        while True:
             try:
-                _, slots, start = self._places[ticket.is_state]
-                if ticket.kind in ("load", "store"):
-                    self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
-                began = time.perf_counter()
-                self._copy(copier, ticket, launched)
-            except Exception as error:
-                logger.warning("a copy of %d pages beside the steps failed: %s", len(ticket.entries), error)
-                ticket.failed[:] = True
-            ticket.seconds = time.perf_counter() - began
-            self._over.append(ticket)
-            with self._one_is_over:
-                self._num_over += 1
-                self._one_is_over.notify_all()
-            self.wake()
+                job = queue.get(block=not flying)
+            except Empty:
+                self._land(flying.popleft())
+                continue
+            if job is None:
+                break
+            flying.append(self._take_off(copier, *job))
+            while len(flying) >= copier.most:
+                self._land(flying.popleft())
+        while flying:
+            self._land(flying.popleft())
 
-    def _copy(self, copier: Copier, ticket: Ticket, launched: torch.cuda.Event | None) -> None:
-        pool, slots, _ = self._places[ticket.is_state]
-        if self._below is not None and ticket.kind == "write":
-            self._below.write(ticket, slots)
-            return
-        if self._below is not None and ticket.kind == "lookup":
-            self._below.look_up(ticket)
-            return
-        if self._below is not None and ticket.from_below.any():
-            self._below.read(ticket, slots)
-        copier.begin_behind(launched)
+    def _take_off(self, copier: Copier, ticket: Ticket, launched: torch.cuda.Event | None) -> _Flight:
+        """Begins a copy, or does what has no copy."""
+        ticket.failed = np.zeros(len(ticket.entries), dtype=bool)
+        if not ticket.is_load:
+            ticket.from_below = np.zeros(len(ticket.entries), dtype=bool)
+        flight = _Flight(ticket, time.perf_counter())
+        pool, slots, start = self._places[ticket.is_state]
         try:
-            if ticket.is_load:
-                copier.load(pool, ticket.pages, slots, ticket.slots)
+            if self._below is not None and ticket.kind == "write":
+                self._below.write(ticket, slots)
+            elif self._below is not None and ticket.kind == "lookup":
+                self._below.look_up(ticket)
             else:
-                copier.store(pool, ticket.pages, slots, ticket.slots)
-        finally:
-            copier.wait()  # one that failed in its midst too: others get its pages and slots
+                self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
+                flight.began = time.perf_counter()
+                if self._below is not None and ticket.from_below.any():
+                    self._below.read(ticket, slots)
+                copier.begin_behind(launched)
+                try:
+                    (copier.load if ticket.is_load else copier.store)(pool, ticket.pages, slots, ticket.slots)
+                finally:
+                    flight.wait = copier.end()  # of one that failed in its midst too: others get its pages and slots
+        except Exception as error:
+            flight.fail(error)
+        return flight
+
+    def _land(self, flight: _Flight) -> None:
+        """Waits for a copy, and tells."""
+        ticket = flight.ticket
+        try:
+            flight.wait()
+        except Exception as error:
+            flight.fail(error)
+        over = time.perf_counter()
+        ticket.seconds = over - max(flight.began, self._ended.get(ticket.kind, 0.0))
+        self._ended[ticket.kind] = over
+        self._over.append(ticket)
+        with self._one_is_over:
+            self._num_over += 1
+            self._one_is_over.notify_all()
+        self.wake()
 
 
-def _nothing() -> None:
-    """The default of `wake`."""
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A ticket that was begun.
+
+    Attributes:
+        began: by time.perf_counter().
+        wait: waits for its end.
+    """
+
+    ticket: Ticket
+    began: float
+    wait: Callable[[], None] = _nothing
+
+    def fail(self, error: Exception) -> None:
+        logger.warning("a copy of %d pages beside the steps failed: %s", len(self.ticket.entries), error)
+        self.ticket.failed[:] = True

@@ -1,16 +1,18 @@
-"""Slots in the host's memory: one file in memory, which a GPU copies from and to.
+"""Slots in the host's memory, which a GPU copies from and to.
 
-A GPU's driver registers memory at about ten GB a second, so it does so beside the start, and a copy waits for its slots
-alone. The file has no name: it goes with the process that holds it.
+A GPU's driver has to register memory, beside the start, and a copy waits for its slots alone. Launches wait while the
+driver registers a part. So parts are small, their pages are there before, and a pause as long follows each.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
+_POPULATE_WRITE = 23  # MADV_…, since Linux 5.14
+_POPULATORS = 4
 
 
 class HostMemory:
@@ -28,7 +32,6 @@ class HostMemory:
     Args:
         chunks: bytes of each part that is registered by itself: no copy may reach from one into the next.
         device: whose GPU copies; a CPU needs no registration.
-        name: for tools that list a process's files.
 
     Attributes:
         data: [num_bytes] uint8.
@@ -37,23 +40,20 @@ class HostMemory:
         DeviceMemoryError: the system has too little.
     """
 
-    def __init__(self, chunks: Sequence[int], device: torch.device, name: str = "mllm-kv-tier") -> None:
+    def __init__(self, chunks: Sequence[int], device: torch.device) -> None:
         size = max(sum(chunks), ALIGNMENT)
         self._chunks = chunks
         what = "the host's memory of runtime.kv_offloading_size needs"
         check_fits(size, what, "Lower it.", torch.device("cpu"))
-        handle = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.ftruncate(handle, size)
-            self._memory = mmap.mmap(handle, size)
+            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise DeviceMemoryError(
                 f"runtime.kv_offloading_size: the system refuses {size / 2**30:.2f} GiB of memory ({error.strerror}). "
                 "Lower it."
             ) from error
-        finally:
-            os.close(handle)
         self.data = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
+        self._advise(mmap.MADV_HUGEPAGE, 0, size)  # fewer pages are registered sooner
         self._num_registered = 0  # bytes, from the first on
         self._more = threading.Condition()
         self._fault: Exception | None = None
@@ -98,21 +98,40 @@ class HostMemory:
         self._num_registered = 0
 
     def _register(self) -> None:
-        for count in self._chunks:
-            if self._is_closing:
-                return
-            fault, start = None, self._num_registered
-            try:
-                self._call("cuMemHostRegister_v2", start, ctypes.c_size_t(count), ctypes.c_uint(_PORTABLE))
-            except Exception as error:
-                fault = error
-            with self._more:
-                self._fault = fault
-                self._num_registered += 0 if fault else count
-                self._more.notify_all()
-            if fault:
-                return
+        starts = np.cumsum([0, *self._chunks[:-1]]).tolist()
+        with ThreadPoolExecutor(_POPULATORS, thread_name_prefix="mllm-tier-pages") as populators:
+            populated = populators.map(self._populate, starts, self._chunks)
+            for start, count, _ in zip(starts, self._chunks, populated, strict=True):
+                if self._is_closing:
+                    return
+                began, fault = time.monotonic(), None
+                try:
+                    self._call("cuMemHostRegister_v2", start, ctypes.c_size_t(count), ctypes.c_uint(_PORTABLE))
+                except Exception as error:
+                    fault = error
+                with self._more:
+                    self._fault = fault
+                    self._num_registered += 0 if fault else count
+                    self._more.notify_all()
+                if fault:
+                    self._is_closing = True
+                    return
+                time.sleep(time.monotonic() - began)
+
+    def _populate(self, start: int, count: int) -> None:
+        """Has the system give the pages of a part now; where it does not, the driver has it do so."""
+        if not self._is_closing:
+            self._advise(_POPULATE_WRITE, start, count)
+
+    def _advise(self, advice: int, start: int, count: int) -> None:
+        """Calls madvise, without the interpreter's lock; what the system does not know is left."""
+        _libc().madvise(ctypes.c_void_p(self.data.data_ptr() + start), ctypes.c_size_t(count), ctypes.c_int(advice))
 
     def _call(self, name: str, start: int, *arguments: ctypes.c_size_t | ctypes.c_uint) -> None:
         address = ctypes.c_void_p(self.data.data_ptr() + start)
         driver.call(name, self._device, "registering the memory of runtime.kv_offloading_size", address, *arguments)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

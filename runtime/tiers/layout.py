@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-_CHUNK = 128 << 20  # bytes of slots that are registered at once, which launches may wait for
+_CHUNK = 32 << 20  # bytes of slots that are registered at once, which launches wait for
 ALIGNMENT = 4096  # bytes of a slot: as files that are read past the page cache have it
 
 
@@ -43,7 +43,7 @@ class SlotLayout:
         sections: in the order of the pools; those without bytes are left out.
         num_bytes: of all sections.
         slot_bytes: what a slot takes; 0 where there is nothing to keep.
-        chunk_slots: slots that are registered at once; a copy has slots of one chunk.
+        chunk_slots: slots that are registered at once.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:

@@ -1,17 +1,14 @@
-"""Copies rows of pools to slots, and back: by torch on a CPU, by the driver's copy engines on a GPU.
-
-Neighbouring pages in neighbouring slots are one copy for each layer, of as many rows; others are one each.
-"""
+"""Copies rows of pools to slots, and back: by torch on a CPU, by the driver's copy engines on a GPU."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from mllm_compile.runtime.cuda.strided_copies import Stretch, copy_stretches
+from mllm_compile.runtime.cuda.batched_copies import copy_batch
 from mllm_compile.runtime.tiers.layout import SlotLayout
 
 
@@ -26,7 +23,7 @@ class HostRows:
     """Slots of that layout in the host's memory, data [n] uint8."""
 
     def __init__(self, layout: SlotLayout, data: torch.Tensor) -> None:
-        self.slot_bytes, self.chunk_slots = layout.slot_bytes, layout.chunk_slots
+        self.slot_bytes = layout.slot_bytes
         self.slots = data.view(-1, layout.slot_bytes) if layout.slot_bytes else data.new_empty((0, 0))
 
     def bytes_of(self, slot: int) -> np.ndarray:
@@ -36,7 +33,13 @@ class HostRows:
 
 
 class Copier(Protocol):
-    """Copies of one thread, one after the other."""
+    """Copies of one thread, one after the other.
+
+    Attributes:
+        most: that are worth being queued at once.
+    """
+
+    most: int
 
     def begin_behind(self, launched: torch.cuda.Event | None) -> None:
         """Has what follows start behind an event of the engine's stream."""
@@ -47,8 +50,8 @@ class Copier(Protocol):
     def store(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray) -> None:
         """Copies rows [n] of a pool to slots [n]."""
 
-    def wait(self) -> None:
-        """Waits for all that was copied."""
+    def end(self) -> Callable[[], None]:
+        """Ends what is queued; gives the wait for it."""
 
 
 def copier_on(device: torch.device) -> Copier:
@@ -59,11 +62,13 @@ def copier_on(device: torch.device) -> Copier:
 class _PlainCopier:
     """A CPU's, whose steps are over when they are launched."""
 
+    most = 1
+
     def begin_behind(self, launched: torch.cuda.Event | None) -> None:
         pass
 
-    def wait(self) -> None:
-        pass
+    def end(self) -> Callable[[], None]:
+        return _is_over
 
     def load(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray) -> None:
         targets, sources = torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(slots)
@@ -81,43 +86,46 @@ class _PlainCopier:
 
 
 class _StreamCopier:
-    """A GPU's, on a stream of its own."""
+    """A GPU's, on a stream of its own. While one is copied the next is queued."""
+
+    most = 2
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
-            self._is_over = torch.cuda.Event(blocking=True)
 
     def begin_behind(self, launched: torch.cuda.Event | None) -> None:
         if launched is not None:
             self._stream.wait_event(launched)
 
-    def wait(self) -> None:
-        self._is_over.record(self._stream)
-        self._is_over.synchronize()
+    def end(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event.synchronize
 
     def load(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray) -> None:
-        self._copy(pool, rows, host, slots, is_load=True)
+        on_device, on_host, sizes = addresses(pool, rows, host, slots)
+        copy_batch(on_device, on_host, sizes, stream=self._stream.cuda_stream, device=self._device)
 
     def store(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray) -> None:
-        self._copy(pool, rows, host, slots, is_load=False)
-
-    def _copy(self, pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray, is_load: bool) -> None:
-        stretches, base = [], host.slots.data_ptr()
-        for first, count in runs_of(rows, slots, host.chunk_slots):
-            row, slot = int(rows[first]), int(slots[first])
-            for section in pool.sections:
-                pitch = section.rows.stride(0)
-                on_device = section.rows.data_ptr() + row * pitch
-                on_host = base + slot * host.slot_bytes + section.offset
-                stretches.append(Stretch(on_device, pitch, on_host, host.slot_bytes, section.num_bytes, count))
-        copy_stretches(stretches, to_device=is_load, stream=self._stream.cuda_stream, device=self._device)
+        on_device, on_host, sizes = addresses(pool, rows, host, slots)
+        copy_batch(on_host, on_device, sizes, stream=self._stream.cuda_stream, device=self._device)
 
 
-def runs_of(rows: np.ndarray, slots: np.ndarray, chunk_slots: int) -> list[tuple[int, int]]:
-    """(first, count) of each run of neighbours in both, with slots of one chunk."""
-    is_cut = (np.diff(rows) != 1) | (np.diff(slots) != 1) | (np.diff(slots // chunk_slots) != 0)
-    breaks = np.flatnonzero(is_cut) + 1
-    edges = [0, *breaks.tolist(), len(rows)]
-    return [(first, end - first) for first, end in pairwise(edges) if end > first]
+def addresses(
+    pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Addresses of each section of rows [n], those in slots [n], and bytes; each [n * sections] uint64."""
+    bases = np.array([section.rows.data_ptr() for section in pool.sections], dtype=np.uint64)
+    pitches = np.array([section.rows.stride(0) for section in pool.sections], dtype=np.uint64)
+    offsets = np.array([section.offset for section in pool.sections], dtype=np.uint64)
+    widths = np.array([section.num_bytes for section in pool.sections], dtype=np.uint64)
+    on_device = bases + rows.astype(np.uint64)[:, None] * pitches
+    first = np.uint64(host.slots.data_ptr())
+    on_host = first + slots.astype(np.uint64)[:, None] * np.uint64(host.slot_bytes) + offsets
+    return on_device.ravel(), on_host.ravel(), np.broadcast_to(widths, on_device.shape).ravel()
+
+
+def _is_over() -> None:
+    """A copy of a CPU is over when it is queued."""

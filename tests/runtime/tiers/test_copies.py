@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from mllm_compile.runtime.tiers.copies import SlotCopies
 from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.place import Place
-from mllm_compile.runtime.tiers.rows import runs_of
+from mllm_compile.runtime.tiers.rows import DeviceRows, HostRows, addresses
 
 
 def entries(*slots: int) -> list[Entry]:
@@ -64,7 +66,8 @@ def test_a_copy_that_fails_in_its_midst_is_over_when_it_says_so(monkeypatch: pyt
     def fails(*arguments: object) -> None:
         raise RuntimeError("the third of five calls is refused")
 
-    copier = SimpleNamespace(begin_behind=lambda launched: None, load=fails, store=fails, wait=lambda: waited.append(1))
+    ends = {"end": lambda: lambda: waited.append(1), "most": 1}
+    copier = SimpleNamespace(begin_behind=lambda launched: None, load=fails, store=fails, **ends)
     monkeypatch.setattr("mllm_compile.runtime.tiers.copies.copier_on", lambda device: copier)
     copies = SlotCopies(SlotLayout([torch.randn(3, 4)]), SlotLayout([]), 2, 0, torch.device("cpu"))
     copies.begin(Ticket("load", entries(0), np.array([1])))
@@ -74,16 +77,48 @@ def test_a_copy_that_fails_in_its_midst_is_over_when_it_says_so(monkeypatch: pyt
     copies.close()
 
 
-def test_neighbours_in_both_memories_are_one_copy() -> None:
-    rows, slots = np.array([1, 2, 3, 7, 8]), np.array([4, 5, 6, 7, 9])
-    assert runs_of(rows, slots, 100) == [(0, 3), (3, 1), (4, 1)]
-    assert runs_of(rows, slots, 5) == [(0, 1), (1, 2), (3, 1), (4, 1)]
+def test_a_batch_has_the_address_of_each_section_of_each_page() -> None:
+    keys, values = torch.arange(6 * 8).view(6, 8), torch.arange(6 * 16, dtype=torch.int16).view(6, 16)
+    layout = SlotLayout([keys, values])
+    host = HostRows(layout, torch.zeros(4 * layout.slot_bytes, dtype=torch.uint8))
+    on_device, on_host, sizes = addresses(DeviceRows(layout), np.array([5, 1]), host, np.array([0, 3]))
+    for target, source, size in zip(on_host.tolist(), on_device.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+    for slot, row in ((0, 5), (3, 1)):
+        found = host.slots[slot].numpy().tobytes()
+        assert found[: layout.num_bytes] == keys[row].numpy().tobytes() + values[row].numpy().tobytes()
+    assert not host.slots[1:3].any()
+
+
+def test_a_gpus_next_copy_is_queued_while_one_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    queued = threading.Event()
+
+    def load(pool: object, rows: np.ndarray, host: object, slots: np.ndarray) -> None:
+        told.append(f"queued {slots[0]}")
+        if slots[0] == 1:
+            queued.set()
+
+    def end() -> object:
+        number = len([one for one in told if one.startswith("queued")]) - 1
+        return lambda: (queued.wait(), told.append(f"over {number}"))
+
+    copier = SimpleNamespace(begin_behind=lambda launched: None, load=load, store=load, end=end, most=2)
+    monkeypatch.setattr("mllm_compile.runtime.tiers.copies.copier_on", lambda device: copier)
+    copies = SlotCopies(SlotLayout([torch.randn(3, 4)]), SlotLayout([]), 3, 0, torch.device("cpu"))
+    for slot in range(3):
+        copies.begin(Ticket("load", entries(slot), np.array([1]), from_below=np.array([False])))
+    copies.wait()
+    assert told.index("queued 1") < told.index("over 0"), told
+    assert [one for one in told if "over" in one] == ["over 0", "over 1", "over 2"]
+    assert [ticket.slots.tolist() for ticket in copies.finished()] == [[0], [1], [2]]
+    copies.close()
 
 
 def test_slots_are_cut_into_chunks_that_hold_whole_ones() -> None:
-    layout = SlotLayout([torch.zeros(2, 30 << 20, dtype=torch.uint8)])
-    assert layout.chunk_slots == 4
-    assert layout.chunks(9) == [4 * layout.slot_bytes, 4 * layout.slot_bytes, layout.slot_bytes]
+    layout = SlotLayout([torch.zeros(2, 9 << 20, dtype=torch.uint8)])
+    assert layout.chunk_slots == 3
+    assert layout.chunks(7) == [3 * layout.slot_bytes, 3 * layout.slot_bytes, layout.slot_bytes]
     assert SlotLayout([]).chunks(5) == []
 
 

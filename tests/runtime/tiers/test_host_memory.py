@@ -1,0 +1,78 @@
+"""Memory that a GPU copies from is registered part by part, with its pages there before."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile.runtime.errors import DeviceError
+from mllm_compile.runtime.tiers.host_memory import HostMemory
+
+CHUNKS = [8192, 8192, 4096]
+
+
+class FakeDriver:
+    """Notes calls; registers a part only when it may."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.may = threading.Semaphore(0)
+        self.calls: list[tuple[str, int]] = []
+        self.fails_at = fails_at
+        self.base = 0
+
+    def call(self, name: str, device: int, doing: str, address: Any, *arguments: Any) -> None:
+        self.base = self.base or address.value
+        start = address.value - self.base
+        if name == "cuMemHostRegister_v2":
+            self.may.acquire()
+            if start == self.fails_at:
+                raise DeviceError("no")
+        self.calls.append((name, start))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeDriver:
+    fake = FakeDriver(getattr(request, "param", None))
+    monkeypatch.setattr("mllm_compile.runtime.tiers.host_memory.driver", fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return fake
+
+
+def test_a_copy_waits_for_its_own_part_alone_and_all_parts_are_given_back(driver: FakeDriver) -> None:
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    waits = threading.Thread(target=memory.wait_for, args=(8193,))
+    waits.start()
+    driver.may.release()
+    memory.wait_for(8192)
+    assert waits.is_alive()
+    driver.may.release()
+    waits.join()
+    driver.may.release()
+    memory.wait_for(sum(CHUNKS))
+    memory.close()
+    starts = [0, 8192, 16384]
+    assert driver.calls == [
+        (name, start) for name in ("cuMemHostRegister_v2", "cuMemHostUnregister") for start in starts
+    ]
+
+
+@pytest.mark.parametrize("driver", [8192], indirect=True)
+def test_a_part_that_is_refused_fails_who_waits_for_it_and_those_before_stay(driver: FakeDriver) -> None:
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    driver.may.release(3)
+    with pytest.raises(DeviceError):
+        memory.wait_for(sum(CHUNKS))
+    memory.wait_for(8192)
+    memory.close()
+    assert driver.calls == [("cuMemHostRegister_v2", 0), ("cuMemHostUnregister", 0)]
+
+
+def test_a_cpu_has_all_of_it_at_once() -> None:
+    memory = HostMemory(CHUNKS, torch.device("cpu"))
+    memory.wait_for(memory.num_bytes)
+    assert memory.num_bytes == sum(CHUNKS)
+    assert not memory.data.any()
+    memory.close()
