@@ -109,6 +109,7 @@ class TinyModel:
 DEFAULTS = RuntimeSection(
     device="cpu",
     tensor_parallel_size=1,
+    pipeline_parallel_size=1,
     expert_parallel_size=1,
     distributed_executor_backend="mp",
     enable_dbo=False,
