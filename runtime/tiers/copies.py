@@ -167,7 +167,7 @@ class SlotCopies:
             elif self._below is not None and ticket.kind == "lookup":
                 self._below.look_up(ticket)
             else:
-                self._memory.wait_for(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
+                self._memory.wait_until(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
                 flight.began = time.perf_counter()
                 if self._below is not None and ticket.from_below.any():
                     self._below.read(ticket, slots)

@@ -71,7 +71,7 @@ class HostMemory:
     def num_bytes(self) -> int:
         return self.data.numel()
 
-    def wait_for(self, end: int) -> None:
+    def wait_until(self, end: int) -> None:
         """Waits until the first `end` bytes can be copied.
 
         Raises:

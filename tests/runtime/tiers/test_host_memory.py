@@ -43,15 +43,15 @@ def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> F
 
 def test_a_copy_waits_for_its_own_part_alone_and_all_parts_are_given_back(driver: FakeDriver) -> None:
     memory = HostMemory(CHUNKS, torch.device("cuda"))
-    waits = threading.Thread(target=memory.wait_for, args=(8193,))
+    waits = threading.Thread(target=memory.wait_until, args=(8193,))
     waits.start()
     driver.may.release()
-    memory.wait_for(8192)
+    memory.wait_until(8192)
     assert waits.is_alive()
     driver.may.release()
     waits.join()
     driver.may.release()
-    memory.wait_for(sum(CHUNKS))
+    memory.wait_until(sum(CHUNKS))
     memory.close()
     starts = [0, 8192, 16384]
     assert driver.calls == [
@@ -64,15 +64,15 @@ def test_a_part_that_is_refused_fails_who_waits_for_it_and_those_before_stay(dri
     memory = HostMemory(CHUNKS, torch.device("cuda"))
     driver.may.release(3)
     with pytest.raises(DeviceError):
-        memory.wait_for(sum(CHUNKS))
-    memory.wait_for(8192)
+        memory.wait_until(sum(CHUNKS))
+    memory.wait_until(8192)
     memory.close()
     assert driver.calls == [("cuMemHostRegister_v2", 0), ("cuMemHostUnregister", 0)]
 
 
 def test_a_cpu_has_all_of_it_at_once() -> None:
     memory = HostMemory(CHUNKS, torch.device("cpu"))
-    memory.wait_for(memory.num_bytes)
+    memory.wait_until(memory.num_bytes)
     assert memory.num_bytes == sum(CHUNKS)
     assert not memory.data.any()
     memory.close()
