@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mllm_compile.compiler.target import Target
+    from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.config.schema import EngineConfig
+    from mllm_compile.store.artifact import Artifact
     from mllm_compile.store.explain import Change
 
 
@@ -30,6 +32,7 @@ class _Explained:
         problem: why it cannot be served from; None: it can.
         changes: since the nearest runtime of the model; None without such a runtime.
         weights: what becomes of quantised weights; None where they are plain, or a runtime's own.
+        steps: what the compile found of deterministic steps that the key's factors do not say.
     """
 
     folder: Path
@@ -37,6 +40,7 @@ class _Explained:
     problem: str | None
     changes: Sequence[Change] | None = None
     weights: str | None = None
+    steps: str | None = None
 
 
 def explain_command(
@@ -54,8 +58,9 @@ def explain_command(
     from mllm_compile.cli.key_text import print_changes, print_key, print_patches
 
     print(f"not compiled: {explained.problem}" if explained.problem else f"compiled: {explained.folder}")
-    if explained.weights:
-        print(explained.weights)
+    for line in (explained.weights, explained.steps):
+        if line:
+            print(line)
     if explained.changes:
         print_changes(sys.stdout, explained.changes, verbose)
     print_key(sys.stdout, explained.factors, verbose)
@@ -64,13 +69,23 @@ def explain_command(
 
 
 def _of_config(config: EngineConfig, model: str) -> _Explained:
-    from mllm_compile.compiler.target import find_target
+    from mllm_compile.compiler.target import alike_target, find_target, has_alike_steps
     from mllm_compile.store.explain import nearest_changes
 
     target = find_target(config)
     changes = nearest_changes(target.factors, target.config.cache.dir)
-    problem = _problem(target, model, is_known=changes is not None)
-    return _Explained(target.folder, target.factors, problem, None if problem is None else changes, _quantised(target))
+    found = _artifact(target, model, is_known=changes is not None)
+    weights = _quantised(target)
+    if isinstance(found, str):
+        return _Explained(target.folder, target.factors, found, changes, weights)
+    steps = _steps(alike_target(config, target).config) if has_alike_steps(target, found) else None
+    return _Explained(target.folder, target.factors, None, None, weights, steps)
+
+
+def _steps(config: ResolvedConfig) -> str:
+    from mllm_compile.compiler.target import alike_steps
+
+    return f"{alike_steps(config)}, as was found when this runtime was compiled"
 
 
 def _quantised(target: Target) -> str | None:
@@ -90,17 +105,19 @@ def _of_runtime(folder: Path) -> _Explained:
     from mllm_compile.compiler.load_or_compile import open_runtime
     from mllm_compile.errors import MllmError
     from mllm_compile.store.artifact import read_manifest
+    from mllm_compile.store.key import asks_for_any_rows
 
     factors = read_manifest(folder).factors
     try:
-        open_runtime(folder)
+        config = open_runtime(folder).config
     except MllmError as error:
         return _Explained(folder, factors, str(error))
-    return _Explained(folder, factors, None)
+    is_alike = asks_for_any_rows(factors) and not config.runtime.any_rows
+    return _Explained(folder, factors, None, steps=_steps(config) if is_alike else None)
 
 
-def _problem(target: Target, model: str, is_known: bool) -> str | None:
-    """The reason why the target's folder cannot be served from; None: it can.
+def _artifact(target: Target, model: str, is_known: bool) -> Artifact | str:
+    """The target's runtime, or the reason why it cannot be served from.
 
     Args:
         model: the argument as it was given.
@@ -113,10 +130,9 @@ def _problem(target: Target, model: str, is_known: bool) -> str | None:
         which = "the model as it is asked for now" if is_known else "this model yet"
         return f"there is no runtime of {which}; `mllm-compile {model}` makes one"
     try:
-        open_artifact(target.folder)
+        return open_artifact(target.folder)
     except ArtifactError as error:
         return str(error)
-    return None
 
 
 def _as_json(explained: _Explained) -> dict[str, object]:
@@ -129,5 +145,6 @@ def _as_json(explained: _Explained) -> dict[str, object]:
         "key": key_of(explained.factors),
         "factors": dict(explained.factors),
         "weights": explained.weights,
+        "steps": explained.steps,
         "changed": None if explained.changes is None else [asdict(change) for change in explained.changes],
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from mllm_compile.compiler.target import Target, alike_target, find_target, has_alike_steps
+from mllm_compile.compiler.target import Target, alike_steps, alike_target, find_target, has_alike_steps
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.resolve import check_cascade_layers
@@ -50,7 +50,7 @@ def load_or_compile(
     if has_alike_steps(target, artifact):
         target = alike_target(config, target, options)
         if was_cached:
-            timeline.note(f"{_alike(target)}, as was found when this runtime was compiled")
+            timeline.note(f"{alike_steps(target.config)}, as was found when this runtime was compiled")
     target = _as_compiled(target, artifact, timeline.note if was_cached else _tell_nothing)
     place = place_of(artifact.folder, is_output=options.output is not None)
     if options.output is not None:
@@ -233,9 +233,5 @@ def _compile(config: EngineConfig, target: Target, options: CompileOptions, time
         return build_runtime(target, options, timeline)
     except UnlikeRowsError as error:
         alike = alike_target(config, target, options)
-        timeline.announce(f"{_alike(alike)}: {error}")
+        timeline.announce(f"{alike_steps(alike.config)}: {error}")
         return build_runtime(alike, options, timeline)
-
-
-def _alike(target: Target) -> str:
-    return f"deterministic steps are alike, {target.config.runtime.max_num_batched_tokens} tokens each"

@@ -108,6 +108,11 @@ def has_alike_steps(target: Target, artifact: Artifact) -> bool:
     return not artifact.manifest.resolved_config(artifact.folder).runtime.any_rows
 
 
+def alike_steps(config: ResolvedConfig) -> str:
+    """The line about deterministic steps that are alike, where the key asks for others."""
+    return f"deterministic steps are alike, {config.runtime.max_num_batched_tokens} tokens each"
+
+
 def _as_keyed(target: Target, like: Target) -> Target:
     drafter = target.drafter
     if drafter is not None and like.drafter is not None:

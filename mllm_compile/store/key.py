@@ -97,6 +97,8 @@ DRAFT_MODEL = "draft model"  # of a runtime that holds one: that one's key
 PACKED_WEIGHTS = "packed weights"  # of a runtime that holds them: which checkpoint's
 _MIN_TRACED_TOKENS = 8192
 
+ANY_ROWS = "any rows"  # of deterministic steps
+
 
 def max_traced_tokens(config: ResolvedConfig) -> int:
     """The largest T and S that pieces are compiled for; bounds let Inductor prove that 32-bit indices suffice."""
@@ -251,6 +253,11 @@ def machine_factors(config: ResolvedConfig) -> dict[str, str]:
     }
 
 
+def asks_for_any_rows(factors: Mapping[str, str]) -> bool:
+    """True for deterministic steps of any number of rows, which a compile may find that the model has not."""
+    return ANY_ROWS in factors.get("attention", "").split(", ")
+
+
 def key_of(factors: Mapping[str, str]) -> str:
     """16 hex digits over all factors, whatever their order."""
     return _hash(json.dumps(factors, sort_keys=True).encode())
@@ -270,7 +277,7 @@ def _attention(config: ResolvedConfig) -> str:
     """The backend and the versions of its kernels; a runtime holds FlashInfer's kernels."""
     runtime = config.runtime
     mode = ["deterministic"] if runtime.deterministic else []
-    mode += ["any rows"] if runtime.any_rows else []
+    mode += [ANY_ROWS] if runtime.any_rows else []
     if runtime.attention_backend == "torch":
         kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
         is_plain = runtime.device == "cpu" and not has_libraries(runtime.device, config.compile.backend)

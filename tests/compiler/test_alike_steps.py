@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mllm_compile.cli.explain import _of_config, _of_runtime
 from mllm_compile.compiler import build, lowering
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config import resolve
@@ -12,6 +13,7 @@ from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, UnlikeRowsError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.report.serve_check import serve_check
+from mllm_compile.store.key import asks_for_any_rows
 from tests.tiny_model import tiny_config
 
 ALIKE = "deterministic steps are alike, 32 tokens each"
@@ -57,6 +59,9 @@ def test_a_model_whose_rows_differ_has_steps_that_are_alike(why, tmp_path):
     with Engine(config) as engine:
         assert engine.config.runtime.max_num_batched_tokens == 32
         assert len(engine.generate([[5, 6]])[0].token_ids) > 0
+    for explained in (_of_config(config, "m"), _of_runtime(first.folder)):
+        assert asks_for_any_rows(explained.factors), "the key has what was asked for"
+        assert explained.steps == f"{ALIKE}, as was found when this runtime was compiled"
     limits = dict(serve_check(config, NullReporter()))
     assert limits["runtime"] == f"compiled: {first.folder}"
 
