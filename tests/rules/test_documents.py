@@ -66,6 +66,12 @@ def test_python_files_that_are_named_exist(path):
         assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_are_named_exist(path):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8")):
+        assert re.search(rf"^(async )?def {name}\(", text_of(file), re.MULTILINE), f"{file} has no {name}"
+
+
 def test_scripts_that_are_named_exist():
     """Also in commands, comments and docstrings."""
     folders = ("mllm_compile", "passes", "runtime", "examples", "benchmarks", "tests")
