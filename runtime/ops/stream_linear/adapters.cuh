@@ -226,6 +226,27 @@ struct RowsOfB {
   }
 };
 
+// A . x of a lane's two tokens that have a slot, `token` and 8 behind, from [..][A_ROWS] bfloat16: of one part, for as
+// many outputs as are in it.
+struct ShrunkOfSlot {
+  const u32* shrunk;
+  int token;
+  bool has_slot[2];
+  int part = -1;
+  uint2 values[2][RANK / 16];
+
+  __device__ __forceinline__ void get(int its_part) {
+    if (its_part == part) return;
+    part = its_part;
+#pragma unroll
+    for (int r = 0; r < RANK / 16; r++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const u32* from = shrunk + ((token + 8 * h) * A_ROWS + part * RANK + r * 16 + threadIdx.x % 4 * 4) / 2;
+        values[h][r] = has_slot[h] ? *(const uint2*)from : uint2{0, 0};
+      }
+  }
+};
 // B of `slot` for 8 outputs, as a lane multiplies it: ranks are ordered so that 8 bytes of a row are its operands.
 struct EightOfB {
   int part;  // -1: none
@@ -237,21 +258,14 @@ struct EightOfB {
 #pragma unroll
     for (int r = 0; r < RANK / 16; r++) factors[r] = part >= 0 ? *(const uint2*)(from + r * 32) : uint2{0, 0};
   }
-  // Adds to the sums of the outputs and 16 tokens, as m16n8k16 has them, what it makes of A . x, [..][A_ROWS] bfloat16.
-  // A lane's tokens are `token` and 8 behind; slots: of both.
-  __device__ __forceinline__ void add_to(float* sums, const u32* shrunk, int token, const int (&slots)[2],
-                                         int slot) const {
+  // Adds to the sums of the outputs and 16 tokens, as m16n8k16 has them, what it makes of A . x.
+  __device__ __forceinline__ void add_to(float* sums, ShrunkOfSlot& u) const {
     if (part < 0) return;
+    u.get(part);
 #pragma unroll
-    for (int r = 0; r < RANK / 16; r++) {
-      uint2 u[2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const u32* from = shrunk + ((token + 8 * h) * A_ROWS + part * RANK + r * 16 + threadIdx.x % 4 * 4) / 2;
-        u[h] = slots[h] == slot ? *(const uint2*)from : uint2{0, 0};
-      }
-      multiply_add(sums, u[0].x, u[1].x, u[0].y, u[1].y, factors[r].x, factors[r].y);
-    }
+    for (int r = 0; r < RANK / 16; r++)
+      multiply_add(sums, u.values[0][r].x, u.values[1][r].x, u.values[0][r].y, u.values[1][r].y, factors[r].x,
+                   factors[r].y);
   }
 };
 // The least slot above one that a warp's lanes have two of each; MOST_SLOTS: none.

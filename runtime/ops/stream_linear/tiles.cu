@@ -212,27 +212,45 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
 }
 constexpr int PLACES_AT_ONCE = 8 * 16 / RANK;  // whose B is asked for before any is multiplied
-// Adds to the sums that a thread finishes what adapters do; slots: of its two tokens.
+// B of a slot for some of the places that a block finishes, from `begin` on.
+struct PlacesOfB {
+  EightOfB b[PLACES_AT_ONCE][2];
+
+  __device__ __forceinline__ void ask(const Adapters& adapters, const Outputs& outputs, int begin, int slot) {
+    const int lane_row = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++) {
+      const int first = outputs.row(begin + i) - lane_row;
+      const bool is_there = slot < MOST_SLOTS && outputs.is_row(begin + i);
+      b[i][0].ask(adapters, slot, is_there, first);
+      b[i][1].ask(adapters, slot, is_there, GATED ? first + OUTPUTS : first + 8);
+    }
+  }
+};
+// Adds to the sums that a thread finishes what adapters do; slots: of its two tokens. B of the next slot is on its way
+// while that of one is multiplied.
 __device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters& adapters, Shared& shared,
                                        const Outputs& outputs, const int (&slots)[2]) {
-  const int lane_row = threadIdx.x % 4 * 2;
-  for (int slot = next_slot(slots, -1); slot < MOST_SLOTS; slot = next_slot(slots, slot))
 #pragma unroll
-    for (int begin = 0; begin < PLACES; begin += PLACES_AT_ONCE) {
-      EightOfB b[PLACES_AT_ONCE][2];
-#pragma unroll
-      for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++) {
-        const int first = outputs.row(begin + i) - lane_row;
-        b[i][0].ask(adapters, slot, outputs.is_row(begin + i), first);
-        b[i][1].ask(adapters, slot, outputs.is_row(begin + i), GATED ? first + OUTPUTS : first + 8);
-      }
-      wait_for(shared_address(&shared.shrunk_there), 0);
+  for (int begin = 0; begin < PLACES; begin += PLACES_AT_ONCE) {
+    int slot = next_slot(slots, -1);
+    PlacesOfB now;
+    now.ask(adapters, outputs, begin, slot);
+    if (slot < MOST_SLOTS) wait_for(shared_address(&shared.shrunk_there), 0);
+    while (slot < MOST_SLOTS) {
+      const int next = next_slot(slots, slot);
+      PlacesOfB ahead;
+      ahead.ask(adapters, outputs, begin, next);
+      // Of gates and ups, or of neighbours: they are in parts of their own, or mostly in one.
+      ShrunkOfSlot u[2] = {{shared.shrunk, outputs.token, {slots[0] == slot, slots[1] == slot}},
+                           {shared.shrunk, outputs.token, {slots[0] == slot, slots[1] == slot}}};
 #pragma unroll
       for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++)
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          b[i][half].add_to(mine[begin + i] + 4 * half, shared.shrunk, outputs.token, slots, slot);
+        for (int half = 0; half < 2; half++) now.b[i][half].add_to(mine[begin + i] + 4 * half, u[half]);
+      now = ahead, slot = next;
     }
+  }
 }
 #else
 constexpr int HELPERS = 0;
