@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ANY_ROWS, NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.launch_lora import shrunk_of, summed
 from mllm_compile.passes.match.linear import match_adapted_linear, match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
@@ -29,8 +30,7 @@ class FuseGatedLinear(GraphPass):
 
         y = mllm.gated_linear(x, w)
 
-    With mllm.add_lora of both halves behind the linear it is mllm.gated_linear_lora, of products with A by
-    mllm.lora_shrink_whole.
+    With mllm.add_lora of both halves behind the linear it is mllm.gated_linear_lora, of sums of mllm.lora_shrink's.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a variant by stream_linears for up to 208 tokens at
         least, as the kernel's tiles are of 256; or with ANY_ROWS, as it computes a token alike in any company.
@@ -38,7 +38,7 @@ class FuseGatedLinear(GraphPass):
     """
 
     name: ClassVar[str] = "fuse_gated_linear"
-    needs: ClassVar[tuple[str, ...]] = ("gated_linear", "gated_linear_lora", "lora_shrink_whole")
+    needs: ClassVar[tuple[str, ...]] = ("gated_linear", "gated_linear_lora", "lora_shrink")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -69,8 +69,6 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     ):
         return False
     with graph.inserting_before(node):
-        shrunk = graph.call_function(op("lora_shrink_whole"), (linear.source, a, slots))
-    shape = slots.meta["val"].shape[0], a.meta["val"].shape[1]
-    shrunk.meta["val"] = linear.source.meta["val"].new_empty(shape)
+        shrunk = summed(graph, linear.source, shrunk_of(graph, linear.source, a, slots, False, False))
     replace_by_op(graph, node, op("gated_linear_lora"), linear.source, linear.weight, shrunk, b, slots)
     return True

@@ -54,7 +54,8 @@ class Linear:
         return _random(adapters, rows, self.inputs) / self.inputs**0.5, _random(adapters, self.outputs, rank) / 50
 
     def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, *, is_few: bool) -> torch.Tensor:
-        return OPS.lora_shrink(x, factors[0], slots, is_few, True)
+        shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, is_few, True)
+        return shrunk if is_few else shrunk.sum(0, keepdim=True).to(x.dtype)
 
     def expand(
         self, y: torch.Tensor, shrunk: torch.Tensor, factors: Factors, slots: torch.Tensor, *norm: Any, is_few: bool
@@ -145,7 +146,7 @@ class Products:
         if not linear.is_gated:
             shrunk = linear.shrink(x, factors, slots, is_few=False)
             return linear.expand(self.plain(name), shrunk, factors, slots, is_few=False)
-        shrunk = OPS.lora_shrink_whole(x, factors[0], slots)
+        shrunk = linear.shrink(x, factors, slots, is_few=False)[0]
         made: torch.Tensor = OPS.gated_linear_lora(x, self._weights[name], shrunk, factors[1], slots)
         return made
 

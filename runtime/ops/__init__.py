@@ -65,7 +65,6 @@ OPS = {
     "lora_expand_gated_chained": "lora.chained",
     "lora_expand_norm": "lora.chained",
     "lora_shrink": "lora.shrink",
-    "lora_shrink_whole": "lora.shrink",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.lora.expand import factors_of, load_b, num_norm_sums, times_b
+from mllm_compile.runtime.ops.lora.expand import factors_of, num_norm_sums, times_b
 from mllm_compile.runtime.ops.lora.shapes import FEW_TOKENS, chained_columns, padded_rank
 from mllm_compile.runtime.ops.lora.shrink import slots_of_block
+from mllm_compile.runtime.ops.lora.stretches import load_b
 
 
 @triton.jit

@@ -22,30 +22,16 @@ from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
     MOST_PARTS,
     MOST_SLOTS,
+    STRETCH_TOKENS,
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
+from mllm_compile.runtime.ops.lora.stretches import load_b, stretch_kernel
 
 _GATED_COLUMNS = 64  # of a block, of gate and of up each
-
-
-@triton.jit
-def load_b(
-    b_ptr: tl.tensor,
-    slot: tl.tensor,
-    b_rows: tl.tensor,
-    first: tl.constexpr,
-    is_there: tl.tensor,
-    B_ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_R, BLOCK_N] of a slot's B: from rank `first` on; zeros where it is not there."""
-    ranks = first + tl.arange(0, BLOCK_R)
-    places = b_ptr + slot.to(tl.int64) * B_ROWS * RANK + b_rows[None, :] * RANK + ranks[:, None]
-    return tl.load(places, mask=(ranks < RANK)[:, None] & is_there, other=0.0)
+_STAGES = 3  # of tokens of a stretch
 
 
 @triton.jit
@@ -346,7 +332,8 @@ def lora_expand(
     """y + B of each token's slot times what lora_shrink gave of it.
 
     Args:
-        y: [..., N] of T tokens; shrunk: [S, T, P * r] of any type; b: [L, sum of rows, r]; slots: [T] int32.
+        y: [..., N] of T tokens; shrunk: [S, T, P * r] of any type, S is 1 of many tokens; b: [L, sum of rows, r];
+            slots: [T] int32.
         starts, rows: [P] the outputs of each part; takes_lora says which are taken.
         is_few, early_slots: as lora_shrink had them.
         squares: [..., B] float32, of few tokens: sums of squares of the inputs of a norm of this width, whose factor
@@ -356,13 +343,21 @@ def lora_expand(
         [..., N] in the dtype of y.
     """
     y = y.contiguous()
-    outputs = y.shape[-1]
-    block_n = block_of_columns(outputs, starts, rows)
+    outputs, num_tokens = y.shape[-1], math.prod(y.shape[:-1])
+    block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
     blocks, shared = _shared(y, shrunk, b, is_few)
     none = [0] * (MOST_PARTS - len(rows))
-    start_0, start_1, start_2, start_3 = (*starts, *none)
-    rows_0, rows_1, rows_2, rows_3 = (*rows, *none)
-    out = torch.empty_like(y)
+    for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
+        shared |= {f"START_{at}": start, f"ROWS_{at}": count}
+    shared |= {"N": outputs, "BLOCK_N": block_n}
+    if not is_few:
+        for name in ("SPLITS", "SLOTS"):
+            del shared[name]
+        grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS)
+        wrap_triton(stretch_kernel)[grid](
+            y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, STAGES=_STAGES, **shared
+        )
+        return out
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](
         y,
         shrunk,
@@ -370,20 +365,10 @@ def lora_expand(
         slots,
         y if squares is None else squares,
         out,
-        math.prod(y.shape[:-1]),
+        num_tokens,
         EPS=eps,
         NORM_SUMS=num_norm_sums(squares),
         WIDTH=width,
-        N=outputs,
-        START_0=start_0,
-        START_1=start_1,
-        START_2=start_2,
-        START_3=start_3,
-        ROWS_0=rows_0,
-        ROWS_1=rows_1,
-        ROWS_2=rows_2,
-        ROWS_3=rows_3,
-        BLOCK_N=block_n,
         EARLY_SLOTS=early_slots,
         **shared,
     )

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
+STRETCH_TOKENS = 128  # that a block of many writes, so many at a time
+INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
@@ -35,16 +37,9 @@ def block_of_columns(outputs: int, starts: Sequence[int], rows: Sequence[int]) -
     return min(whole & -whole, _MOST_COLUMNS)
 
 
-def inputs_of_split(inputs: int, is_few: bool) -> int:
-    """Inputs that one sum is of. Few tokens are few blocks, so that each has few inputs."""
-    if is_few:
-        return 512
-    return 2048 if inputs <= 8192 else 4096
-
-
-def num_splits(inputs: int, is_few: bool) -> int:
+def num_splits(inputs: int) -> int:
     """Sums that the products with A are left in."""
-    return -(-inputs // inputs_of_split(inputs, is_few))
+    return -(-inputs // INPUTS_OF_SPLIT)
 
 
 def chained_columns(outputs: int) -> int:

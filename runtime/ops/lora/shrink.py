@@ -24,9 +24,9 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
+    INPUTS_OF_SPLIT,
     MANY_TOKENS,
     MOST_SLOTS,
-    inputs_of_split,
     num_splits,
     padded_rank,
 )
@@ -106,14 +106,10 @@ def loop_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum).
-
-    WHOLE: they are all inputs, and tokens without an adapter get zeros.
-    """
+    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum)."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_token, is_row = first + tokens < num_tokens, rows < ROWS
@@ -140,9 +136,7 @@ def loop_kernel(
         out = tl.where((slots == slot)[:, None], total, out)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
     of_block = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + first) * ROWS
-    is_stored = is_token if WHOLE else slots >= 0
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=is_stored[:, None] & is_row[None, :])
+    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
 
 
 @triton_op("mllm::lora_shrink", mutates_args={})
@@ -159,11 +153,11 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
     """
     x = x.contiguous()
     inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
-    splits = num_splits(inputs, is_few)
+    splits = num_splits(inputs)
     block_t = FEW_TOKENS if is_few else MANY_TOKENS
     num_blocks, blocks_of_rows = triton.cdiv(num_tokens, block_t), triton.cdiv(rows, padded_rank(rows))
     out = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
-    shared = _shared(x, rows, inputs_of_split(inputs, is_few), block_t)
+    shared = _shared(x, rows, block_t)
     if is_few and a.shape[0] <= MOST_SLOTS:
         grid = splits, blocks_of_rows, num_blocks * a.shape[0]
         wrap_triton(slot_kernel)[grid](
@@ -171,39 +165,17 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
         )
     else:
         wrap_triton(loop_kernel)[(num_blocks, blocks_of_rows, splits)](
-            x, a, slots, out, num_tokens, BLOCK_K=_block_of_inputs(x), WHOLE=False, num_stages=3, **shared
+            x, a, slots, out, num_tokens, BLOCK_K=64 if x.dtype == torch.float32 else 128, num_stages=3, **shared
         )
     return out
 
 
-@triton_op("mllm::lora_shrink_whole", mutates_args={})
-def lora_shrink_whole(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The products that lora_shrink gives of many tokens, each in one sum.
-
-    Returns:
-        [T, P * r] in the dtype of x; zeros where the slot is -1.
-    """
-    x = x.contiguous()
-    rows, num_tokens = a.shape[1], math.prod(x.shape[:-1])
-    shared = _shared(x, rows, x.shape[-1], MANY_TOKENS)
-    grid = triton.cdiv(num_tokens, MANY_TOKENS), triton.cdiv(rows, padded_rank(rows)), 1
-    out = torch.empty((num_tokens, rows), dtype=x.dtype, device=x.device)
-    wrap_triton(loop_kernel)[grid](
-        x, a, slots, out, num_tokens, BLOCK_K=_block_of_inputs(x), WHOLE=True, num_stages=3, **shared
-    )
-    return out
-
-
-def _block_of_inputs(x: torch.Tensor) -> int:
-    return 64 if x.dtype == torch.float32 else 128
-
-
-def _shared(x: torch.Tensor, rows: int, inputs: int, block_t: int) -> dict[str, Any]:
-    """The arguments that both kernels have, of blocks of so many tokens and inputs."""
+def _shared(x: torch.Tensor, rows: int, block_t: int) -> dict[str, Any]:
+    """The arguments that both kernels have, of blocks of so many tokens."""
     return {
         "K": x.shape[-1],
         "ROWS": rows,
-        "INPUTS": inputs,
+        "INPUTS": INPUTS_OF_SPLIT,
         "BLOCK_T": block_t,
         "BLOCK_R": padded_rank(rows),
         "EXACT": x.dtype == torch.float32,

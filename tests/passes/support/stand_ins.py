@@ -371,14 +371,10 @@ def dequantised_integers(
 
 def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool, early_slots: bool) -> torch.Tensor:
     factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0)
-    splits = num_splits(x.shape[-1], is_few)
+    splits = num_splits(x.shape[-1])
     size = -(-x.shape[-1] // splits)
     parts = zip(x.flatten(0, -2).split(size, -1), factors.split(size, -1), strict=True)
     return torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
-
-
-def lora_shrink_whole(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return lora_shrink(x, a, slots, False, True).sum(0)
 
 
 def lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
@@ -429,7 +425,6 @@ INTEGERS = {
 }
 LORA = {
     "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few, bool early_slots) -> Tensor": lora_shrink,
-    "lora_shrink_whole(Tensor x, Tensor a, Tensor slots) -> Tensor": lora_shrink_whole,
     "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
     "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand,
     "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
