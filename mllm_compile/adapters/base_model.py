@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 
 ReadRows = Callable[[str, int, int], "torch.Tensor | None"]
+NewBytes = Callable[[int], "torch.Tensor"]
 _ROWS = 4096  # read at once
+
+
+def pageable_bytes(count: int) -> torch.Tensor:
+    """[count] uint8 on the host, of any content."""
+    import torch
+
+    return torch.empty(count, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class BaseModel:
         takes_dora: there is room for scales of linears' outputs.
         read: gives [start, start + rows) of a target's weight as the checkpoint, or an update, has it, on the CPU; None
             where it has it otherwise.
+        new_bytes: gives so many bytes of the host's memory, [n] uint8, which files are read into.
     """
 
     source: str
@@ -70,6 +79,7 @@ class BaseModel:
     takes_dora: bool = False
     unread: tuple[str, ...] = ()
     read: ReadRows = lambda *_: None
+    new_bytes: NewBytes = pageable_bytes
 
     def rows_of(self, module: str) -> tuple[RowsOf, ...]:
         """The rows of targets that a module is; () if it is none."""

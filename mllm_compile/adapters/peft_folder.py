@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, is_copy, module_of
@@ -22,7 +21,7 @@ from mllm_compile.adapters.expert_factors import by_expert, with_parameters
 from mllm_compile.adapters.module_names import ModuleNames
 from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
-from mllm_compile.adapters.whole_file import whole_file
+from mllm_compile.adapters.whole_file import WholeFile, is_finite, whole_file
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
@@ -30,13 +29,6 @@ from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 TENSOR_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _SHOWN = 3  # names in a message
-
-# The bits of infinity, and the integers that they are read as.
-_INFINITY = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-}
 
 Matrices = Mapping[str, tuple[torch.Tensor, ...]]
 
@@ -85,20 +77,19 @@ def read_adapter(folder: Path, base: BaseModel, *, is_known: bool = False) -> Ad
     places = _places(factors, names, base, path)
     check_magnitudes(file.magnitudes, config.is_dora, places, base, path)
     _check_layout(header, path)
-    with whole_file(path, header) as whole:
-        data = whole.data
-        if not is_known:
-            _check_copies(data, file, base, path)
-        matrices: Matrices = _matrices(data, factors, places, names, base, path)
-        if config.is_dora:
-            magnitudes = {module: _tensor(data, entry) for module, entry in file.magnitudes.items()}
-            matrices = scaled(matrices, magnitudes, places, base, path)
-        return AdapterTensors(
-            hashlib.sha256(text + b"\n" + whole.digest()).hexdigest()[:32],
-            max(down.shape[-2] for down, *_ in matrices.values()),
-            sum(one.nbytes for pair in matrices.values() for one in pair),
-            matrices,
-        )
+    whole = whole_file(path, header, base.new_bytes)
+    if not is_known:
+        _check_copies(whole.data, file, base, path)
+    matrices: Matrices = _matrices(whole, factors, places, names, base, path)
+    if config.is_dora:
+        magnitudes = {module: _tensor(whole.data, entry) for module, entry in file.magnitudes.items()}
+        matrices = scaled(matrices, magnitudes, places, base, path)
+    return AdapterTensors(
+        hashlib.sha256(text + b"\n" + whole.digest).hexdigest()[:32],
+        max(down.shape[-2] for down, *_ in matrices.values()),
+        sum(one.nbytes for pair in matrices.values() for one in pair),
+        matrices,
+    )
 
 
 def _places(
@@ -180,7 +171,7 @@ def _check_complete(places: Mapping[str, tuple[RowsOf, ...]], names: ModuleNames
         )
 
 
-def _check_copies(data: np.ndarray, file: AdapterFile, base: BaseModel, path: Path) -> None:
+def _check_copies(data: torch.Tensor, file: AdapterFile, base: BaseModel, path: Path) -> None:
     """PEFT saves an embedding or a head whole beside its factors; it must be the base model's."""
     for module, entry in file.copies.items():
         weight = f"{module}.weight"
@@ -216,7 +207,7 @@ def _check_layout(header: WeightHeader, path: Path) -> None:
 
 
 def _matrices(
-    data: np.ndarray,
+    whole: WholeFile,
     factors: Mapping[str, Factors],
     places: Mapping[str, tuple[RowsOf, ...]],
     names: ModuleNames,
@@ -225,12 +216,13 @@ def _matrices(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each weight; of one that several modules are, A has the rows of all, and B blocks of theirs."""
     parts: dict[str, list[tuple[RowsOf, torch.Tensor, torch.Tensor]]] = {}
-    ups = _scaled(
-        [_tensor(data, one.up) for one in factors.values()], [names.scale(one) for one in factors], base.dtype
-    )
+    scales = [names.scale(one) for one in factors]
+    largest = math.inf if whole.largest is None else whole.largest * max(1.0, *map(abs, scales))
+    are_finite = largest < torch.finfo(base.dtype).max / 2
+    ups = _scaled([_tensor(whole.data, one.up) for one in factors.values()], scales, base.dtype)
     for (module, one), up in zip(factors.items(), ups, strict=True):
-        down = _tensor(data, one.down).to(base.dtype)
-        if not (_is_finite(down) and _is_finite(up)):
+        down = _tensor(whole.data, one.down).to(base.dtype)
+        if not (are_finite or (is_finite(down) and is_finite(up))):
             dtype = str(base.dtype).removeprefix("torch.")
             raise CheckpointError(f"{path}: {module} holds NaN or numbers beyond {dtype}. Download it again")
         if module in base.experts:
@@ -241,14 +233,14 @@ def _matrices(
 
 
 def _scaled(matrices: list[torch.Tensor], scales: list[float], dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    """Each times a number, computed in float32 and rounded once, in its own type too.
+    """Each times a number, computed in float32 and rounded once; where it is, if it has its own type.
 
     By one operation where it can be: Python's lock goes to another thread at each.
     """
     if all(matrix.dtype == dtype for matrix in matrices):
-        return torch._foreach_mul(matrices, scales)
-    pairs = zip(matrices, scales, strict=True)
-    return (one * scale if one.dtype == dtype else (one.float() * scale).to(dtype) for one, scale in pairs)
+        torch._foreach_mul_(matrices, scales)
+        return matrices
+    return ((one.float() * scale).to(dtype) for one, scale in zip(matrices, scales, strict=True))
 
 
 def _joined(parts: list[tuple[RowsOf, torch.Tensor, torch.Tensor]], outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,14 +256,8 @@ def _joined(parts: list[tuple[RowsOf, torch.Tensor, torch.Tensor]], outputs: int
     return joined, blocks
 
 
-def _is_finite(matrix: torch.Tensor) -> bool:
-    """True if it holds neither NaN nor infinities, whose exponents are all ones (torch.isfinite takes ten times as
-    long)."""
-    kind, infinity = _INFINITY[matrix.dtype]
-    bits = matrix.contiguous().view(kind).numpy()
-    return bool((bits & np.iinfo(bits.dtype).max).max() < infinity)
-
-
-def _tensor(data: np.ndarray, entry: TensorEntry) -> torch.Tensor:
-    count = math.prod(entry.shape)
-    return torch.frombuffer(data, dtype=entry.dtype, count=count, offset=entry.begin).view(entry.shape)
+def _tensor(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    numbers = data[entry.begin : entry.end]
+    if entry.begin % entry.dtype.itemsize:
+        numbers = numbers.clone()
+    return numbers.view(entry.dtype).view(entry.shape)

@@ -85,13 +85,13 @@ class AdapterSlots(Generic[A, U]):
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def place(self, adapter: A) -> int | None:
-        """A slot that the caller fills with this adapter right now; None: none is free without a wait."""
+        """A slot that the caller fills with this adapter, as of a `Load`; None: none is free without a wait."""
         if any(slot.adapter == adapter for slot in self._slots) or self._homeless():
             return None
         slot = self._least_used()
         if slot is None:
             return None
-        slot.adapter = adapter
+        slot.adapter, slot.is_loading = adapter, True
         self._touch(slot)
         return slot.index
 

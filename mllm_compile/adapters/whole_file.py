@@ -1,23 +1,31 @@
-"""Reads a file of tensors whole, and its digest, by a few threads: one alone copies and hashes 87 MB in 80 ms."""
+"""Reads a file of tensors whole, its digest and its largest number, by a few threads: one takes 100 ms for 87 MB."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from mllm_compile.adapters.base_model import NewBytes
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 
-_BLOCK = 8 << 20  # bytes that a thread takes at once
-_THREADS = 4
+_BLOCK = 4 << 20  # bytes that a thread takes at once
+_THREADS = 8
+# The bits of infinity, and the integers that they are read as.
+_INFINITY: dict[torch.dtype, tuple[type[np.signedinteger], int]] = {
+    torch.float32: (np.int32, 0x7F800000),
+    torch.bfloat16: (np.int16, 0x7F80),
+    torch.float16: (np.int16, 0x7C00),
+}
 
 
 @dataclass(frozen=True)
@@ -26,50 +34,96 @@ class WholeFile:
 
     Attributes:
         data: [bytes] uint8.
+        digest: SHA-256 of its blocks' SHA-256, in order.
+        largest: its largest absolute number; None: some are none, or its tensors are of several types.
     """
 
-    data: np.ndarray
-    _hashes: tuple[Future[bytes], ...]
-
-    def digest(self) -> bytes:
-        """SHA-256 of its blocks' SHA-256, in order; waits for the threads."""
-        return hashlib.sha256(b"".join(block.result() for block in self._hashes)).digest()
+    data: torch.Tensor
+    digest: bytes
+    largest: float | None
 
 
-@contextmanager
-def whole_file(path: Path, header: WeightHeader) -> Iterator[WholeFile]:
-    """The file, which is hashed within the context.
+class _Numbers(NamedTuple):
+    """The numbers of a file, of one type: those from a byte on."""
+
+    begin: int
+    dtype: torch.dtype
+
+    def largest_bits(self, block: np.ndarray, start: int) -> int:
+        """Bits of the largest absolute one in a block of the file that starts at a byte."""
+        kind, _ = _INFINITY[self.dtype]
+        numbers = block[max(0, self.begin - start) :]
+        bits = numbers[: len(numbers) // self.dtype.itemsize * self.dtype.itemsize].view(kind)
+        if not bits.size:
+            return 0
+        # Of those above zero the largest integers, of those below it the largest unsigned ones.
+        above, below = int(bits.max()), int(bits.view(kind.__name__.replace("int", "uint")).max())
+        return max(above, below & np.iinfo(kind).max)
+
+
+class _Block(NamedTuple):
+    num_bytes: int
+    digest: bytes
+    largest_bits: int
+
+
+def whole_file(path: Path, header: WeightHeader, new_bytes: NewBytes) -> WholeFile:
+    """Reads the file.
+
+    Args:
+        new_bytes: gives the memory that it is read into.
 
     Raises:
         CheckpointError: it cannot be read, is not what its header was read of, or changes meanwhile.
     """
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="read adapter") as threads:
-        data = _read(path, header, threads)
-        starts = range(0, len(data), _BLOCK)
-        hashes = (
-            threads.submit(lambda block: hashlib.sha256(block).digest(), data.data[at : at + _BLOCK]) for at in starts
-        )
-        yield WholeFile(data, tuple(hashes))
-
-
-def _read(path: Path, header: WeightHeader, threads: ThreadPoolExecutor) -> np.ndarray:
-    data = np.empty(header.file_bytes, dtype=np.uint8)
+    memory, numbers = new_bytes(header.file_bytes), _numbers_of(header)
+    data = memory.numpy()
     try:
-        with open(open_regular(path), "rb", buffering=0) as file:
+        with (
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="read adapter") as threads,
+            open(open_regular(path), "rb", buffering=0) as file,
+        ):
             before = os.fstat(file.fileno())
-            done = sum(threads.map(lambda start: _fill(file.fileno(), data, start), range(0, len(data), _BLOCK)))
+            read = partial(_read, file.fileno(), data, numbers)
+            blocks = list(threads.map(read, range(0, len(data), _BLOCK)))
             after = os.fstat(file.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    done, raw = sum(block.num_bytes for block in blocks), header.raw
     same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-    if not same or done != len(data) or after.st_size != done or data[8 : 8 + len(header.raw)].tobytes() != header.raw:
+    if not same or done != len(data) or after.st_size != done or data[8 : 8 + len(raw)].tobytes() != raw:
         raise CheckpointError(f"{path} has changed while it was read. Load it again when it is written")
-    return data
+    digest = hashlib.sha256(b"".join(block.digest for block in blocks)).digest()
+    return WholeFile(memory, digest, _largest(numbers, max(block.largest_bits for block in blocks)))
 
 
-def _fill(descriptor: int, data: np.ndarray, start: int) -> int:
-    """Reads a block into its place; returns its bytes, fewer where the file ends."""
-    block, done = data.data[start : start + _BLOCK], 0
-    while done < len(block) and (count := os.preadv(descriptor, [block[done:]], start + done)):
+def is_finite(matrix: torch.Tensor) -> bool:
+    """True if it holds neither NaN nor infinities, whose exponents are all ones (torch.isfinite takes ten times as
+    long)."""
+    kind, infinity = _INFINITY[matrix.dtype]
+    bits = matrix.contiguous().view(torch.int32 if kind is np.int32 else torch.int16).numpy()
+    return bool((bits & np.iinfo(kind).max).max() < infinity)
+
+
+def _numbers_of(header: WeightHeader) -> _Numbers | None:
+    """The numbers of a file whose tensors are all of one type, and at whole places of it."""
+    dtypes, begin = {entry.dtype for entry in header.tensors.values()}, 8 + len(header.raw)
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return None if dtype not in _INFINITY or begin % dtype.itemsize else _Numbers(begin, dtype)
+
+
+def _largest(numbers: _Numbers | None, bits: int) -> float | None:
+    if numbers is None:
+        return None
+    kind, infinity = _INFINITY[numbers.dtype]
+    one = torch.from_numpy(np.array([bits], dtype=kind)).view(numbers.dtype)
+    return float(one) if bits < infinity else None
+
+
+def _read(descriptor: int, data: np.ndarray, numbers: _Numbers | None, start: int) -> _Block:
+    """Reads a block into its place; it has fewer bytes where the file ends."""
+    block, done = data[start : start + _BLOCK], 0
+    view = block.data
+    while done < len(block) and (count := os.preadv(descriptor, [view[done:]], start + done)):
         done += count
-    return done
+    return _Block(done, hashlib.sha256(view).digest(), 0 if numbers is None else numbers.largest_bits(block, start))

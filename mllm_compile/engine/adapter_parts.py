@@ -11,6 +11,7 @@ from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.end_errors import closed
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraTarget, TargetKind
 from mllm_compile.runtime.lora.wire import pack
@@ -19,6 +20,7 @@ from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.store.opened import CompiledRuntime
 
 Tell = Callable[[Iterable[memoryview]], None]
+Moment = torch.cuda.Event | None  # none on a CPU
 
 _PARAMETER = ".weight"
 
@@ -27,23 +29,28 @@ class PoolWriter:
     """Writes adapters into the pool of a runner's device. The pool's memory is the runner's, which gives it back.
 
     Args:
+        device: the runner's.
         tell: sends other ranks a message, which they take in the order of steps; None without other ranks.
 
     Attributes:
         num_slots: how many adapters the pool holds.
     """
 
-    def __init__(self, pool: LoraPool, is_pinned: bool, tell: Tell | None = None) -> None:
+    def __init__(self, pool: LoraPool, device: torch.device, tell: Tell | None = None) -> None:
         self._pool, self._tell = weakref.ref(pool), tell
         self._dtype = pool.dtype
-        self._is_pinned = is_pinned
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_slots = pool.num_slots
 
+    def new_bytes(self, count: int) -> torch.Tensor:
+        """[count] uint8 of the host's memory, which the device copies from quickly."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self._stream is not None)
+
     def prepared(self, matrices: Matrices) -> Matrices:
-        """The matrices in one block of pinned memory, for a GPU."""
-        if not self._is_pinned:
-            return matrices
+        """The matrices in pinned memory, for a GPU: in one block if some are elsewhere."""
         every = [one for pair in matrices.values() for one in pair]
+        if self._stream is None or all(one.dtype == self._dtype and one.is_pinned() for one in every):
+            return matrices
         sizes = [one.numel() for one in every]
         parts = torch.empty(sum(sizes), dtype=self._dtype, pin_memory=True).split(sizes)
         places = [part.view(one.shape) for part, one in zip(parts, every, strict=True)]
@@ -51,14 +58,36 @@ class PoolWriter:
         left = iter(places)
         return {weight: tuple(next(left) for _ in pair) for weight, pair in matrices.items()}
 
-    def write(self, slot: int, matrices: Matrices) -> None:
-        """Replaces what is in a slot, on all ranks, on the stream of the steps; behind an error none may use it."""
+    def moment(self) -> Moment:
+        """Behind the steps that were submitted, and ahead of later ones; on the thread that submits them."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def write(self, slot: int, matrices: Matrices, behind: Moment) -> None:
+        """Replaces what is in a slot that no step behind that moment reads, and waits until it is there.
+
+        By a stream of its own: steps neither wait for it nor are kept from their thread.
+        """
         pool = self._pool()
-        assert pool is not None, "a runner that takes steps has its pool"
+        if pool is None:
+            raise closed()
+        if self._stream is None or behind is None:
+            pool.write(slot, matrices)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(behind)
+            pool.write(slot, matrices)
+            written = torch.cuda.Event(blocking=True)
+            written.record()
+        written.synchronize()
+
+    def tell(self, slot: int, matrices: Matrices) -> None:
+        """Has other ranks replace what is in a slot; on the thread that submits steps, behind `write`."""
         if self._tell is not None:
-            pool.check(matrices)  # ranks that follow end by an error
             self._tell(pack(slot, matrices))
-        pool.write(slot, matrices)
 
 
 def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | None) -> AdapterParts | None:
@@ -73,6 +102,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
     specs, arena = (artifact.weights, *artifact.further_weights), runner.model.arena
     staying = {} if arena is None else {"staying": arena.staying}
     stored = StoredWeights(specs, compiled.weights_root, pool.targets, runner.model.live, **staying)
+    writer = PoolWriter(pool, runner.device, tell)
     base = BaseModel(
         source=config.model.source,
         targets={name: (target.outputs, target.inputs) for name, target in pool.targets.items()},
@@ -90,8 +120,9 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
             if target.kind == "experts"
         },
         read=stored.read,
+        new_bytes=writer.new_bytes,
     )
-    return AdapterParts(base, PoolWriter(pool, runner.device.type == "cuda", tell))
+    return AdapterParts(base, writer)
 
 
 def _weight_of_kind(pool: LoraPool, kind: TargetKind) -> str:

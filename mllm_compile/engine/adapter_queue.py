@@ -1,8 +1,8 @@
 """The requests that wait for their adapters, and the loads for them: the engine's thread, and one that reads.
 
-A request of an adapter is scheduled when its adapter is on the device; others run meanwhile. A load reads and checks on
-a thread of its own, and is written to the device between two steps, into a slot that no request uses. One that fails
-ends the requests that wait for it, and nothing of it is used.
+A request of an adapter is scheduled when its adapter is on the device; others run meanwhile. A load takes a slot that
+no request uses, between two steps. Another thread reads and checks, and writes to the device beside later steps. A load
+that fails ends the requests that wait for it, and nothing of it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mllm_compile.adapters.base_model import BaseModel
 from mllm_compile.adapters.peft_folder import Matrices
@@ -39,8 +39,24 @@ class AdapterWriter(Protocol):
     def prepared(self, matrices: Matrices) -> Matrices:
         """The matrices in memory that they are copied from quickly; on the thread that has read them."""
 
-    def write(self, slot: int, matrices: Matrices) -> None:
-        """Replaces what is in a slot, behind the steps that were submitted and ahead of later ones."""
+    def moment(self) -> Any:
+        """Behind the steps that were submitted, and ahead of later ones; on the engine's thread."""
+
+    def write(self, slot: int, matrices: Matrices, behind: Any) -> None:
+        """Replaces what is in a slot that no step behind that moment reads, and waits until it is there; on any thread.
+
+        Behind an error none may use the slot.
+        """
+
+    def tell(self, slot: int, matrices: Matrices) -> None:
+        """Has other ranks do so, on the engine's thread."""
+
+
+class Reserved(NamedTuple):
+    """A slot that a load takes, and the moment from which on no step reads it."""
+
+    slot: int
+    behind: Any
 
 
 @dataclass(frozen=True)
@@ -95,16 +111,32 @@ class AdapterQueue:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def place(self, adapter: Adapter, matrices: Matrices) -> None:
-        """Writes a new version to the device if a slot is free; else it is loaded when a request names it."""
+    def reserve(self, adapter: Adapter) -> Reserved | None:
+        """A slot that the caller writes a new version to, if one is free; `finish` or `give_up` follows.
+
+        None: it is loaded when a request names it.
+        """
         slot = self._slots.place(adapter)
-        if slot is None:
-            return
+        return None if slot is None else Reserved(slot, self._writer.moment())
+
+    def finish(self, slot: int, matrices: Matrices) -> None:
+        """The adapter of a slot is written to it.
+
+        Raises:
+            Exception: other ranks cannot be told; the slot was given up.
+        """
         try:
-            self._writer.write(slot, matrices)
+            self._writer.tell(slot, matrices)
         except Exception:
-            self._slots.failed(slot)
+            self.give_up(slot)
             raise
+        self._slots.loaded(slot)
+        self._settle()
+
+    def give_up(self, slot: int) -> None:
+        """The adapter of a slot could not be written to it."""
+        self._slots.failed(slot)
+        self._settle()
 
     def retire(self, adapter: Adapter) -> None:
         """Gives a version's slot back when its last request has ended."""
@@ -123,17 +155,19 @@ class AdapterQueue:
         while True:
             granted, loads = self._slots.take_granted(), self._slots.take_loads()
             for adapter, slot in () if self._is_closed else loads:
-                self._reader.submit(self._load, adapter, slot)
+                self._reader.submit(self._load, adapter, Reserved(slot, self._writer.moment()))
             for sequence, slot in granted:
                 sequence.request.adapter_slot = slot
                 self._schedule(sequence)
             if not granted:
                 return
 
-    def _load(self, adapter: Adapter, slot: int) -> None:
-        """Reads a version; on the thread for that."""
+    def _load(self, adapter: Adapter, reserved: Reserved) -> None:
+        """Reads a version and writes it to the device; on the thread for that."""
+        slot, behind = reserved
         try:
             matrices = self._writer.prepared(read_again(self._base, adapter))
+            self._writer.write(slot, matrices, behind)
         except Exception as error:
             failure = _failure(adapter, error)
             self._post(lambda: self._failed(slot, failure))
@@ -142,7 +176,7 @@ class AdapterQueue:
 
     def _loaded(self, adapter: Adapter, slot: int, matrices: Matrices) -> None:
         try:
-            self._writer.write(slot, matrices)
+            self._writer.tell(slot, matrices)
         except Exception as error:
             self._failed(slot, _failure(adapter, error))
             return

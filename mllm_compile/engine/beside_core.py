@@ -57,6 +57,15 @@ def adapter_registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:
 
     def place(adapter: Adapter, matrices: Matrices) -> None:
         prepared = parts.writer.prepared(matrices)
-        core.between_steps(lambda: queue.place(adapter, prepared))
+        reserved = core.between_steps(lambda: queue.reserve(adapter))
+        if reserved is None:
+            return
+        slot, behind = reserved
+        try:
+            parts.writer.write(slot, prepared, behind)
+        except BaseException:
+            core.between_steps(lambda: queue.give_up(slot))
+            raise
+        core.between_steps(lambda: queue.finish(slot, prepared))
 
     return AdapterRegistry(parts.base, place, lambda adapter: core.post(lambda: queue.retire(adapter)))

@@ -31,12 +31,19 @@ class FakeDevice:
         assert self.reading.wait(HANG_S)
         return matrices
 
-    def write(self, slot: int, matrices: Matrices) -> None:
+    def moment(self) -> int:
+        return threading.get_ident()
+
+    def write(self, slot: int, matrices: Matrices, behind: int) -> None:
+        assert behind != threading.get_ident(), "steps go on meanwhile"
         self.content.pop(slot, None)
         if self.fails:
             self.fails -= 1
             raise RuntimeError("the device is full")
         self.content[slot] = int(matrices["q_proj.weight"][0][0, 0])
+
+    def tell(self, slot: int, matrices: Matrices) -> None:
+        assert slot in self.content, "it is written first"
 
 
 class AdapterRunner(FakeStepRunner):

@@ -93,6 +93,9 @@ def test_a_forgotten_adapter_keeps_its_slot_until_its_last_request_has_ended():
     slots.leave("a")
     assert slots.place("b") == 0
     slots.take("b", "user")
+    slots.take("c", "other")
+    assert (granted(slots), slots.place("d")) == ([], None), "neither goes on in a slot that is being filled"
+    slots.loaded(0)
     assert granted(slots) == [("user", 0)]
 
 
@@ -156,7 +159,8 @@ class SlotRules(RuleBasedStateMachine):
         if slot is not None:
             assert slot not in self.loading
             assert not any(place == slot for place in self.slot_of.values())
-            self.content[slot] = adapter
+            self.loading[slot] = adapter
+            self.content.pop(slot, None)
 
     @rule(adapter=st.integers(0, 4))
     def forget(self, adapter: int) -> None:

@@ -18,7 +18,7 @@ from mllm_compile import Engine, RequestError, SamplingParams
 from mllm_compile.engine.adapter_parts import PoolWriter
 from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.engine.assemble import _live_weights
-from mllm_compile.errors import CheckpointError, MllmError
+from mllm_compile.errors import CheckpointError, EngineDeadError, MllmError
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice, adapter_folder, changed_token
@@ -307,11 +307,14 @@ def test_an_engine_with_adapters_ends_when_nobody_holds_it(device):
 def test_the_device_s_memory_for_adapters_is_the_runner_s():
     target = LoraTarget("q_proj.weight", 2, 3, "q_proj", 0, 0, 2)
     pool = LoraPool(LoraLayout(3, 4, "float32", (target,), (LoraBuffers("q_proj", 4, 3, 2),)), torch.device("cpu"))
-    writer, gone = PoolWriter(pool, is_pinned=False), weakref.ref(pool)
-    writer.write(1, writer.prepared({"q_proj.weight": (torch.ones(1, 3), torch.ones(2, 1))}))
+    writer, gone = PoolWriter(pool, torch.device("cpu")), weakref.ref(pool)
+    matrices = {"q_proj.weight": (torch.ones(1, 3), torch.ones(2, 1))}
+    writer.write(1, writer.prepared(matrices), writer.moment())
     assert pool.buffers[a_name("q_proj")][1, 0].tolist() == [1, 1, 1]
     del pool
     assert (gone(), writer.num_slots) == (None, 3)
+    with pytest.raises(EngineDeadError, match="the engine is closed"):
+        writer.write(1, matrices, writer.moment())
 
 
 def test_requests_that_wait_hear_of_the_engine_s_end(engine, device, tmp_path):

@@ -11,8 +11,11 @@ import torch
 
 from mllm_compile import open_model
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.engine.adapter_parts import PoolWriter
 from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.lora.pool import LoraPool
+from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
 from mllm_compile.runtime.program.pieces import load_piece
 from tests.lora_factors import greedy_of, logprobs_of, random_factors
@@ -30,6 +33,8 @@ import torch
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
         shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
+        if not {is_few}:
+            shrunk = shrunk.sum(0).to(x.dtype).unsqueeze(0)
         return (torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}, {is_few}, False),)
 """
 SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
@@ -77,6 +82,8 @@ import torch
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
         shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
+        if not {is_few}:
+            shrunk = shrunk.sum(0).to(x.dtype).unsqueeze(0)
         parts = [0, 12288], [12288, 12288]
         out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, *parts, {is_few}, False)
         gated = torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, *parts, {is_few}, False)
@@ -143,6 +150,30 @@ def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for(tm
         for ours, theirs in (products[:2], products[2:]):
             found, expected = (one.sum(0)[slots >= 0] for one in (ours, theirs))
             assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_a_load_is_written_beside_steps_behind_those_that_read_the_slot_and_from_the_memory_that_it_was_read_into():
+    target = LoraTarget("q.weight", 2048, 1024, "q", 0, 0, 2048)
+    layout = LoraLayout(2, 16, "bfloat16", (target,), (LoraBuffers("q", 16, 1024, 2048),))
+    pool = LoraPool(layout, torch.device("cuda:0"))
+    writer = PoolWriter(pool, torch.device("cuda:0"))
+    size = 16 * 1024
+    numbers = writer.new_bytes(2 * (size + 16 * 2048)).view(torch.bfloat16).normal_()
+    a, b = numbers[:size].view(16, 1024), numbers[size:].view(2048, 16)
+    matrices = {"q.weight": (a, b)}
+    assert writer.prepared(matrices) is matrices
+    elsewhere = writer.prepared({"q.weight": (a.float(), b.clone())})["q.weight"]
+    assert all(one.is_pinned() and one.equal(other) for one, other in zip(elsewhere, (a, b), strict=True))
+    busy = torch.randn(8192, 8192, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 90  # a step that reads slot 1
+    read = pool.buffers[a_name("q")][1].sum()
+    behind = writer.moment()
+    writer.write(1, matrices, behind)
+    assert behind.query(), "it has waited for the step"
+    assert read.item() == 0
+    assert pool.buffers[a_name("q")][1].cpu().equal(a)
+    assert pool.buffers[b_name("q")][1].cpu().equal(b)
 
 
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], [17, 33], [9, 8, 7, 6] * 20)
