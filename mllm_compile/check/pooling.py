@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.check.kernels import relative_errors
-from mllm_compile.check.program import TOLERANCE, hint, program_weights
+from mllm_compile.check.program import TOLERANCE, hint
+from mllm_compile.check.weights import program_weights
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.pooling.build import body_of

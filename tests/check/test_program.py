@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mllm_compile.check import packed_requests, transformers_forward
 from mllm_compile.check import program as self_check
 from mllm_compile.check.kernels import relative_errors
 from mllm_compile.compiler.load_or_compile import load_or_compile
@@ -103,7 +104,7 @@ def test_a_program_that_does_not_run_is_not_the_models_fault(monkeypatch, tmp_pa
     def run(*arguments: Any) -> None:
         raise RuntimeError("shape '[1, 8, 64]' is invalid for input of size 256")
 
-    monkeypatch.setattr(self_check, "_run_program", run)
+    monkeypatch.setattr(packed_requests, "run_program", run)
     with pytest.raises(
         CompileError, match=r"what was compiled of 'qwen3' does not run: .*: try compile\.disable_passes"
     ):
@@ -131,7 +132,7 @@ def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float
 @pytest.mark.parametrize(("spread", "is_right"), [(0.12, True), (0.1, False)])
 def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "relative_errors", lambda ours, theirs: torch.full((len(ours),), 0.19))
-    batches, found = self_check._batches, []
+    batches, found = self_check.batches_of, []
 
     def spread_of_rows(model, run, logits, dtype):
         found.append(len(logits))
@@ -141,11 +142,11 @@ def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monke
         small = batches(*of_model)
         return [*small, tuple(2 * of_requests for of_requests in small[-1])]
 
-    monkeypatch.setattr(self_check, "spread_of_rows", spread_of_rows)
-    monkeypatch.setattr(self_check, "_batches", and_a_larger_one)
+    monkeypatch.setattr(transformers_forward, "spread_of_rows", spread_of_rows)
+    monkeypatch.setattr(self_check, "batches_of", and_a_larger_one)
     with nullcontext() if is_right else pytest.raises(UnsupportedModelError, match=r"off by 0\.19 .*limit 0\.08"):
         compile_tiny(tmp_path, "bfloat16")
-    assert found == [sum(self_check.REQUEST_LENGTHS)], "it is the same with any number of the same requests"
+    assert found == [sum(packed_requests.REQUEST_LENGTHS)], "it is the same with any number of the same requests"
     with pytest.raises(UnsupportedModelError, match=r"off by 0\.19 .*limit 0\.001"):
         compile_tiny(tmp_path / "exact", "float32")
 
@@ -208,8 +209,8 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
 def test_every_variant_of_a_piece_is_run_and_the_largest_batch_comes_last(variants, sizes):
     small = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in variants)
     program = Program((), (), (), "logits", {"piece": small})
-    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
-    batches = self_check._batches(program, ids, ids)
+    ids = [torch.arange(length) for length in packed_requests.REQUEST_LENGTHS]
+    batches = packed_requests.batches_of(program, ids, ids)
     assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == sizes
     assert all(torch.equal(torch.cat(batch_ids), torch.cat(positions)) for batch_ids, positions in batches)
 
@@ -218,8 +219,8 @@ def test_every_kernel_of_a_linear_is_run():
     small = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in (1, 208))
     tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
     program = Program((), (), (), "logits", {"piece": small}, kernels={"stream_linear": tilings})
-    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
-    batches = self_check._batches(program, ids, ids)
+    ids = [torch.arange(length) for length in packed_requests.REQUEST_LENGTHS]
+    batches = packed_requests.batches_of(program, ids, ids)
     assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [
         *(1, 8, 16, 24, 56, 120),
         *(136, 152, 168, 184, 200),
@@ -236,7 +237,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
-    requests: Any = self_check._PackedRequests(lengths, copies, None, None, "cpu")  # type: ignore[arg-type]
+    requests: Any = packed_requests.PackedRequests(lengths, copies, None, None, "cpu")  # type: ignore[arg-type]
     requests.forward(AttentionInputs(q, k, v, out, layer, requests))
     assert requests.num_actual_tokens == tokens
     alone = [
@@ -247,7 +248,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
 
 
 def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):
-    monkeypatch.setattr(self_check, "attention_implementation", lambda model, name: contextlib.nullcontext())
+    monkeypatch.setattr(transformers_forward, "attention_implementation", lambda model, name: contextlib.nullcontext())
     runs = []
 
     class Model(torch.nn.Module):
@@ -259,10 +260,10 @@ def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):
     known: dict[int, torch.Tensor] = {}
     hf_model: Any = HFModel(Model(), {}, frozenset())  # type: ignore[arg-type]
     for count in (1, 3):
-        logits = self_check._logits_of_transformers(hf_model, ids * count, positions * count, known)
+        logits = transformers_forward.logits_of_transformers(hf_model, ids * count, positions * count, known)
         assert torch.equal(logits[:, 0], torch.cat(ids * count).float())
     assert runs == [5, 3]
-    alone = self_check._logits_of_transformers(hf_model, ids[:1], positions[:1], known)
+    alone = transformers_forward.logits_of_transformers(hf_model, ids[:1], positions[:1], known)
     assert torch.equal(alone[:, 0], ids[0].float())
 
 
@@ -273,7 +274,7 @@ def test_what_the_compiler_wrote_is_checked_with_the_programs_logits(monkeypatch
     ((linked, page_size, dtype, logits, cache_dtype),) = given
     assert set(linked.pieces) == set(linked.program.piece_ids())
     assert (page_size, dtype, cache_dtype) == (16, torch.float32, torch.float32)
-    assert logits.shape[0] == sum(self_check.REQUEST_LENGTHS)
+    assert logits.shape[0] == sum(packed_requests.REQUEST_LENGTHS)
 
 
 def test_the_worst_token_counts():
