@@ -5,7 +5,7 @@ Shape legend: T tokens, S texts, W width of a hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,7 @@ def _pooled(
     if skipped is not None:
         starts = starts + skipped
     if hidden.device.type == "cpu":  # where segment_reduce takes six times as long
-        texts = [hidden[start:end].float() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-        reduced = torch.stack([text.amax(0) if rule == "max" else text.sum(0) for text in texts])
+        reduced = torch.cat([_reduced(texts.float(), rule) for texts in _by_length(hidden, starts, ends)])
     else:
         edges = torch.stack([starts, ends], 1).flatten()  # what is between texts is a segment of its own
         kind = "max" if rule == "max" else "sum"
@@ -54,6 +53,22 @@ def _pooled(
     elif rule == "mean_sqrt_len":
         reduced = reduced / lengths.sqrt()
     return reduced.to(hidden.dtype)
+
+
+def _by_length(hidden: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The rows of texts, [n, length, W] of as many as are equally long and follow each other."""
+    spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    first = 0
+    for place in range(1, len(spans) + 1):
+        start, end = spans[first]
+        length = end - start
+        if place == len(spans) or spans[place] != (spans[place - 1][1], spans[place - 1][1] + length):
+            yield hidden[start : spans[place - 1][1]].unflatten(0, (place - first, length))
+            first = place
+
+
+def _reduced(texts: torch.Tensor, rule: PoolingRule) -> torch.Tensor:
+    return texts.amax(1) if rule == "max" else texts.sum(1)
 
 
 def activated(scores: torch.Tensor, activation: Activation) -> torch.Tensor:

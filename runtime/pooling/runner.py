@@ -58,15 +58,20 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
-        """Queues a step; what it returns waits for the answers, in the order of the texts."""
+        """Queues a step; what it returns waits for the answers, in the order of the texts.
+
+        Texts of equal lengths are side by side: a CPU computes their attention in one call.
+        """
         lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
+        order = np.argsort(lengths, kind="stable")
+        texts, lengths = [texts[place] for place in order], lengths[order]
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         hidden = self._hidden_states(texts, lengths, bounds)
         places: dict[PoolingParams, list[int]] = {}
         for place, text in enumerate(texts):
             places.setdefault(text.params, []).append(place)
         parts = [
-            self._part(hidden, params, bounds, np.array(chosen), np.array([texts[place].skipped for place in chosen]))
+            self._part(hidden, params, bounds, order, np.array(chosen), [texts[place].skipped for place in chosen])
             for params, chosen in places.items()
         ]
         event = None
@@ -91,7 +96,13 @@ class PoolingRunner:
         return hidden
 
     def _part(
-        self, hidden: torch.Tensor, params: PoolingParams, bounds: np.ndarray, chosen: np.ndarray, skipped: np.ndarray
+        self,
+        hidden: torch.Tensor,
+        params: PoolingParams,
+        bounds: np.ndarray,
+        order: np.ndarray,
+        chosen: np.ndarray,
+        skipped: list[int],
     ) -> _Part:
         starts, ends = bounds[:-1][chosen], bounds[1:][chosen]
         if params.is_of_tokens:
@@ -100,11 +111,11 @@ class PoolingRunner:
             rows = hidden if is_whole else hidden.index_select(0, upload(places, self._device))
             has_head = self.facts.rules == ("token",)
             made = self._finished(self._through_head(rows) if has_head else rows, params)
-            return _Part(chosen, made, np.cumsum(ends - starts)[:-1])
+            return _Part(order[chosen], made, np.cumsum(ends - starts)[:-1])
         first, last = upload(starts, self._device), upload(ends, self._device)
-        left_out = upload(skipped, self._device) if skipped.any() else None
+        left_out = upload(np.array(skipped), self._device) if any(skipped) else None
         rows = pool(hidden, first, last, params.rules, left_out)
-        return _Part(chosen, self._finished(self._through_head(rows), params))
+        return _Part(order[chosen], self._finished(self._through_head(rows), params))
 
     def _through_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._head is None else self._head.run_tower({"rows": rows})[0]
@@ -126,12 +137,12 @@ class _Part:
     """The answers to texts that ask for the same.
 
     Attributes:
-        chosen: [n] int64, their places in the step.
+        places: [n] int64, of the texts in the step as it was asked for.
         made: [n, D], or [tokens, D], on the host.
         splits: [n - 1] int64, where the tokens of the next text begin; None: an answer is a row.
     """
 
-    chosen: np.ndarray
+    places: np.ndarray
     made: torch.Tensor
     splits: np.ndarray | None = None
 
@@ -143,9 +154,7 @@ class _Part:
 def _answers(parts: Sequence[_Part], count: int, event: torch.cuda.Event | None) -> Answers:
     if event is not None:
         event.synchronize()
-    if len(parts) == 1:  # its texts are all, in their order
-        return list(parts[0].answers())
     found: dict[int, np.ndarray] = {}
     for part in parts:
-        found.update(zip(part.chosen.tolist(), part.answers(), strict=True))
+        found.update(zip(part.places.tolist(), part.answers(), strict=True))
     return [found[place] for place in range(count)]

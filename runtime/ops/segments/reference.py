@@ -7,6 +7,7 @@ runs `segment_attention_with_output`. It has no cache. Defined with torch.librar
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 
@@ -78,14 +79,27 @@ def segment_attention_with_output(
         out.copy_(attended[0])
         return
     group = q.shape[1] // k.shape[1]
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
-        keys, values = (x.repeat_interleave(group, 0) if group > 1 else x for x in (keys, values))
-        hidden = _added_to_scores(end - start, window_left, window_right, bias, q)
+    for start, count, length in _runs(cu_seqlens.tolist()):
+        end = start + count * length
+        queries, keys, values = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (keys, values))
+        hidden = _added_to_scores(length, window_left, window_right, bias, q)
         attended = torch.nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=hidden, scale=sm_scale
+            queries, keys, values, attn_mask=hidden, scale=sm_scale
         )
-        out[start:end] = attended[0].transpose(0, 1)
+        out[start:end] = attended.transpose(1, 2).flatten(0, 1)
+
+
+def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Segments of equal lengths that follow each other: where they begin, how many they are, and their rows. A call for
+    each segment would take longer than short ones' products."""
+    place = 0
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    for length, members in itertools.groupby(lengths):
+        count = sum(1 for _ in members)
+        if length:
+            yield bounds[place], count, length
+        place += count
 
 
 def _added_to_scores(

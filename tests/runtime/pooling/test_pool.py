@@ -45,3 +45,10 @@ def test_scores_become_probabilities() -> None:
     assert torch.equal(activated(scores, "none"), scores)
     torch.testing.assert_close(activated(scores, "softmax").sum(), torch.tensor(1.0))
     torch.testing.assert_close(activated(scores, "sigmoid"), scores.sigmoid())
+
+
+def test_means_of_equal_lengths_are_those_of_each() -> None:
+    hidden, edges = torch.randn(14, 3), [(0, 2), (2, 4), (4, 6), (8, 10), (10, 13), (13, 14)]
+    starts, ends = (torch.tensor(side) for side in zip(*edges, strict=True))
+    expected = torch.stack([hidden[start:end].mean(0) for start, end in edges])
+    torch.testing.assert_close(pool(hidden, starts, ends, ["mean"]), expected)

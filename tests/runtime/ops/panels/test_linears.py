@@ -18,7 +18,7 @@ from tests.runtime.ops.panels.library import load_panel_linears
 
 pytestmark = pytest.mark.skipif(not has_panels("cpu"), reason="the linears are for AVX2 and AVX-512")
 
-TOKENS = (1, 2, 4, 9, 13, 30, 33)  # all sizes of tiles, and enough for weights to become floats
+TOKENS = (1, 2, 4, 9, 13, 30, 33, 53)  # all sizes of tiles, and enough for weights to become floats
 SHAPES = [(48, 64), (16, 34), (160, 576)]  # an odd number of panels, inputs that fill no vector, several pairs
 SCHEMES = {
     "int8": WeightScheme("int8", 576),
@@ -119,8 +119,8 @@ def test_a_rounded_token_gives_the_same_bits_alone_and_in_a_batch(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_gives_the_same_bits_in_any_place_of_a_step(dtype):
-    weight, row = in_panels(numbers(48, 576, dtype=dtype, seed=1)), numbers(1, 576, dtype=dtype)
-    for tokens in range(2, 33):
+    weight, row = in_panels(numbers(80, 576, dtype=dtype, seed=1)), numbers(1, 576, dtype=dtype)
+    for tokens in (*range(2, 33), 48, 53, 66):
         found = torch.ops.mllm.panel_linear(row.repeat(tokens, 1), weight, None)
         assert torch.equal(found, found[:1].expand_as(found)), tokens
 
