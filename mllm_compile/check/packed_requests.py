@@ -1,6 +1,6 @@
 """The small batches of a self-check, and their run through a program: attention within each request, in plain torch.
 
-program.py compares what comes out.
+program.py compares the logits.
 """
 
 from __future__ import annotations

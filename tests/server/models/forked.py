@@ -1,6 +1,6 @@
 """Engines of fakes as forks of their front, which has imported what they need: a start takes no two seconds of torch.
 
-The channel, signals, exit codes and memory are those of processes. tests/server/models/test_real.py starts real ones.
+Channel, signals, exit codes and memory stay as they are. tests/server/models/test_real.py starts real processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class ForkedGroup:
-    """What mllm_compile.process.group.ProcessGroup is, over a fork.
+    """A stand-in for mllm_compile.process.group.ProcessGroup, over a fork.
 
     Args:
         command: the model's name, the descriptor of its channel, its settings.
