@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from mllm_compile import open_model
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.schema import EngineConfig, LoraConfig
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.ngram import NgramGuesser
@@ -36,7 +38,8 @@ class Served:
             "lora": {"max_adapters": 2, "max_rank": 8} | lora,
             "cache": {"dir": str(cache)},
         }
-        self.opened = open_model(EngineConfig.from_dict(sections))
+        self.config = EngineConfig.from_dict(sections)
+        self.opened = open_model(self.config)
         self.runner: ModelRunner = self.opened.runner
         self.runner.initialize()
         assert self.runner.model.lora is not None
@@ -88,6 +91,16 @@ def test_a_batch_of_several_adapters_has_the_numbers_of_merged_weights(served: S
         assert torch.allclose(found, served.expected(prompt, slot), atol=1e-4)
         assert torch.allclose(found, served.run([prompt], [slot])[0], atol=1e-5)
     assert not torch.allclose(together[0], served.expected(PROMPTS[0], -1), atol=1e-2)
+
+
+def test_requests_without_adapters_have_the_pieces_and_steps_of_a_model_that_takes_none(served: Served) -> None:
+    without = served.config.model_copy(update={"lora": LoraConfig()})
+    plain, beside = load_or_compile(without).artifact, load_or_compile(served.config).artifact
+    assert plain.program.lora is None
+    assert beside.program.lora is not None
+    assert replace(beside.program, lora=None) == plain.program
+    assert {name: beside.pieces[name] for name in plain.pieces} == dict(plain.pieces)
+    assert beside.pieces.keys() > plain.pieces.keys()
 
 
 KINDS = (

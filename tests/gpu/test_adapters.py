@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import open_model
+from mllm_compile.bench.trace.device_events import device_events
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.adapter_parts import PoolWriter
 from mllm_compile.inductor.compile_piece import compile_piece
@@ -244,3 +247,39 @@ def test_steps_in_graphs_choose_tokens_that_merged_weights_find_likely(served: S
     one = served.answers(1)
     differ = [answer != greedy_of(served.model, prompt, 12) for answer, prompt in zip(one, PROMPTS, strict=True)]
     assert any(differ), "adapters change answers"
+
+
+def kernels_of_answers(folder: Path, cache: Path, lora: dict[str, int]) -> list[str]:
+    """The kernels and copies of some requests without adapters, in their order."""
+    sections = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "runtime": {"device": "cuda:0", "max_model_len": 256, "max_running_requests": 8},
+        "lora": lora,
+        "cache": {"dir": str(cache)},
+    }
+    runner = open_model(EngineConfig.from_dict(sections)).runner
+    runner.initialize()
+    found: list[str] = []
+    for _ in range(2):  # what is done once is not counted
+        loop = Loop(runner)
+        for prompt in PROMPTS[:3]:
+            loop.add(prompt, max_tokens=8)
+        with runner.on_device(), torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as trace:
+            loop.run()
+            torch.cuda.synchronize()
+        found = [event.name for event in device_events(trace)]
+    runner.shutdown()
+    return found
+
+
+def test_requests_without_adapters_launch_what_those_of_a_model_that_takes_none_do(tmp_path: Path) -> None:
+    config = config_of("qwen3")
+    for name, value in SMALL.items():
+        setattr(config, name, value)
+    save_tiny_model(config, tmp_path / "model")
+    plain, beside = (
+        kernels_of_answers(tmp_path / "model", tmp_path / "cache", lora)
+        for lora in ({}, {"max_adapters": 2, "max_rank": 16})
+    )
+    assert len(plain) > 50
+    assert Counter(beside) == Counter(plain)
