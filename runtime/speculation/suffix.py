@@ -2,7 +2,8 @@
 
 After SuffixDecoding (Oliaro et al., NeurIPS 2025, arXiv 2411.04975), with a look-up of short n-grams in place of suffix
 trees. The candidates are the newest places where the last KEY tokens stood. Those that agree with the text for longest
-are followed token by token, by majority. Free of torch.
+are followed token by token, by majority. One that agrees alone, as far as is looked, is gone on with until it is wrong:
+nothing else is searched meanwhile. Free of torch.
 
 Shape legend: N tokens of a text, P places: how many tokens are up to each. A text may have END between its parts.
 """
@@ -47,19 +48,34 @@ class RequestSuffixes:
         self._guesser, self._past = guesser, past
         self._own = TokenHistory(prompt_token_ids, _OWN_TOKENS)
         self._answer: list[int] = []
+        self._back = 0  # how far back a place is that agrees alone; 0: none does
 
     def take(self, token_ids: Sequence[int]) -> None:
         self._own.append(token_ids)
         self._answer.extend(token_ids)
+        if self._back:
+            tokens, count = self._own.tokens, len(token_ids)
+            there = tokens[max(0, tokens.size - self._back - count) : tokens.size - self._back].tolist()
+            if there != list(token_ids):
+                self._back = 0
 
     def propose(self, most: int) -> Sequence[int]:
         guesser, tokens = self._guesser, self._own.tokens
-        recent = tokens[-guesser.depth :]
         limits = most, guesser.factor, guesser.least_share
-        length, draft = follow(tokens, own_ends(tokens), recent, *limits)
+        if self._back:
+            count = min(most, int(guesser.factor * guesser.depth))
+            ahead: list[int] = tokens[tokens.size - self._back :][:count].tolist()
+            if len(ahead) == count:
+                return ahead
+        recent = tokens[-guesser.depth :]
+        length, places = longest(tokens, own_ends(tokens), recent)
+        draft = follow(tokens, places, length, *limits)
+        self._back = tokens.size - int(places[0]) if length == guesser.depth and places.size == 1 else 0
         if self._past is None or (length == guesser.depth and len(draft) == most):
             return draft
-        past_length, past_draft = follow(self._past.tokens, self._past.ends_of(recent[-KEY:].tolist()), recent, *limits)
+        past = self._past.tokens
+        past_length, past_places = longest(past, self._past.ends_of(recent[-KEY:].tolist()), recent)
+        past_draft = follow(past, past_places, past_length, *limits)
         return past_draft if past_draft and (past_length > length or not draft) else draft
 
     def end(self) -> None:
@@ -78,26 +94,36 @@ def own_ends(tokens: np.ndarray) -> list[int]:
     return newest
 
 
-def follow(
-    tokens: np.ndarray, ends: Sequence[int], recent: np.ndarray, most: int, factor: float, least_share: float
-) -> tuple[int, list[int]]:
-    """(tokens that agree, draft) of the places in a text [N] that agree longest; (0, []) without places.
+def longest(tokens: np.ndarray, ends: Sequence[int], recent: np.ndarray) -> tuple[int, np.ndarray]:
+    """(tokens that agree, places) of the places in a text [N] that agree longest; (0, none) without places.
 
     Args:
         ends: the places [P], oldest first; the last KEY tokens agree there.
         recent: [n] newest tokens; those before the last KEY are compared.
+    """
+    places = np.array(ends, dtype=np.int64)
+    if not ends:
+        return 0, places
+    lengths = _agreements(tokens, places, recent)
+    most = int(lengths.max())
+    return most, places[lengths == most]
+
+
+def follow(
+    tokens: np.ndarray, places: np.ndarray, length: int, most: int, factor: float, least_share: float
+) -> list[int]:
+    """The draft of places [P] in a text [N] that agree so long; none without places.
+
+    Args:
         most: most tokens of the draft; it also has at most `factor` for each token that agrees.
         least_share: the draft ends before a token that less of these places go on with.
     """
-    if not ends:
-        return 0, []
-    places = np.array(ends)
-    lengths = _agreements(tokens, places, recent)
-    longest = int(lengths.max())
-    behind = places[lengths == longest][:, None] + np.arange(min(most, int(factor * longest)))
+    if not places.size:
+        return []
+    behind = places[:, None] + np.arange(min(most, int(factor * length)))
     parts = tokens.take(behind, mode="clip")
     parts[behind >= tokens.size] = END
-    return longest, _majority(parts, least_share)
+    return _majority(parts, least_share)
 
 
 def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:

@@ -93,12 +93,45 @@ def test_past_answers_are_drafted_for_those_of_their_salt_alone():
     assert list(make_suffix(prompts=0).begin([9, 30, 31, 32], "a").propose(3)) == []
 
 
+def found_and_followed(tokens: np.ndarray, ends: list[int], recent: list[int], *limits: Any) -> tuple[int, list[int]]:
+    length, places = suffix.longest(tokens, ends, np.array(recent))
+    return length, suffix.follow(tokens, places, length, *limits)
+
+
+def test_a_place_that_agrees_alone_is_gone_on_with_until_it_is_wrong(monkeypatch):
+    own_ends, searches, text = suffix.own_ends, [], list(range(100, 160))
+    monkeypatch.setattr(suffix, "own_ends", lambda tokens: searches.append(len(tokens)) or own_ends(tokens))
+    guesser = make_suffix(prompts=0)
+    answer = guesser.begin([*text, 9, 9], ())
+    answer.take(text[: guesser.depth])
+    assert answer.propose(8) == text[guesser.depth :][:8]
+    answer.take(text[guesser.depth :][:9])
+    assert answer.propose(8) == text[guesser.depth + 9 :][:8]
+    assert len(searches) == 1, "the second draft needs none"
+    answer.take([7, *text[3:8]])
+    assert answer.propose(3) == text[8:11]
+    assert len(searches) == 2, "and the wrong token ends that"
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 9))
+def test_such_a_draft_is_what_a_search_finds(wrong_at, counts, most):
+    """Each token of the text stands there once, but for one that the answer has wrong."""
+    text, guesser = list(range(100, 190)), make_suffix(prompts=0)
+    answer_ids = [*text[:wrong_at], 7, *text[wrong_at + 1 :]]
+    answer, given_ids = guesser.begin(text, ()), []
+    for count in counts:
+        new = answer_ids[len(given_ids) :][:count]
+        given_ids += new
+        answer.take(new)
+        assert list(answer.propose(most)) == list(guesser.begin(text + given_ids, ()).propose(most))
+
+
 def test_a_draft_does_not_run_from_one_answer_into_the_next():
     past = PastAnswers(10)
     past.add([1, 2, 3, 4])
     past.add([5, 6, 7])
     assert past.ends_of([1, 2, 3]) == [3]
-    assert suffix.follow(past.tokens, [3], np.array([1, 2, 3]), 9, 4.0, 0.1) == (3, [4])
+    assert found_and_followed(past.tokens, [3], [1, 2, 3], 9, 4.0, 0.1) == (3, [4])
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -169,7 +202,7 @@ def test_a_draft_is_that_of_a_majority_counted_by_hand(text, depth, most, factor
     if ends:
         limits = most, factor, share
         expected = followed(text, ends, text[-depth:], *limits)
-        assert suffix.follow(np.array(text), ends, np.array(text[-depth:]), *limits) == expected
+        assert found_and_followed(np.array(text), ends, text[-depth:], *limits) == expected
 
 
 def lines_of(call: Callable[[], object]) -> int:
