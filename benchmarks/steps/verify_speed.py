@@ -1,12 +1,13 @@
 """Milliseconds of a verify step beside a plain decode step, and of a token at a forced acceptance length.
 
     python -m benchmarks.steps.verify_speed CONFIG [--requests 1,8,32,64] [--drafted 1,3,7] [--prompt 512]
-        [--method dflash|mtp]
+        [--method dflash|mtp] [--frequent 32768]
 
 Needs an NVIDIA GPU. An engine without speculation comes first and last, and one for each number of drafted tokens
 between them. These draft by n-grams, by the model's own layer for multi-token prediction, or by a DFlash head of
 --layers layers with random weights, 32,000 tokens in its vocabulary and five layers that it reads. Their
 synthetic_acceptance_length is --share of the drafted tokens and one (0.5: 2.5 tokens a step where 3 are drafted).
+--frequent cuts the head that drafts to so many tokens. Only steps of these requests are captured: engines start sooner.
 Prompts are random tokens. Answers of --new tokens and of half as many differ by time and by steps, and so no prompt is
 in these. Prints medians of rounds, a step's ratio to the plain one, and the tokens that a step gave in truth.
 """
@@ -57,6 +58,7 @@ def config_of(
     most_tokens: int,
     method: str = "ngram",
     head: Path | None = None,
+    token_map: Path | None = None,
 ) -> EngineConfig:
     runtime = config.runtime.model_copy(update={"max_running_requests": most, "max_model_len": most_tokens})
     asked = {"method": "none"}
@@ -66,6 +68,7 @@ def config_of(
             "model": None if head is None else str(head),
             "num_speculative_tokens": num_drafted,
             "synthetic_acceptance_length": length,
+            "token_map": None if token_map is None else str(token_map),
         }
     speculative = type(config.speculative).model_validate(asked)
     return config.model_copy(update={"runtime": runtime, "speculative": speculative})
@@ -112,23 +115,31 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--method", choices=["ngram", "dflash", "mtp"], default="ngram")
     parser.add_argument("--layers", type=positive, default=5)
+    parser.add_argument("--frequent", type=positive, help="tokens of the head that drafts; default: all")
     arguments = parser.parse_args()
     need_gpu()
     config = EngineConfig.from_yaml(arguments.config)
+    sizes = {"decode_requests": tuple(sorted(arguments.requests)), "piecewise_tokens": (512,), "mixed_tokens": ()}
+    config = config.model_copy(update={"cudagraph": config.cudagraph.model_copy(update=sizes)})
     print(machine_line())
     with TemporaryDirectory() as folder:
         is_head = arguments.method == "dflash"
         head = save_head(Path(folder), Path(config.model.path), arguments.layers) if is_head else None
-        measure(config, arguments, head)
+        frequent = None
+        if arguments.frequent is not None:
+            frequent = Path(folder) / "frequent.json"
+            frequent.write_text(json.dumps([*range(arguments.frequent)]))
+        measure(config, arguments, head, frequent)
 
 
-def measure(config: EngineConfig, arguments: Namespace, head: Path | None) -> None:
+def measure(config: EngineConfig, arguments: Namespace, head: Path | None, frequent: Path | None) -> None:
     generator = torch.Generator().manual_seed(0)
     plain: dict[int, float] = {}
     most_tokens = arguments.prompt + arguments.new + 64
     for num_drafted in [0, *arguments.drafted, 0]:
         length = 1 + arguments.share * num_drafted
-        asked = config_of(config, num_drafted, length, max(arguments.requests), most_tokens, arguments.method, head)
+        most, method = max(arguments.requests), arguments.method
+        asked = config_of(config, num_drafted, length, most, most_tokens, method, head, frequent)
         with Engine(asked) as engine:
             for count in arguments.requests:
                 if count * (1 + num_drafted) * (1 if head is None else 2) > 256:
