@@ -23,6 +23,7 @@ from mllm_compile.adapters.peft_config import CONFIG_FILE, config_of_folder
 from mllm_compile.adapters.tensor_names import AdapterFile, Factors, tensors_of
 from mllm_compile.adapters.whole_file import WholeFile, is_finite, whole_file
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.runtime.lora.turns import in_turns
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 
@@ -99,7 +100,7 @@ def _places(
     places: dict[str, tuple[RowsOf, ...]] = {}
     ranks: dict[str, int] = {}
     taken: dict[tuple[str, int], str] = {}
-    for module, one in factors.items():
+    for module, one in in_turns(factors.items()):
         places[module] = found = base.rows_of(module)
         if not found:
             raise _refusal(module, base, path)
@@ -220,7 +221,7 @@ def _matrices(
     largest = math.inf if whole.largest is None else whole.largest * max(1.0, *map(abs, scales))
     are_finite = largest < torch.finfo(base.dtype).max / 2
     ups = _scaled([_tensor(whole.data, one.up) for one in factors.values()], scales, base.dtype)
-    for (module, one), up in zip(factors.items(), ups, strict=True):
+    for (module, one), up in in_turns(zip(factors.items(), ups, strict=True)):
         down = _tensor(whole.data, one.down).to(base.dtype)
         if not (are_finite or (is_finite(down) and is_finite(up))):
             dtype = str(base.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.runtime.lora.turns import in_turns
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
@@ -73,7 +74,7 @@ def tensors_of(tensors: Mapping[str, TensorEntry], path: Path) -> AdapterFile:
         CheckpointError: a name, a type or a shape is not an adapter's, or one of two factors is missing.
     """
     found: dict[str, dict[str, TensorEntry]] = {suffix: {} for suffix in (*_PAIRS[0], *_PAIRS[1], _COPY, _MAGNITUDES)}
-    for name, entry in tensors.items():
+    for name, entry in in_turns(tensors.items()):
         suffix = next((one for one in found if name.endswith(one)), None)
         module = name.removeprefix(PREFIX).removesuffix(suffix or "")
         is_known = suffix is not None and name.startswith(PREFIX) and 0 < len(module) <= _MOST_OF_NAME

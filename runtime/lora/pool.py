@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mllm_compile.runtime.lora.target import LoraLayout, LoraTarget, Ranges, a_name, b_name, scales_name
+from mllm_compile.runtime.lora.turns import in_turns
 
 # Weight → A and B of the shapes that LoraTarget.shapes has, all scales within B; of DoRA also what W's outputs [N] are
 # multiplied with.
@@ -60,7 +61,7 @@ class LoraPool:
         Raises:
             ValueError: it changes another weight, a shape is not the weight's, or a rank is above max_rank.
         """
-        for name, (a, b, *scales) in factors.items():
+        for name, (a, b, *scales) in in_turns(factors.items()):
             target = self.targets.get(name)
             if target is None:
                 raise ValueError(f"{name!r} is no weight that adapters may change; these are: {self._named()}")
@@ -91,7 +92,7 @@ class LoraPool:
         zeros: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for target, places in self._places_of(slot):
+        for target, places in in_turns(self._places_of(slot)):
             given = factors.get(target.weight)
             rank = 0 if given is None else given[0].shape[-2]
             a, b = places.a, places.b
@@ -109,16 +110,16 @@ class LoraPool:
                 places.scales.fill_(1)
             else:
                 places.scales.copy_(self._part(given[2], 0, target.output_ranges), non_blocking=True)
-        # All at once: a call of each takes longer than the copies, between two steps.
+        # All at once: a call of each takes longer than the copies.
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         if zeros:
             torch._foreach_zero_(zeros)
 
     def _places_of(self, slot: int) -> list[tuple[LoraTarget, _Places]]:
-        """The places of all targets, found once: a write is between two steps, and making 500 views takes longer."""
+        """The places of all targets, found once: making 500 views takes longer than copies into them."""
         if slot not in self._places:
-            self._places[slot] = [(target, self._places_in(target, slot)) for target in self.targets.values()]
+            self._places[slot] = [(target, self._places_in(target, slot)) for target in in_turns(self.targets.values())]
         return self._places[slot]
 
     def _places_in(self, target: LoraTarget, slot: int) -> _Places:
