@@ -36,7 +36,7 @@ from mllm_compile.engine.assemble import assemble
 from mllm_compile.process.timeline import Timeline
 
 T = TypeVar("T")
-_NAME, _TOKENS = "a", 3000
+_NAME = "a"
 
 
 def write_adapter(folder: Path, base: BaseModel, rank: int, seed: int) -> Path:
@@ -56,14 +56,14 @@ def write_adapter(folder: Path, base: BaseModel, rank: int, seed: int) -> Path:
 class Decodes:
     """Requests that decode, and when the tokens of one come."""
 
-    def __init__(self, engine: Engine, count: int) -> None:
-        self._engine, self._count = engine, count
+    def __init__(self, engine: Engine, count: int, most_tokens: int) -> None:
+        self._engine, self._count, self._params = engine, count, greedy(most_tokens)
 
     def longest_gap_ms(self, beside: Callable[[], None]) -> tuple[float, float]:
         """The longest gap while `beside` runs, and before it."""
         times: list[float] = []
         ends = threading.Event()
-        others = [self._engine.stream([7, 8, index], greedy(_TOKENS)) for index in range(1, self._count)]
+        others = [self._engine.stream([7, 8, index], self._params) for index in range(1, self._count)]
         reader = threading.Thread(target=self._read, args=(times, ends))
         reader.start()
         while len(times) < 100 and reader.is_alive():
@@ -84,7 +84,7 @@ class Decodes:
         return max(during) * 1e3, max(before) * 1e3
 
     def _read(self, times: list[float], ends: threading.Event) -> None:
-        with closing(self._engine.stream([7, 8], greedy(_TOKENS))) as stream:
+        with closing(self._engine.stream([7, 8], self._params)) as stream:
             for _ in stream:
                 times.append(time.perf_counter())
                 if ends.is_set():
@@ -133,7 +133,7 @@ def main() -> None:
     lora = LoraConfig(max_adapters=max(2, arguments.adapters), max_rank=arguments.rank)
     given = assemble(EngineConfig.from_yaml(arguments.config).model_copy(update={"lora": lora}), Timeline())
     parts = given.adapters
-    assert parts is not None, "the config has a section lora"
+    assert parts is not None and given.config is not None, "of a config with a section lora"
     table = Table()
     with tempfile.TemporaryDirectory() as root, Engine.from_parts(given) as engine:
         folders = [write_adapter(Path(root) / str(seed), parts.base, arguments.rank, seed) for seed in range(2)]
@@ -141,7 +141,7 @@ def main() -> None:
         for folder in folders:
             (folder / TENSOR_FILE).read_bytes()
         load = partial(engine.load_adapter, _NAME, replace=True)
-        decodes = Decodes(engine, arguments.requests)
+        decodes = Decodes(engine, arguments.requests, most_tokens=given.config.runtime.max_model_len - 8)
         for index in range(1 + arguments.rounds):
             folder = folders[index % 2]
             table.timed("load, idle", partial(load, folder))
