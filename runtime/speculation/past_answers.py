@@ -1,7 +1,8 @@
 """Past answers, and where their n-grams stand: what a suffix drafter remembers of requests that are over.
 
-All is bounded, by answers and by tokens (about 250 bytes each). Requests of different salts never see each other's.
-Free of torch.
+All is bounded, by answers and by tokens (about 250 bytes each). Requests of different salts never see each other's. An
+n-gram takes a microsecond to enter: of a long answer they are entered in parts, as drafts are asked for, so that no
+step waits for all. Free of torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ KEY = 3  # tokens that are looked up
 MOST_PLACES = 16  # of one n-gram; older ones are forgotten
 MOST_TOKENS = 1 << 17  # of the answers of one salt; up to twice as many for a while
 MOST_TOKENS_OF_ALL = 1 << 18
+
+ENTERED_WITH_ANSWER, ENTERED_WITH_DRAFT = 256, 32  # tokens at once
 
 END = -1  # of an answer; no token is negative
 
@@ -31,6 +34,7 @@ class PastAnswers:
         self._array = np.empty(0, dtype=np.int32)
         self._count = 0  # tokens in it
         self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram → ends, oldest first
+        self._num_entered = 0  # tokens whose n-grams are in it
         self._lengths: deque[int] = deque(maxlen=most)  # of the newest answers, with their ends
         self._num_answers = 0
 
@@ -49,21 +53,24 @@ class PastAnswers:
         self._lengths.append(len(answer))
         self._num_answers += 1
         if self._num_answers > 2 * self._most or self._count + len(answer) > 2 * MOST_TOKENS:
-            kept = self.tokens[-min(MOST_TOKENS, sum(self._lengths)) :].tolist()
-            self._count, self._ends, self._num_answers = 0, {}, len(self._lengths)
-            self._enter(kept)
-        self._enter(answer)
+            kept = self.tokens[-min(MOST_TOKENS, sum(self._lengths)) :].copy()
+            self._count, self._num_entered, self._ends, self._num_answers = 0, 0, {}, len(self._lengths)
+            self._append(kept)
+        self._append(answer)
+        self._enter(ENTERED_WITH_ANSWER)
 
-    def _enter(self, tokens: Sequence[int]) -> None:
+    def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         first, self._count = self._count, self._count + len(tokens)
         if self._count > self._array.size:
             grown = np.empty(2 * self._count, dtype=np.int32)
             grown[:first] = self._array[:first]
             self._array = grown
         self._array[first : self._count] = tokens
-        # An n-gram with the end of an answer in it is never looked up.
-        start = max(first + 1 - KEY, 0)
-        known = self._array[start : self._count].tolist()
+
+    def _enter(self, most: int) -> None:
+        """Enters the n-grams of up to so many more tokens. One with the end of an answer in it is never looked up."""
+        start, self._num_entered = max(self._num_entered + 1 - KEY, 0), min(self._num_entered + most, self._count)
+        known = self._array[start : self._num_entered].tolist()
         for end, key in enumerate(zip(*(known[place:] for place in range(KEY)), strict=False), start + KEY):
             ends = self._ends.setdefault(key, [])
             ends.append(end)
@@ -71,7 +78,10 @@ class PastAnswers:
                 del ends[0]
 
     def ends_of(self, recent: Sequence[int]) -> list[int]:
-        """Where the last KEY of these tokens end in `tokens`: how many tokens are up to there, oldest first."""
+        """Where the last KEY of these tokens end in `tokens`: how many tokens are up to there, oldest first. Of a long
+        answer the end is known after some calls."""
+        if self._num_entered < self._count:
+            self._enter(ENTERED_WITH_DRAFT)
         return self._ends.get(tuple(recent[-KEY:]), [])
 
 

@@ -146,6 +146,27 @@ def test_the_newest_past_answers_are_kept_and_not_twice_as_many(most):
     assert not past.ends_of([0, 100, 101])
 
 
+@pytest.mark.parametrize("lengths", [[3000], [5, 900, 2, 700, 300]])
+def test_a_long_answer_is_entered_in_parts_and_found_whole_in_the_end(monkeypatch, lengths):
+    choose = Random(0)
+    answers = [[choose.randrange(12) for _ in range(length)] for length in lengths]
+    parts, whole = PastAnswers(100), PastAnswers(100)
+    for answer in answers:
+        before = parts._num_entered
+        parts.add(answer)
+        assert parts._num_entered - before <= past_answers.ENTERED_WITH_ANSWER
+    monkeypatch.setattr(past_answers, "ENTERED_WITH_ANSWER", 10_000)
+    for answer in answers:
+        whole.add(answer)
+    calls = 0
+    while parts._num_entered < parts.num_tokens:
+        before, calls = parts._num_entered, calls + 1
+        parts.ends_of([1, 2, 3])
+        assert 0 < parts._num_entered - before <= past_answers.ENTERED_WITH_DRAFT
+    assert calls > 10
+    assert parts._ends == whole._ends
+
+
 def test_all_that_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(past_answers, "MOST_TOKENS", 100)
     monkeypatch.setattr(past_answers, "MOST_TOKENS_OF_ALL", 500)
