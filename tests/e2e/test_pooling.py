@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile import Engine
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.device_share import device_needs
 from mllm_compile.errors import ConfigError, RequestError, UnsupportedModelError
@@ -32,6 +35,7 @@ from tests.model.pooling_models import (
     texts_of_ids,
 )
 from tests.pooling_folder import save_embedder, save_module_files
+from tests.quantised_checkpoints import LINEARS, quantise_folder
 from tests.sample import slow_but_a_sample
 
 # Of each way that attention sees, that positions are counted, and that heads read: the rest is the survey's.
@@ -178,6 +182,29 @@ def test_what_the_model_cannot_do_is_refused(embedder: Embedder, call: Any, mess
     with pytest.raises(RequestError, match=message):
         call(embedder.engine)
     assert embedder.engine.is_alive
+
+
+def test_packed_weights_serve_where_the_checkpoint_is_gone(tmp_path: Path) -> None:
+    save_pooling_model("ModernBertModel", tmp_path / "model")
+    texts = texts_of_ids()
+    config = EngineConfig.from_dict(pooling_config(tmp_path / "model", tmp_path / "cache"))
+    with Engine(config) as engine:
+        expected = served(engine, texts)
+    packed = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+    shutil.rmtree(tmp_path / "model")
+    with Engine(packed.folder) as engine:
+        assert largest_error(served(engine, texts), expected) == 0
+
+
+def test_a_quantised_checkpoint_is_served_as_what_it_stands_for(tmp_path: Path) -> None:
+    model = save_pooling_model("Qwen3ForSequenceClassification", tmp_path / "model")
+    quantise_folder(tmp_path / "model", tmp_path / "packed", tmp_path / "plain", LINEARS["fp8 one scale"])
+    texts, scores = texts_of_ids(), []
+    for name in ("plain", "packed"):
+        with Engine(pooling_config(tmp_path / name, tmp_path / "cache")) as engine:
+            scores.append(served(engine, texts))
+    plain, packed = scores
+    assert largest_error(packed, plain) < LIMIT < largest_error(packed, by_transformers(model, texts))
 
 
 def test_the_second_start_is_from_the_cached_runtime(embedder: Embedder, tmp_path: Path) -> None:
