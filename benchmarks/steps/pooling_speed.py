@@ -1,11 +1,12 @@
 """How many tokens of texts a second are embedded, beside Transformers on the same device, by turns.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.steps.pooling_speed MODEL_FOLDER [--texts 128] [--batch 32]
+    OMP_NUM_THREADS=1 python -m benchmarks.steps.pooling_speed MODEL_FOLDER [--texts 128] [--batch 32] [--onnx FILE]
     python -m benchmarks.steps.pooling_speed configs/shapes/bert-base --dummy --device cuda:0 --lengths 32,128,512
 
 Without --lengths texts have 4 to 60 random tokens, most of them few; with it all texts of a table are equally long, and
 a step's own time is told too. Transformers runs sorted batches, padded to the longest, and one padded batch; both pool
-as the model's files say means. Largest differences from our numbers are printed where the weights are real.
+as the model's files say means. On a CPU seconds are those of the process alone. Largest differences from our numbers
+are printed where the weights are real. An ONNX file has the inputs input_ids and attention_mask [S, T].
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers import AutoConfig, AutoModel
 
 from benchmarks.script import parser_of, positive, positives, told_in_one_line
 from mllm_compile import Engine
-from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.clock import cpu_seconds, wall_seconds
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
 
 SHORTEST, LONGEST, FIRST_TOKEN = 4, 60, 1000
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--texts", type=positive, default=128, help="without --lengths")
     parser.add_argument("--batch", type=positive, default=32, help="texts of Transformers' batches")
+    parser.add_argument("--onnx", type=Path, help="the same model, for onnxruntime with one thread")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16")
@@ -84,6 +87,10 @@ def measure(engine: Engine, model: Any, texts: list[list[int]], args: argparse.N
         f"Transformers, sorted batches of {args.batch}": lambda: in_batches(model, texts, args.batch, args.device),
         "Transformers, one batch": lambda: in_batches(model, texts, len(texts), args.device),
     }
+    if args.onnx is not None:
+        session = OnnxModel(args.onnx)
+        for size in (8, args.batch, 1):
+            ways[f"onnxruntime, sorted batches of {size}"] = partial(in_batches, session, texts, size, "cpu")
     results = {name: way() for name, way in ways.items()}  # the warm-up
     errors = {name: float(np.abs(one - results["packed"]).max()) for name, one in results.items()}
     tell(ways, "packed", sum(map(len, texts)), args, {} if args.dummy else errors)
@@ -121,11 +128,28 @@ def of_length(engine: Engine, model: Any, length: int, args: argparse.Namespace)
         print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}", flush=True)
 
 
+class OnnxModel:
+    """Transformers' model as onnxruntime has it, called likewise."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(str(path), options)
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor]:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        given = {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()}
+        return (torch.from_numpy(self._session.run(None, given)[0]),)
+
+
 def tell(ways: dict[str, Way], own: str, tokens: int, args: argparse.Namespace, errors: dict[str, float]) -> None:
+    seconds_of = cpu_seconds if args.device == "cpu" else wall_seconds
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.rounds):
         for name, way in ways.items():
-            taken[name].append(wall_seconds(way))
+            taken[name].append(seconds_of(way))
     for name, seconds in taken.items():
         ratio = statistics.median(other / mine for other, mine in zip(seconds, taken[own], strict=True))
         rate = tokens / statistics.median(seconds)

@@ -24,6 +24,13 @@ def wall_seconds(work: Callable[[], object]) -> float:
     return watch.seconds
 
 
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds of CPU time that all threads of this process take for `work`: what others run does not count."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 def gpu_seconds(work: Callable[[], object]) -> float:
     """Seconds from when the stream gets to the first kernel of `work` until the last is over."""
     import torch
