@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 from mllm_compile.errors import ConfigError
@@ -21,6 +21,8 @@ from mllm_compile.runtime.tiers.connector import KVConnectorError, Namespace
 from mllm_compile.runtime.tiers.copies import SlotCopies
 from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.guarded import GuardedConnector
+from mllm_compile.runtime.tiers.host_memory import check_host_memory, refused_memory
+from mllm_compile.runtime.tiers.kept import KeptLedger, KeptSlots, held_bytes, held_descriptor
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
 from mllm_compile.runtime.tiers.place import Place
 from mllm_compile.runtime.updates.live import LiveWeights
@@ -55,8 +57,11 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
     pages = SlotLayout([tensor for one in runners for tensor in one.token_to_kv_pool.tensors])
     states = SlotLayout(runner.state_pool.tensors if scheduler.config.num_snapshots else [])
     num_slots, num_states = _slots("kv_offloading_size", runtime.kv_offloading_size, pages, states, 0, runtime)
-    store, found, below = _store(runtime, runners, pages, states, factors, reporter)
-    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store)
+    namespace = cache(partial(_namespace, runners, pages, states, factors))  # sums of weights are made where needed
+    store, found, below = _store(runtime, namespace, pages, states, reporter)
+    kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)
+    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store, kept)
+    indices = None
     if below is not None:
         index_of = partial(TierIndex, owns_content=not isinstance(store, GuardedConnector))
         indices = (
@@ -64,15 +69,15 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
             index_of(below[1], partial(copies.remove, is_state=True)),
         )
         _fill(indices, found)
+    made = secrets.token_bytes(32) if store is None else store.secret
     scheduler.use_tiers(
         Tiers(
             scheduler.pages,
             copies,
-            num_slots,
-            num_states,
-            secrets.token_bytes(32) if store is None else store.secret,
+            _host((num_slots, num_states), kept, indices),
+            made if kept is None else kept.secret,
             runtime.kv_offloading_min_gain,
-            None if below is None else indices,
+            indices,
             runtime.kv_offloading_write_policy == "write_through",
             "connector" if isinstance(store, GuardedConnector) else "disk",
             asks_below=isinstance(store, GuardedConnector),
@@ -80,12 +85,48 @@ def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping
     )
 
 
+def _host(
+    sizes: tuple[int, int], kept: KeptSlots | None, below: tuple[TierIndex, TierIndex] | None
+) -> tuple[TierIndex, TierIndex]:
+    """The indices of the host's memory, with what an engine before has left there."""
+    if kept is None:
+        return TierIndex(sizes[0]), TierIndex(sizes[1])
+    indices = [TierIndex(size, ledger=KeptLedger(kept, kind)) for kind, size in zip((False, True), sizes, strict=True)]
+    entries: dict[bool, list[Entry]] = {False: [], True: []}
+    for entry, is_state in kept.entries():
+        entry.is_below = below is not None and entry.key in below[is_state]
+        entries[is_state].append(entry)
+    for kind, index in zip((False, True), indices, strict=True):
+        index.restore(sorted(entries[kind], key=lambda entry: entry.used))
+    return indices[0], indices[1]
+
+
+def _kept(
+    runtime: RuntimeSection,
+    namespace: Callable[[], Namespace],
+    sizes: tuple[int, int],
+    store: DiskFiles | GuardedConnector | None,
+    reporter: Reporter,
+) -> KeptSlots | None:
+    """Memory for these slots that outlives this process, where the one that has started it holds some."""
+    descriptor = held_descriptor()
+    if descriptor is None or runtime.skip_compiled:
+        return None
+    needed = KeptSlots.bytes_of(namespace(), *sizes)
+    check_host_memory(max(0, needed - held_bytes(descriptor)))
+    try:
+        with refused_memory(needed):
+            return KeptSlots(descriptor, namespace(), *sizes, secret=None if store is None else store.secret)
+    except KVConnectorError as error:
+        reporter.announce(f"prefixes in the host's memory do not outlive this engine: {error}")
+        return None
+
+
 def _store(
     runtime: RuntimeSection,
-    runners: tuple[ModelRunner, ...],
+    namespace_of: Callable[[], Namespace],
     pages: SlotLayout,
     states: SlotLayout,
-    factors: Mapping[str, str],
     reporter: Reporter,
 ) -> tuple[DiskFiles | GuardedConnector | None, list[Place], tuple[int, int] | None]:
     """The store behind the host's memory, what it is known to have, used last at the end, and how many pages and
@@ -93,7 +134,7 @@ def _store(
     path, asked = runtime.kv_offloading_disk_path, runtime.kv_transfer_config
     if path is None and not asked.import_path:
         return None, [], None
-    namespace = Namespace.of(_facts(runners, pages, states, factors), pages.slot_bytes, states.slot_bytes)
+    namespace = namespace_of()
     try:
         if path is None:
             store = connector_of(asked, namespace)
@@ -133,9 +174,9 @@ def _slots(
     return num_slots, num_states
 
 
-def _facts(
+def _namespace(
     runners: tuple[ModelRunner, ...], pages: SlotLayout, states: SlotLayout, factors: Mapping[str, str]
-) -> dict[str, str]:
+) -> Namespace:
     """All that keys and values depend on, besides tokens and salts."""
     sums = []
     for runner in runners:
@@ -143,7 +184,8 @@ def _facts(
         sums.append(sorted(weight_sums(runner.model.live.tensors).items()))
     settings = {f"runtime.{name}": str(getattr(runners[0].config.runtime, name)) for name in _OF_NUMERICS}
     shapes = [[section.num_bytes for section in layout.sections] for layout in (pages, states)]
-    return {**factors, **settings, "sums of weights": str(sums), "shapes": str(shapes)}
+    facts = {**factors, **settings, "sums of weights": str(sums), "shapes": str(shapes)}
+    return Namespace.of(facts, pages.slot_bytes, states.slot_bytes)
 
 
 def _fill(below: tuple[TierIndex, TierIndex], places: Iterable[Place]) -> None:

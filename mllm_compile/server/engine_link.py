@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
@@ -42,10 +43,15 @@ class EngineLink:
         command_of: makes its command line of the number of a descriptor, its end of the channel.
         on_step: takes the frames of steps.
         on_event: takes all else that it tells.
+        kept: memory that outlives it.
     """
 
     def __init__(
-        self, command_of: CommandLine, on_step: Callable[[bytes], None], on_event: Callable[[EngineEvent], None]
+        self,
+        command_of: CommandLine,
+        on_step: Callable[[bytes], None],
+        on_event: Callable[[EngineEvent], None],
+        kept: KeptMemory,
     ) -> None:
         self._on_step = on_step
         self._on_event = on_event
@@ -62,8 +68,8 @@ class EngineLink:
                 self._process = ProcessGroup(
                     command,
                     stdin=subprocess.DEVNULL,
-                    env=child_python.environment(),
-                    pass_fds=[descriptor],
+                    env=child_python.environment() | kept.environment,
+                    pass_fds=[descriptor, kept.descriptor],
                 )
         except BaseException:
             self._channel.close()

@@ -14,6 +14,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, EngineLink
+from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.wire.messages import (
     AdapterCard,
     AdaptersChanged,
@@ -246,10 +247,10 @@ class Supervisor:
         Raises:
             EngineFailedError: the engine cannot be started.
         """
-        failed_starts = 0
+        failed_starts, kept = 0, KeptMemory()
         try:
             while not self._is_closing.is_set():
-                if await self._live():
+                if await self._live(kept):
                     failed_starts = 0
                     continue
                 if self._is_closing.is_set():
@@ -263,16 +264,17 @@ class Supervisor:
                 logger.error("%s has not started: %s. Trying again.", self._engine, message)
                 await self._wait(self._is_closing, 2.0**failed_starts)
         finally:
+            kept.close()
             self.state = ENDED
             self._ready.set()
 
-    async def _live(self) -> bool:
+    async def _live(self, kept: KeptMemory) -> bool:
         """One engine, from its start to its end; False: it was never ready."""
         self._enter(STARTING)
         self.stage, self.stage_since_s = "start", time.monotonic()
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
-        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event)
+        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event, kept)
         link.send(Begin(None if self.facts is None else self._adapters(), self._landlord is not None))
         try:
             if not await self._started(link, self._hello):

@@ -23,6 +23,7 @@ from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from mllm_compile.runtime.tiers.host_memory import HostMemory
+from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.rows import Copier, DeviceRows, HostRows, copier_on
 from mllm_compile.runtime.tiers.store_copies import StoreCopies
@@ -43,6 +44,7 @@ class SlotCopies:
         pages, states: of the device's pools.
         num_slots, num_state_slots: of each; pages come first.
         store: the tier below; None: there is no such tier.
+        kept: memory for the slots that outlives the process.
 
     Attributes:
         wake: called when a copy is over, from another thread.
@@ -56,12 +58,14 @@ class SlotCopies:
         num_state_slots: int,
         device: torch.device,
         store: DiskFiles | GuardedConnector | None = None,
+        kept: KeptSlots | None = None,
     ) -> None:
         self.page_bytes, self.state_bytes = pages.num_bytes, states.num_bytes
         self._device = device
         self.wake: Callable[[], None] = _nothing
         split = num_slots * pages.slot_bytes
-        self._memory = HostMemory([*pages.chunks(num_slots), *states.chunks(num_state_slots)], device)
+        self._memory = HostMemory([*pages.chunks(num_slots), *states.chunks(num_state_slots)], device, kept)
+        self._kept = kept
         data = self._memory.data
         self._places = {
             False: (DeviceRows(pages), HostRows(pages, data[:split]), 0),
@@ -108,6 +112,11 @@ class SlotCopies:
         """See TierCopies.remove."""
         if self._below is not None:
             self._below.remove(entry, is_state)
+
+    def void_kept(self) -> None:
+        """See TierCopies.void_kept."""
+        if self._kept is not None:
+            self._kept.void()
 
     def clear_below(self) -> None:
         """See TierCopies.clear_below."""

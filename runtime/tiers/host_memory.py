@@ -10,8 +10,9 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from mllm_compile.runtime.cuda import driver
 from mllm_compile.runtime.device.memory import check_fits
 from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
@@ -27,11 +29,37 @@ _POPULATE_WRITE = 23  # MADV_…, since Linux 5.14
 _POPULATORS = 4
 
 
+def check_host_memory(num_bytes: int) -> None:
+    """
+    Raises:
+        DeviceMemoryError: the system has less.
+    """
+    what = "the host's memory of runtime.kv_offloading_size needs"
+    check_fits(num_bytes, what, "Lower it.", torch.device("cpu"))
+
+
+@contextmanager
+def refused_memory(num_bytes: int) -> Iterator[None]:
+    """Tells in words that the system refuses memory.
+
+    Raises:
+        DeviceMemoryError: it did.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DeviceMemoryError(
+            f"runtime.kv_offloading_size: the system refuses {num_bytes / 2**30:.2f} GiB of memory ({error.strerror}). "
+            "Lower it."
+        ) from error
+
+
 class HostMemory:
     """
     Args:
         chunks: bytes of each part that is registered by itself: no copy may reach from one into the next.
         device: whose GPU copies; a CPU needs no registration.
+        kept: memory that outlives the process, for the same; None: it has none.
 
     Attributes:
         data: [num_bytes] uint8.
@@ -40,19 +68,16 @@ class HostMemory:
         DeviceMemoryError: the system has too little.
     """
 
-    def __init__(self, chunks: Sequence[int], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[int], device: torch.device, kept: KeptSlots | None = None) -> None:
         size = max(sum(chunks), ALIGNMENT)
-        self._chunks = chunks
-        what = "the host's memory of runtime.kv_offloading_size needs"
-        check_fits(size, what, "Lower it.", torch.device("cpu"))
-        try:
-            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise DeviceMemoryError(
-                f"runtime.kv_offloading_size: the system refuses {size / 2**30:.2f} GiB of memory ({error.strerror}). "
-                "Lower it."
-            ) from error
-        self.data = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
+        self._chunks, self._kept = chunks, kept
+        if kept is None:
+            check_host_memory(size)
+            with refused_memory(size):
+                memory, start = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+        else:
+            memory, start = kept.map, kept.data_start
+        self.data = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size, offset=start))
         self._advise(mmap.MADV_HUGEPAGE, 0, size)  # fewer pages are registered sooner
         self._num_registered = 0  # bytes, from the first on
         self._more = threading.Condition()
@@ -85,7 +110,7 @@ class HostMemory:
                 raise self._fault
 
     def close(self) -> None:
-        """Gives the memory back; no copy may be in flight."""
+        """Gives the memory back, or lets another process have it; no copy may be in flight."""
         with self._more:
             self._is_closing = True
         if self._thread is not None:
@@ -96,6 +121,8 @@ class HostMemory:
                     self._call("cuMemHostUnregister", start)
                 start += count
         self._num_registered = 0
+        if self._kept is not None:
+            self._kept.close()
 
     def _register(self) -> None:
         starts = np.cumsum([0, *self._chunks[:-1]]).tolist()

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 # How many of the oldest entries are compared: it bounds the host's work for each slot.
 _LOOKED_AT = 16
@@ -52,6 +53,19 @@ class Entry:
         return cost * 1e6 if self.until > now else cost
 
 
+class Ledger(Protocol):
+    """A table of what slots hold, which outlives the process."""
+
+    def put(self, entry: Entry) -> None:
+        """Notes an entry whose slot has its content."""
+
+    def drop(self, entry: Entry) -> None:
+        """Clears an entry, ahead of its slot's next content."""
+
+    def use(self, entry: Entry) -> None:
+        """Notes when it was used."""
+
+
 class TierIndex:
     """See the module's header. Used by the engine's thread alone.
 
@@ -61,13 +75,19 @@ class TierIndex:
     """
 
     def __init__(
-        self, num_slots: int, dropped: Callable[[Entry], None] | None = None, owns_content: bool = True
+        self,
+        num_slots: int,
+        dropped: Callable[[Entry], None] | None = None,
+        owns_content: bool = True,
+        ledger: Ledger | None = None,
     ) -> None:
         """
         Args:
             dropped: told of entries that are given up or forgotten.
             owns_content: False: of those alone that are forgotten on purpose.
+            ledger: gets all changes.
         """
+        self._ledger = ledger
         self.num_slots = num_slots
         self._dropped, self._owns_content = dropped, owns_content
         self.watch: Callable[[bytes, bool], None] | None = None
@@ -101,6 +121,8 @@ class TierIndex:
             if entry is not None:
                 entry.used, entry.is_ended = now, False
                 self._entries.move_to_end(key)
+                if self._ledger is not None:
+                    self._ledger.use(entry)
 
     def bias(self, keys: Sequence[bytes], is_ended: bool, until: float) -> None:
         """Has pages go first, or behind others up to a time of time.monotonic()."""
@@ -108,6 +130,8 @@ class TierIndex:
             entry = self._entries.get(key)
             if entry is not None:
                 entry.is_ended, entry.until = is_ended, until
+                if self._ledger is not None:
+                    self._ledger.put(entry)
 
     def take(self, count: int, share: float = 1.0) -> list[int]:
         """Up to `count` slots, which are the caller's until `put` or `give_back`; others' entries go for them.
@@ -132,14 +156,28 @@ class TierIndex:
             self._free.append(entry.slot)
             return
         entry.used = time.monotonic()
-        self._entries[entry.key] = entry
-        self._children[entry.parent] += 1
+        self._add(entry)
+        if self._ledger is not None:
+            self._ledger.put(entry)
         if self.watch is not None:
             self.watch(entry.key, True)
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Takes entries over with their slots, the least recently used first, into an empty index."""
+        taken = {entry.slot for entry in entries}
+        self._free = [slot for slot in self._free if slot not in taken]
+        for entry in entries:
+            self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        self._children[entry.parent] += 1
 
     def drop(self, entry: Entry, on_purpose: bool = False) -> None:
         """Forgets an entry that no copy reads."""
         del self._entries[entry.key]
+        if self._ledger is not None:
+            self._ledger.drop(entry)
         if self._dropped is not None and (self._owns_content or on_purpose):
             self._dropped(entry)
         if self.watch is not None:

@@ -73,6 +73,9 @@ class TierCopies(Protocol):
     def remove(self, entry: Entry, is_state: bool) -> None:
         """Begins to remove what the tier below has."""
 
+    def void_kept(self) -> None:
+        """Has no other process find what the host's memory has."""
+
     def clear_below(self) -> None:
         """Begins to remove all that it has of this model."""
 

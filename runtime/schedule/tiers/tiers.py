@@ -36,7 +36,7 @@ class Tiers:
     Args:
         pages: the scheduler's.
         copies: of the device that runs its steps.
-        num_slots, num_state_slots: pages and states that the host's memory holds.
+        host: the indices of the host's memory, of pages and of states.
         secret: of the pages' keys.
         min_gain: least quotient of computing's time and loading's for which a prefix is loaded.
         below: the indices of the tier below, of pages and of states; None: there is no such tier.
@@ -49,8 +49,7 @@ class Tiers:
         self,
         pages: PageTables,
         copies: TierCopies,
-        num_slots: int,
-        num_state_slots: int,
+        host: tuple[TierIndex, TierIndex],
         secret: bytes,
         min_gain: float = 1.0,
         below: tuple[TierIndex, TierIndex] | None = None,
@@ -60,9 +59,9 @@ class Tiers:
     ) -> None:
         self._names = "host", name_below
         self._has_left = False
-        host = {False: TierIndex(num_slots), True: TierIndex(num_state_slots)}
+        upper = {False: host[0], True: host[1]}
         lower = {} if below is None else {False: below[0], True: below[1]}
-        self._shelves = Shelves(pages, copies, secret, Gain(min_gain), host, lower, asks_below=asks_below)
+        self._shelves = Shelves(pages, copies, secret, Gain(min_gain), upper, lower, asks_below=asks_below)
         self._copies = copies
         self._loads, self._stores = Loads(self._shelves), Stores(self._shelves, writes_through)
         pages.cache.watchers.append(self._stores)
@@ -152,7 +151,9 @@ class Tiers:
             self._copies.clear_below()
 
     def leave_below(self) -> None:
-        """Uses the tier below no more: what is computed from now on is not what it is named after. Nothing may move."""
+        """Uses the tier below no more: what is computed from now on is not what it is named after. Nothing may move.
+        Nor does another process find what the host's memory has."""
+        self._copies.void_kept()
         self._stores.takes_writes = False
         self._has_left |= bool(self._shelves.below)
         for index in self._shelves.below.values():

@@ -37,6 +37,9 @@ class FakeCopies:
             else:
                 self.device.kv[page] = [-3] * self.device.page_size
 
+    def void_kept(self) -> None:
+        """There is no other process."""
+
     def clear_below(self) -> None:
         self.below.clear()
 

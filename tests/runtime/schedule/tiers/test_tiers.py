@@ -37,7 +37,8 @@ def simulation(
         below = tuple(index_of(num_below, partial(copies.remove, is_state=state)) for state in (False, True))
     if shared is not None:  # a store that others fill too
         copies.below = shared
-    behind = num_slots, num_states, b"secret", 0.0, below, writes_through
+    host = TierIndex(num_slots), TierIndex(num_states)
+    behind = host, b"secret", 0.0, below, writes_through
     tiers = Tiers(sim.scheduler.pages, copies, *behind, asks_below=shared is not None)
     sim.scheduler.use_tiers(tiers)
     return sim, copies
