@@ -32,6 +32,7 @@ IS_CONSTANT = "is_constant"
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
+CROSS_LAYERS = "cross_layers"  # likewise, of attention to an encoder's states
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
 PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of

@@ -143,6 +143,8 @@ class ForwardBatch:
     greedy_across_ranks: bool = False  # likeliest tokens are all that is wanted: ranks may keep their parts of logits
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
+    source_lens_cpu: torch.Tensor | None = None  # [R] int32: states of each one's source, of an encoder-decoder
+    of_sources: ForwardBatch | None = None  # likewise: each token as a decode behind its source, once that is planned
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
 
     @property

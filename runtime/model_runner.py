@@ -44,6 +44,7 @@ from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.program.sizes import RunnerSizes
+from mllm_compile.runtime.program.sources import SourceAttention
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.sampler import sample_tokens
@@ -206,7 +207,8 @@ class ModelRunner(RunnerSizes):
         """Allocate the table of slots, a row of states for each request, and as many KV pages as fit; config.num_pages
         overrules the measurement."""
         runtime, num_pages = self.config.runtime, self.config.num_pages
-        max_context_len = -(-runtime.max_model_len // runtime.page_size) * runtime.page_size
+        longest = max(runtime.max_model_len, self.max_source_len)
+        max_context_len = -(-longest // runtime.page_size) * runtime.page_size
         num_rows = runtime.max_requests_of_ranks + 1
         check_fits(
             num_rows * max_context_len * torch.int32.itemsize,
@@ -215,7 +217,8 @@ class ModelRunner(RunnerSizes):
             "Lower one of them.",
             self.device,
         )
-        self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
+        num_tables = 1 if self.model.sources is None else 2  # sources' rows follow those of requests
+        self.req_to_token_pool = ReqToTokenPool(num_tables * num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
         if self.model.lora is not None:
             self.row_state.adapters = AdapterRows(num_rows, self.device)
@@ -272,6 +275,15 @@ class ModelRunner(RunnerSizes):
         return self.config.runtime.expert_parallel_size
 
     @property
+    def max_source_len(self) -> int:
+        """Most states of an encoder-decoder's source; 0 of another model."""
+        sources = self.model.sources
+        if sources is None:
+            return 0
+        facts = sources.facts
+        return facts.max_length if facts.is_sound else min(facts.max_length, self.config.runtime.max_model_len)
+
+    @property
     def feature_bytes(self) -> int:
         """Bytes of the features of images that are held; 0 of a model that takes none."""
         return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
@@ -310,6 +322,9 @@ class ModelRunner(RunnerSizes):
             weights=() if live is None else live.tensors.values(),
         )
         self.attn_backend: AttentionBackend = make()
+        self.source_attention: SourceAttention | None = None
+        if self.model.sources is not None:
+            self.source_attention = SourceAttention(self.config, self.model, self.req_to_token_pool, self.device)
         if self._overlap is not None:
             self._overlap.second_backend = make(part=1)
 
@@ -357,7 +372,7 @@ class ModelRunner(RunnerSizes):
             self.drafter.shutdown()
         # Whatever part of it is there: a failed initialize ends here too.
         pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
-        for name in ("model", "program", "attn_backend", "_overlap", *pools):
+        for name in ("model", "program", "attn_backend", "source_attention", "_overlap", *pools):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -551,6 +566,8 @@ class ModelRunner(RunnerSizes):
         if self.step_threads is not None:
             self.step_threads.use(batch.forward_mode.is_decode_or_idle())
         self.attn_backend.init_forward_metadata(batch)
+        if self.source_attention is not None:
+            batch.of_sources = self.source_attention.plan(batch)
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)
         if self.model.reads_hidden_states and batch.hidden_states is None:

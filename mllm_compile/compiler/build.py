@@ -19,6 +19,7 @@ from typing import Any
 from mllm_compile.check.pooling import check_pooling
 from mllm_compile.check.program import self_check
 from mllm_compile.check.rows import check_rows
+from mllm_compile.check.sources import check_sources
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
@@ -41,6 +42,7 @@ from mllm_compile.compiler.lowering import (
 )
 from mllm_compile.compiler.media import with_media
 from mllm_compile.compiler.pooling import lower_pooling
+from mllm_compile.compiler.sources import with_source
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
@@ -158,6 +160,9 @@ def _write(scratch: Path, target: Target, options: CompileOptions, timeline: Tim
         if lowered.program.pooling is not None:
             check_pooling(lowered, scratch, suffix, runtime.device)
             return _write_manifest(scratch, target, lowered, files, suffix, timeline)
+        if lowered.program.source is not None:
+            check_sources(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.kv_cache_dtype)
+            return _write_manifest(scratch, target, lowered, files, suffix, timeline)
         types = runtime.state_dtype, runtime.kv_cache_dtype
         fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
     if fault is not None:
@@ -205,6 +210,7 @@ def _fill(
             early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
             lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
             lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
+            lowered = with_source(config, lowered, scratch / GRAPHS, timeline)
         if config.runtime.any_rows:
             with timeline.stage("try rows"):
                 check_rows(lowered.graph, config.runtime.device)

@@ -84,7 +84,11 @@ def start_early_pieces(
     from mllm_compile.model.trace import trace_model
 
     try:
-        if built.hf_model.text_config.num_hidden_layers < _MIN_LAYERS or (os.cpu_count() or 1) < _MIN_CORES:
+        if (
+            built.hf_model.cross is not None
+            or built.hf_model.text_config.num_hidden_layers < _MIN_LAYERS
+            or (os.cpu_count() or 1) < _MIN_CORES
+        ):
             return {}
         with reporter.stage(f"trace {_LAYERS} layers"), gc_paused():
             shallow = _shallow_copy(built.hf_model, config)

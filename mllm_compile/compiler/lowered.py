@@ -69,6 +69,7 @@ class Lowered:
         adapter: of the tower, where there are such programs.
         of_lora: what its programs for adapters were lowered from: the text, and the text with features.
         of_head: of a model that pools, what its head was lowered from, if it has one.
+        of_source: of an encoder-decoder, what its program of sources was lowered from.
     """
 
     built: BuiltModel
@@ -82,6 +83,7 @@ class Lowered:
     adapter: TowerAdapter | None = None
     of_lora: tuple[Lowered, ...] = ()
     of_head: tuple[Lowered, ...] = ()
+    of_source: tuple[Lowered, ...] = ()
 
     def without_images(self) -> Lowered:
         """The model for text alone."""
@@ -91,8 +93,8 @@ class Lowered:
 
     @property
     def every(self) -> tuple[Lowered, ...]:
-        """The text's model, the towers and the models with adapters, as Program.every."""
-        return (self, *self.of_media, *self.of_lora, *self.of_head)
+        """The text's model, the towers, the models with adapters and that of sources, as Program.every."""
+        return (self, *self.of_media, *self.of_lora, *self.of_head, *self.of_source)
 
     @property
     def hf_model(self) -> HFModel:

@@ -182,13 +182,9 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
         CompileError: a pass failed.
         ConfigError: the model cannot be cut, counted or divided as is asked, or has no such layers.
     """
-    from mllm_compile.model.supported import check_trace
-    from mllm_compile.model.trace import trace_model
-
     hf_model = built.hf_model
     with reporter.stage("trace"), gc_paused():
-        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
-        check_trace(trace, hf_model)
+        trace = _checked_trace(hf_model, config.runtime.device, max_traced_tokens(config))
     dump = GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
@@ -207,6 +203,22 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
     for line in lowered.lines_on_scales():
         reporter.announce(line)
     return lowered
+
+
+def _checked_trace(hf_model: HFModel, device: str, most: int) -> Trace:
+    """The trace of a causal model, or of the decoder of one with an encoder."""
+    from mllm_compile.model.sources.supported import check_decoder
+    from mllm_compile.model.sources.trace import trace_decoder
+    from mllm_compile.model.supported import check_trace
+    from mllm_compile.model.trace import trace_model
+
+    if hf_model.cross is not None:
+        trace = trace_decoder(hf_model, hf_model.cross, device, most)
+        check_decoder(trace, hf_model, hf_model.cross)
+        return trace
+    trace = trace_model(hf_model, device, most)
+    check_trace(trace, hf_model)
+    return trace
 
 
 def _check_has(program: Program, config: ResolvedConfig) -> None:

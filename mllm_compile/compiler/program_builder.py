@@ -16,6 +16,7 @@ from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     CACHE_INPUT,
     CACHE_INPUTS,
+    CROSS_LAYERS,
     PACKED_WEIGHTS,
     PANELS,
     QUANTISED_TENSORS,
@@ -28,6 +29,7 @@ from mllm_compile.passes.base import (
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.layer_kinds import (
     AttentionKind,
+    CrossAttentionKind,
     LayerKind,
     PackedAttentionKind,
     SegmentAttentionKind,
@@ -48,6 +50,7 @@ from mllm_compile.runtime.program.spec import (
 )
 from mllm_compile.runtime.program.steps import (
     AttentionStep,
+    CrossAttentionStep,
     PackedAttentionStep,
     PieceStep,
     RopeInputNames,
@@ -114,6 +117,7 @@ def build_program(graph: fx.GraphModule) -> Program:
         inputs=_own_inputs(graph),
         further_outputs=tuple(map(_value_name, others)),
         stages=_stages(graph, steps, stages),
+        cross_layers=tuple(graph.meta.get(CROSS_LAYERS, ())),
     )
 
 
@@ -223,11 +227,17 @@ def _attention_step(node: fx.Node) -> AttentionStep:
     q, k, v, out = (_value_name(arg) for arg in node.args[:4])
     saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
     rope_inputs = None
-    if len(node.args) > 6:
+    if len(node.args) > 6 and node.args[6] is not None:
         values: Any
         values, eps = node.args[6:8]
         rope_inputs = RopeInputNames(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
-    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, rope_inputs)
+    bias = _value_name(node.args[8]) if len(node.args) > 8 else None
+    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, rope_inputs, bias)
+
+
+def _cross_attention_step(node: fx.Node) -> CrossAttentionStep:
+    q, out, name = node.args
+    return CrossAttentionStep(str(name), _value_name(q), _value_name(out))
 
 
 def _state_step(node: fx.Node) -> StateStep:
@@ -257,6 +267,7 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
     AttentionKind: _attention_step,
+    CrossAttentionKind: _cross_attention_step,
     StateLayerKind: _state_step,
     PackedAttentionKind: _packed_attention_step,
     SegmentAttentionKind: _packed_attention_step,

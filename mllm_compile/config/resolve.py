@@ -16,7 +16,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
-from mllm_compile.config.resolve_task import resolve_task
+from mllm_compile.config.resolve_task import check_encoder_decoder, has_encoder, resolve_task
 from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer
 from mllm_compile.config.resolved import (
     AutoChoices,
@@ -96,7 +96,11 @@ _PANELS_PASS = "pack_linears"
 _INTEGERS = frozenset(("int4", "int8"))
 _IN_PANELS = _INTEGERS | {"mxfp4"}  # kinds of weights that lie in panels
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+_LENGTH_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length"),
+    "max_target_positions",
+)
+_BUCKETS_KEY = "relative_attention_num_buckets"  # of a bias by distance, which has no last position
 
 
 def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> ResolvedConfig:
@@ -115,6 +119,8 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     choices = AutoChoices()
     dtype = choices.resolve("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     task = resolve_task(config, model, choices)
+    if task == "generate" and has_encoder(model):
+        check_encoder_decoder(config, device)
     backend = _attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device)
@@ -137,6 +143,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             split_special_tokens=config.model.split_special_tokens,
             task=task,
             classifier_from_token=config.model.classifier_from_token,
+            has_encoder=task == "generate" and has_encoder(model),
         ),
         compile=ResolvedCompile(
             backend=config.compile.backend,
@@ -227,8 +234,8 @@ def _quantization(
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
-        if task != "generate":
-            return "dequantize", "linears of a model that pools compute in its type"
+        if task != "generate" or has_encoder(model):
+            return "dequantize", "linears of a model that pools or has an encoder compute in its type"
         if why := _why_not_kept("keep", scheme, config, device):
             return "dequantize", why
         if not device.is_cuda and dtype != "float32" and not _INTEGERS.isdisjoint(scheme.kinds):
@@ -604,7 +611,7 @@ def longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
     length. Where an indexer chooses the keys of each token (DSA), the number up to which it chooses all."""
     limit = model.text_config_value(*_LENGTH_KEYS)
-    if not isinstance(limit, int) or limit < 1:
+    if not isinstance(limit, int) or limit < 1 or model.text_config_value(_BUCKETS_KEY) is not None:
         return None
     rope = model.text_config_value("rope_parameters", "rope_scaling")
     if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):

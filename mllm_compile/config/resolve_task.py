@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from mllm_compile.config.device import DeviceInfo
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import EngineConfig
@@ -11,8 +13,9 @@ from mllm_compile.config.sentence_files import MODULES, has_sentence_files
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
 
+_ENCODER_DECODERS = ("ForConditionalGeneration", "MTModel")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-_ENCODERS = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)(Model|ForMaskedLM|ForPreTraining|EncoderModel)")
+_ENCODERS = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)(?<!MT)(Model|ForMaskedLM|ForPreTraining|EncoderModel)")
 # Keys that a model that pools has no use for, or is not served with.
 _OF_GENERATION = {
     "runtime": (
@@ -22,6 +25,12 @@ _OF_GENERATION = {
     ),
     "speculative": ("method",),
     "lora": ("max_adapters",),
+}
+
+# Those that models with an encoder and a decoder are served without.
+_NOT_OF_ENCODER_DECODERS = {
+    **_OF_GENERATION,
+    "runtime": tuple(key for key in _OF_GENERATION["runtime"] if key != "max_total_tokens"),
 }
 
 
@@ -42,6 +51,26 @@ def resolve_task(config: EngineConfig, model: ModelFolder, choices: AutoChoices)
     return task
 
 
+def has_encoder(model: ModelFolder) -> bool:
+    """True if config.json names a model with an encoder and a decoder, which generates."""
+    named = model.config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    return model.config.get("is_encoder_decoder") is True and name.endswith(_ENCODER_DECODERS)
+
+
+def check_encoder_decoder(config: EngineConfig, device: DeviceInfo) -> None:
+    """
+    Raises:
+        ConfigError: the config asks for something that models with an encoder are served without.
+    """
+    if device.is_cuda:
+        raise ConfigError(
+            "runtime.device is a GPU, and the model has an encoder and a decoder, which are served on a CPU: attention "
+            "to the encoder's states has no captured decodes yet. Set runtime.device: cpu."
+        )
+    _refuse_keys(config, _NOT_OF_ENCODER_DECODERS, "the model has an encoder and a decoder", "Leave it out.")
+
+
 def _of_checkpoint(config: EngineConfig, model: ModelFolder) -> tuple[ModelTask, str]:
     named = model.config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
@@ -57,17 +86,21 @@ def _of_checkpoint(config: EngineConfig, model: ModelFolder) -> tuple[ModelTask,
 
 
 def _refuse_keys_of_generation(config: EngineConfig, task: ModelTask) -> None:
-    for section_name, keys in _OF_GENERATION.items():
+    _refuse_keys(config, _OF_GENERATION, f"model.task is {task}", "Leave it out, or set model.task: generate.")
+
+
+def _refuse_keys(config: EngineConfig, keys_of: Mapping[str, tuple[str, ...]], why: str, way_on: str) -> None:
+    """Refuses keys that differ from their defaults, and weights in few bits."""
+    for section_name, keys in keys_of.items():
         section = getattr(config, section_name)
         for key in keys:
             default = type(section).model_fields[key].default
             if getattr(section, key) != default:
                 raise ConfigError(
-                    f"{section_name}.{key} is {getattr(section, key)}, and model.task is {task}, which is served "
-                    f"without it. Leave it out, or set model.task: generate."
+                    f"{section_name}.{key} is {getattr(section, key)}, and {why}, which is served without it. {way_on}"
                 )
     if config.model.quantization not in ("auto", "none", "dequantize"):
         raise ConfigError(
-            f"model.quantization is {config.model.quantization}, and model.task is {task}, whose linears compute in "
-            "the model's type. Set it to auto."
+            f"model.quantization is {config.model.quantization}, and {why}, whose linears compute in the model's type. "
+            "Set it to auto."
         )

@@ -40,7 +40,7 @@ Quantization = Literal["none", "dequantize", "keep", "keep_a8", "fp8", "int8", "
 class ResolvedModel(_Resolved):
     """`source` is model.path as it was asked for, `folder` the local folder that it was found in. `prediction_layer` of
     a drafter that is a part of the model: the number of its layer for multi-token prediction. `token_map` is the file
-    of the tokens that a drafter's head is cut to."""
+    of the tokens that a drafter's head is cut to. `has_encoder`: it is an encoder-decoder, whose decoder generates."""
 
     source: str
     folder: str
@@ -52,6 +52,7 @@ class ResolvedModel(_Resolved):
     split_special_tokens: bool
     task: ModelTask = "generate"
     classifier_from_token: tuple[str, str] | None = None
+    has_encoder: bool = False
     prediction_layer: int | None = None
     token_map: str | None = None
 

@@ -46,7 +46,8 @@ def _answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:
     return RequestOutput(
         request_id=submission.request_id,
         prompt=submission.prompt,
-        prompt_token_ids=list(submission.prompt_token_ids),
+        prompt_token_ids=submission.shown_token_ids,
+        decoder_prompt_token_ids=submission.decoder_token_ids,
         outputs=[_completion(sequence, decoder, scores) for sequence in submission.sequences],
         finished=True,
         prompt_logprobs=_prompt_logprobs(submission, scores),
@@ -64,7 +65,7 @@ class StreamBuilder:
 
     def __init__(self, submission: Submission, decoder: Decoder | None) -> None:
         self._submission = submission
-        self._prompt_token_ids = list(submission.prompt_token_ids)
+        self._prompt_token_ids, self._decoder_token_ids = submission.shown_token_ids, submission.decoder_token_ids
         self._scores = _ScoreReader(decoder)
         self._is_first = True
         self._detokenizers = [
@@ -102,6 +103,7 @@ class StreamBuilder:
             request_id=submission.request_id,
             prompt=submission.prompt,
             prompt_token_ids=self._prompt_token_ids,
+            decoder_prompt_token_ids=self._decoder_token_ids,
             outputs=[outputs[index] for index in sorted(outputs)],
             finished=finished,
             prompt_logprobs=_prompt_logprobs(submission, self._scores) if is_first else None,

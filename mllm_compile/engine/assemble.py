@@ -20,6 +20,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.pooling.assemble import pooling_parts
@@ -146,6 +147,7 @@ def _load(
                 runner.num_snapshots,
                 runner.model.rope,
                 runner.attn_backend.query_blocks,
+                runner.max_source_len,
             )
             num_ranks = config.runtime.expert_parallel_size
             step_runner = _step_runner(runner, group)
@@ -192,6 +194,7 @@ def _load(
                 snapshot_bytes=runner.state_bytes_per_request,
                 tower=tower,
                 adapters=adapters,
+                decoder=decoder_prompts(runner, defaults, tokenizer, timeline),
                 live=_live_weights(runner),
                 memory=_sleeping_memory(runner),
                 tell_ranks=None if group is None else group.tell,
@@ -209,6 +212,8 @@ def _live_weights(runner: ModelRunner) -> LiveWeights | str:
         return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
     if runner.pipeline is not None:
         return "runtime.pipeline_parallel_size is set: weights of stages cannot be updated. Set tensor_parallel_size."
+    if runner.model.sources is not None:
+        return "the model has an encoder, and what it has read for running requests is of these weights."
     if runner.model.lora is not None and runner.model.lora.pool.scaled:
         return "lora.dora is set: scales of adapters are of the norms of these weights. Leave it out to update them."
     return runner.model.live
@@ -235,6 +240,30 @@ def _speculation(
         return make_speculation(config.speculative, runner.vocab_size, model, captured, keys_ahead, runner.dp_size)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
+
+
+def decoder_prompts(
+    runner: ModelRunner, defaults: GenerationDefaults, tokenizer: Tokenizer | None, reporter: Reporter
+) -> DecoderPrompts | None:
+    """The decoder's side of prompts, of an encoder-decoder; None of another model.
+
+    Raises:
+        ConfigError: its files name no token that a decoder begins with.
+    """
+    sources = runner.model.sources
+    if sources is None:
+        return None
+    start, vocab_size = defaults.decoder_start, runner.vocab_size
+    if not start or max(start) >= vocab_size:
+        raise ConfigError(
+            "the model has a decoder, which begins with decoder_start_token_id: expected a token id below "
+            f"{vocab_size} in generation_config.json or config.json, got {start[:1] or 'none'}. Correct it in the "
+            "model's folder."
+        )
+    if defaults.not_applied:
+        reporter.announce(f"generation_config.json's {', '.join(defaults.not_applied)} are not applied")
+    facts = replace(sources.facts, max_length=runner.max_source_len)
+    return DecoderPrompts(start, vocab_size, facts, tokenizer)
 
 
 def tower_of(runner: ModelRunner) -> Tower | str:

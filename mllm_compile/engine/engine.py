@@ -151,7 +151,9 @@ class Engine(PoolingMethods, RolloutMethods):
             media=parts.media,
             tower=parts.tower,
             adapters=self.adapters,
+            decoder=parts.decoder,
         )
+        self.decoder = parts.decoder
         try:
             self.core.start()
             if publisher is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
 from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
@@ -47,6 +48,7 @@ class EngineParts:
         snapshot_bytes: what the state of a cached prefix takes, likewise.
         tower: what prompts with images are checked with; a text: why none are served.
         adapters: the device's side of adapters; None: none are served.
+        decoder: the decoder's side of prompts, of an encoder-decoder; None: it is another model.
         live: the weights, for updates; a text: why there are none.
         memory: what is given back while it sleeps; a text: why nothing is.
         tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
@@ -74,6 +76,7 @@ class EngineParts:
     snapshot_bytes: int = 0
     tower: Tower | str = "the model takes text alone"
     adapters: AdapterParts | None = None
+    decoder: DecoderPrompts | None = None
     live: LiveWeights | str = "there are no weights to update"
     memory: SleepingMemory | str = "there is no memory to give back"
     tell_ranks: Callable[[Iterable[memoryview]], None] | None = None

@@ -135,7 +135,8 @@ class RequestOutput:
     Attributes:
         request_id: what `abort` takes.
         prompt: its text; None when it was given as token ids.
-        prompt_token_ids: the ids that the model saw.
+        prompt_token_ids: the ids that the model saw, or its encoder.
+        decoder_prompt_token_ids: the ids that the decoder of an encoder-decoder began with; None of another model.
         outputs: the completions by index; in a stream only those with news.
         finished: all completions have ended.
         prompt_logprobs: for each prompt token, None at the first; in a stream with the first output.
@@ -158,6 +159,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     adapter: Adapter | None = None
+    decoder_prompt_token_ids: list[int] | None = None
 
     @property
     def first(self) -> CompletionOutput:

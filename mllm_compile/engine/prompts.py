@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.prompt import MediaPrompt
@@ -106,6 +108,7 @@ class Prepared:
 
     Attributes:
         ids: token_ids as requests have them, once these are known to be the model's.
+        decoder_ids: what the decoder begins with, of an encoder-decoder, whose encoder reads token_ids.
     """
 
     text: str | None = None
@@ -114,6 +117,7 @@ class Prepared:
     error: MllmError | None = None
     cache_salt: str | None = None
     media: RequestMedia | None = None
+    decoder_ids: list[int] | None = None
 
 
 class PromptReader:
@@ -124,6 +128,7 @@ class PromptReader:
         vocab_size: rows of the model's embedding.
         media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
+        decoder: of an encoder-decoder, the decoder's side of prompts; None: it is another model.
     """
 
     def __init__(
@@ -132,15 +137,18 @@ class PromptReader:
         vocab_size: int,
         media: MediaSource | None,
         tower: Tower | str,
+        decoder: DecoderPrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._vocab_size = vocab_size if decoder is None else decoder.source.vocab_size
+        self._decoder = decoder
         self._media = media
         self._tower = tower
 
     def read(self, items: Seq[Any]) -> list[Prepared]:
         """The token ids of every prompt; texts are tokenized together, on several threads."""
-        prepared = [self._prepare_one(item) for item in items]
+        prepare = self._prepare_one if self._decoder is None else partial(self._prepare_both, self._decoder)
+        prepared = [prepare(item) for item in items]
         texts = [p for p in prepared if p.text is not None and p.token_ids is None and p.error is None]
         if texts and self._tokenizer is not None:
             self._encode(self._tokenizer, texts)
@@ -192,6 +200,21 @@ class PromptReader:
         for p, token_ids in zip(texts, encoded, strict=True):
             self._take_ids(p, token_ids)
             p.error = p.error or self._place_fault(token_ids)
+
+    def _prepare_both(self, decoder: DecoderPrompts, item: Any) -> Prepared:
+        """The prompt of an encoder, and what its decoder begins with."""
+        try:
+            item, decoder_ids = decoder.split(item)
+        except RequestError as error:
+            return Prepared(error=error)
+        prepared = self._prepare_one(item)
+        prepared.decoder_ids = decoder_ids
+        most = decoder.source.max_length
+        if prepared.error is None and len(prepared.token_ids or ()) > most:
+            prepared.error = RequestError(
+                f"the prompt has {len(prepared.token_ids or ())} tokens; the encoder reads at most {most}. Shorten it."
+            )
+        return prepared
 
     def _prepare_one(self, item: Any) -> Prepared:
         if isinstance(item, MediaPrompt):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.prompts import (
     MediaSource,
     Message,
@@ -33,7 +34,9 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.runtime.schedule.request import ids_of
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
+from mllm_compile.runtime.sources.request import RequestSource
 from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
 
@@ -72,6 +75,7 @@ class RequestBuilder:
         media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
         adapters: the adapters that requests may name; None: they are refused.
+        decoder: as PromptReader has it.
     """
 
     def __init__(
@@ -86,11 +90,12 @@ class RequestBuilder:
         media: MediaSource | None = None,
         tower: Tower | str = "the model takes text alone",
         adapters: AdapterRegistry | None = None,
+        decoder: DecoderPrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._adapters = adapters
         self.grammars = grammars
-        self._prompts = PromptReader(tokenizer, vocab_size, media, tower)
+        self._prompts = PromptReader(tokenizer, vocab_size, media, tower, decoder)
         self._vocab_size, self._keeps_routes = vocab_size, keeps_routes
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
@@ -246,10 +251,11 @@ class RequestBuilder:
         request_id: str | None,
     ) -> Submission:
         def make(decoder: Decoder | None) -> Submission:
+            ids = prepared.token_ids or [] if prepared.decoder_ids is None else prepared.decoder_ids
             return Submission(
                 f"{self._prefix}-{next(self._numbers)}" if request_id is None else request_id,
                 prepared.text,
-                prepared.token_ids or [],
+                ids,
                 params,
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
@@ -258,13 +264,17 @@ class RequestBuilder:
                 cache_salt=prepared.cache_salt,
                 grammar=grammar,
                 media=prepared.media,
-                prompt_ids=prepared.ids,
+                prompt_ids=prepared.ids if prepared.decoder_ids is None else ids_of(ids),
+                source=source,
+                source_token_ids=None if prepared.decoder_ids is None else prepared.token_ids or [],
                 adapter=adapter,
                 session_tag=None if session is None else session.tag(prepared.cache_salt),
             )
 
         phrases, error = self._refusal(prepared, params)
-        adapter = grammar = None
+        adapter = grammar = source = None
+        if error is None and prepared.decoder_ids is not None and prepared.ids is not None:
+            source = RequestSource.of_text(prepared.ids)
         if adapter_name is not None and error is None:
             try:
                 adapter = self._adapter(adapter_name)

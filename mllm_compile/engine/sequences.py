@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.params import SamplingParams
     from mllm_compile.runtime.schedule.pages.sessions import SessionTag
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+    from mllm_compile.runtime.sources.request import RequestSource
     from mllm_compile.runtime.step.output import StepOutput, TokenScores
 
 
@@ -84,6 +85,8 @@ class Submission:
         prompt_ids: prompt_token_ids as requests have them; None: they are refused.
         adapter: the version of an adapter that answers; None: the model alone.
         session_tag: what it asks of its pages in the prefix cache.
+        source: what the encoder of an encoder-decoder reads; prompt_token_ids are its decoder's then.
+        source_token_ids: the tokens of that; None: it is another model.
     """
 
     def __init__(
@@ -103,8 +106,11 @@ class Submission:
         prompt_ids: np.ndarray | None = None,
         adapter: Adapter | None = None,
         session_tag: SessionTag | None = None,
+        source: RequestSource | None = None,
+        source_token_ids: list[int] | None = None,
     ) -> None:
         self.request_id = request_id
+        self.source_token_ids = source_token_ids
         self.adapter = adapter
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -126,6 +132,7 @@ class Submission:
                     cache_salt=request_salt(cache_salt, adapter),
                     grammar=grammar,
                     media=media,
+                    source=source,
                     prompt_ids=prompt_ids,
                     session_tag=session_tag,
                 ),
@@ -139,6 +146,16 @@ class Submission:
     @property
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
+
+    @property
+    def shown_token_ids(self) -> list[int]:
+        """The ids of the prompt as callers know it: the encoder's, where there is one."""
+        return list(self.prompt_token_ids if self.source_token_ids is None else self.source_token_ids)
+
+    @property
+    def decoder_token_ids(self) -> list[int] | None:
+        """The ids that the decoder of an encoder-decoder began with; None of another model."""
+        return None if self.source_token_ids is None else list(self.prompt_token_ids)
 
     def refuse(self, error: MllmError) -> None:
         """Ends every completion that still runs with "error": the prompt cannot be served, or not to its end."""

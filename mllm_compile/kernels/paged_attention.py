@@ -15,5 +15,5 @@ def add_paged_attention(config: ResolvedConfig, program: Program) -> tuple[Progr
     is_served = dtype in DTYPES and runtime.kv_cache_dtype == dtype and runtime.attention_backend == "torch"
     if not is_served or not has_libraries(runtime.device, config.compile.backend):
         return program, ()
-    served = {layer.name: PAGED_ATTENTION for layer in program.layers if serves(layer)}
+    served = {layer.name: PAGED_ATTENTION for layer in (*program.layers, *program.cross_layers) if serves(layer)}
     return with_kernels(program, "paged", served), ()

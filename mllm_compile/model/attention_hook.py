@@ -56,9 +56,13 @@ def mllm_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    distance_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
+
+    Args:
+        distance_bias: [H, 2R + 1], as the op takes it; from our own hooks.
 
     Returns:
         [1, T, H, Dv], and no attention weights.
@@ -92,6 +96,7 @@ def mllm_attention(
         float(softcap or 0.0),
         -1 if sliding_window is None else sliding_window - 1,
         "; ".join(refusals),
+        *(() if distance_bias is None else (None, 0, 0, None, distance_bias)),
     )
     return output.unsqueeze(0), None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from mllm_compile.model.sources.cross import CrossAttention
     from mllm_compile.runtime.attention.layer import LayerSpec
     from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
@@ -61,6 +63,7 @@ class HFModel:
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
         block: of a head that drafts several tokens in one pass.
+        cross: what of an encoder-decoder attends to its encoder; None: it is another model.
     """
 
     model: PreTrainedModel
@@ -73,6 +76,7 @@ class HFModel:
     hidden_states: tuple[int, ...] = ()
     projection: HiddenProjection | None = None
     block: DraftBlock | None = None
+    cross: CrossAttention | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -81,7 +85,8 @@ class HFModel:
     @property
     def context_len(self) -> int:
         """Positions that the model was made for, of those at which its attention is full."""
-        positions = self._size("max_position_embeddings", NO_LIMIT) - self.position_offset
+        said = getattr(self.text_config, "max_target_positions", None) if self.cross is not None else None
+        positions = self._size("max_position_embeddings", said or NO_LIMIT) - self.position_offset
         return positions if self.full_length is None else min(positions, self.full_length)
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
@@ -172,7 +177,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     register_attention_hook()
     try:
         with torch.device("meta"), _in_class_tables(type(config), ATTENTION_IMPLEMENTATION):
-            model = auto_class(type(config)).from_config(
+            model = auto_class(type(config), is_encoder_decoder(config)).from_config(
                 config,
                 attn_implementation=ATTENTION_IMPLEMENTATION,
                 dtype=dtype,
@@ -186,16 +191,44 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
             f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
+    _keep_made_tables(model)
     constants, unknown, tables = compute_constants(model)
     rope, of_rope = follow_rope(model)
+    if is_encoder_decoder(config):
+        from mllm_compile.model.sources.cross import find_cross_attention
+
+        return HFModel(model, constants | of_rope, unknown, tables=tables, cross=find_cross_attention(model))
     return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope, full_length(model))
 
 
-def auto_class(config_class: type[PreTrainedConfig]) -> Any:
-    """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
-    or if the other has the text alone and images have grids (model/towers/visual_grids.py)."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def is_encoder_decoder(config: PreTrainedConfig) -> bool:
+    """True if config.json names a class with an encoder and a decoder, which generates."""
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+    if not getattr(config, "is_encoder_decoder", False):
+        return False
+    mappings: Any = (AutoModelForSeq2SeqLM._model_mapping, AutoModelForSpeechSeq2Seq._model_mapping)
+    classes = {one[type(config)].__name__ for one in mappings if type(config) in one}
+    return not classes.isdisjoint(getattr(config, "architectures", None) or ())
+
+
+def auto_class(config_class: type[PreTrainedConfig], has_encoder: bool = False) -> Any:
+    """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
+    or if the other has the text alone and images have grids (model/towers/visual_grids.py).
+
+    Args:
+        has_encoder: the class with an encoder and a decoder is asked for.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
+
+    if has_encoder:
+        of_sounds: Any = AutoModelForSpeechSeq2Seq._model_mapping
+        return AutoModelForSpeechSeq2Seq if config_class in of_sounds else AutoModelForSeq2SeqLM
     with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
     if with_images is None:
         return AutoModelForCausalLM
@@ -246,6 +279,17 @@ def tied_head(model: Any) -> str:
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         return ""
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def _keep_made_tables(model: Any) -> None:
+    """Makes buffers of tables that the code makes and that no checkpoint need hold, as Marian's positions are."""
+    for name, module in model.named_modules():
+        key = f"{name}.weight"
+        if hasattr(module, "create_weight") and key in (model._keys_to_ignore_on_load_missing or ()):
+            table = module._parameters.pop("weight")
+            module.register_buffer("weight", table.data, persistent=False)
+            others = model._keys_to_ignore_on_load_unexpected or []
+            model._keys_to_ignore_on_load_unexpected = [*others, re.escape(key)]
 
 
 def compute_constants(

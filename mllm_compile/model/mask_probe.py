@@ -55,11 +55,13 @@ class ObservedCall:
         is_altered: the call got a mask that Transformers' mask functions did not make as it is, or keys that an
             indexer chose, and that are not all.
         device: the model's: a mask may read tensors that are there.
+        is_cross: its keys are not of its own tokens.
     """
 
     mask: MaskFunction | None
     is_altered: bool = False
     device: str = "cpu"
+    is_cross: bool = False
 
     def reach(self) -> Reach:
         """How far back the call sees.
@@ -130,11 +132,14 @@ class Observation(NamedTuple):
     masks: list[ObservedCall]
 
 
-def observe_attention(model: PreTrainedModel, device: str, inputs: Mapping[str, Any] = _OF_TEXT) -> Observation:
+def observe_attention(
+    model: PreTrainedModel, device: str, inputs: Mapping[str, Any] = _OF_TEXT, asks_ids: bool = True
+) -> Observation:
     """Runs `model`, whose weights are real (any will do), and returns its attention calls and masks.
 
     Args:
         inputs: of its forward, besides `input_ids`.
+        asks_ids: it is told these.
 
     Raises:
         UnsupportedModelError: the model cannot run with another attention implementation.
@@ -144,7 +149,7 @@ def observe_attention(model: PreTrainedModel, device: str, inputs: Mapping[str, 
     AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
     with attention_implementation(model, PROBE_IMPLEMENTATION), keeping_all_tokens(model), torch.no_grad():
-        model(input_ids=input_ids, **inputs)
+        model(**({"input_ids": input_ids} if asks_ids else {}), **inputs)
     return Observation(observer.calls, [ObservedCall(mask, device=device) for mask in observer.masks])
 
 
@@ -175,7 +180,7 @@ class _Observer:
     ) -> tuple[torch.Tensor, None]:
         function = None if attention_mask is None else self._functions.get(id(attention_mask))
         is_altered = (attention_mask is not None and function is None) or not _chooses_all(kwargs.get("indices"), key)
-        self.calls.append(ObservedCall(function, is_altered, self.device))
+        self.calls.append(ObservedCall(function, is_altered, self.device, key.shape[2] != query.shape[2]))
         batch, num_heads, num_tokens, _ = query.shape
         return value.new_zeros(batch, num_tokens, num_heads, value.shape[3]), None
 

@@ -29,6 +29,7 @@ def reading_positions(model: torch.nn.Module, positions: Positions) -> Iterator[
     """Within the context, tables that are read at counted positions are read at `positions` of these."""
     hooked = {module: _forward_reading(module, positions) for module in model.modules() if _counts_tokens(module)}
     hooked |= {module: _forward_of_fixed_table(module) for module in model.modules() if _may_grow(module)}
+    hooked |= {module: _forward_counting(module, positions) for module in model.modules() if _grows_by_ids(module)}
     for module, forward in hooked.items():
         module.forward = forward
     try:
@@ -89,6 +90,12 @@ def _may_grow(module: torch.nn.Module) -> bool:
     return all(hasattr(module, name) for name in names) and arguments_of(module)[:1] == ["position_ids"]
 
 
+def _grows_by_ids(module: torch.nn.Module) -> bool:
+    """True for a table that may grow likewise, and that counts positions from token ids (the m2m_100 family)."""
+    names = ("make_weights", "weights", "offset", "padding_idx")
+    return all(hasattr(module, name) for name in names) and arguments_of(module)[:1] == ["input_ids"]
+
+
 def arguments_of(module: torch.nn.Module) -> list[str]:
     """Names of what the module's forward takes."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
@@ -114,6 +121,19 @@ def _forward_of_fixed_table(module: Any) -> Callable[..., torch.Tensor]:
         rows = module.weights.index_select(0, (position_ids + module.offset).view(-1))
         rows_of_tokens: torch.Tensor = rows.view(*position_ids.shape, module.weights.shape[-1])
         return rows_of_tokens
+
+    return forward
+
+
+def _forward_counting(module: Any, positions: Positions) -> Callable[..., torch.Tensor]:
+    """The rows of counted positions, behind the table's one for padding."""
+
+    def forward(input_ids: Any = None, inputs_embeds: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        num_tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        counted = torch.arange(num_tokens, device=module.weights.device)
+        places = positions(counted) + module.padding_idx + 1
+        rows: torch.Tensor = module.weights.index_select(0, places.view(-1))[None]
+        return rows
 
     return forward
 

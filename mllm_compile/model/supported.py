@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -27,19 +27,25 @@ from mllm_compile.passes.match.in_place import InPlaceError, writes_in_place, wr
 from mllm_compile.passes.match.layer_kinds import is_traced_layer, refusals_of, traced_name
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 
+if TYPE_CHECKING:
+    from mllm_compile.model.mask_probe import ObservedCall
+
 _OP_NAMESPACES = ("aten", "prims", "mllm")  # torch's own, and ours
 _ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention", "multi_head_attention")
 
 
-def check_trace(trace: Trace, hf_model: HFModel) -> None:
+def check_trace(trace: Trace, hf_model: HFModel, observe: Callable[[], list[ObservedCall]] | None = None) -> None:
     """Checks the captured graph, and completes its attention ops with the windows that only masks know of.
+
+    Args:
+        observe: gives the calls of its attention, once it has real weights; None: a text is run.
 
     Raises:
         UnsupportedModelError: the traced model would not be served right, with the reasons.
     """
     model_type = hf_model.model.config.model_type
     with refusing(f"{model_type!r} models cannot be checked"):
-        reasons = one_of_a_kind(_reasons(trace, hf_model))
+        reasons = one_of_a_kind(_reasons(trace, hf_model, observe))
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
         raise UnsupportedModelError(
@@ -88,7 +94,7 @@ def one_of_a_kind(reasons: Iterator[str]) -> list[str]:
     return list(kinds.values())
 
 
-def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
+def _reasons(trace: Trace, hf_model: HFModel, observe: Callable[[], list[ObservedCall]] | None) -> Iterator[str]:
     gm = trace.graph_module
     layers = [node for node in gm.graph.nodes if is_traced_layer(node)]
     attentions = [node for node in layers if is_attention(node)]
@@ -107,7 +113,7 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         yield f"table {table!r} is read past attention"
     yield from found_in_graph
     if attentions and not found_in_graph:
-        yield from _fill_windows(attentions, trace, hf_model)
+        yield from _fill_windows(attentions, trace, hf_model, observe)
 
 
 def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
@@ -147,12 +153,17 @@ def _layer_reasons(node: fx.Node) -> Iterator[str]:
         yield f"its attention sinks are computed, not a weight ({_where(node)})"
 
 
-def _fill_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
+def _fill_windows(
+    attentions: list[fx.Node],
+    trace: Trace,
+    hf_model: HFModel,
+    observe: Callable[[], list[ObservedCall]] | None,
+) -> Iterator[str]:
     """Gives each attention the window of its mask: none was built for the trace, and calls need not repeat it."""
-    from mllm_compile.model.mask_probe import observe_attention
+    from mllm_compile.model.mask_probe import Observation, observe_attention
 
     materialise(hf_model, trace.device)
-    observed = observe_attention(hf_model.model, trace.device)
+    observed = observe_attention(hf_model.model, trace.device) if observe is None else Observation(observe(), [])
     through_interface = [node for node in attentions if KNOWS_ITS_MASK not in node.meta]
     if len(observed.calls) != len(through_interface):
         yield f"it attends {len(observed.calls)} times, but {len(through_interface)} calls are in the trace"

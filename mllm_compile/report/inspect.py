@@ -16,7 +16,7 @@ from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import timeline_of
 from mllm_compile.report.part_names import PartName, part_names
 from mllm_compile.runtime.program.spec import Program
-from mllm_compile.runtime.program.steps import AttentionStep, PackedAttentionStep, PieceStep
+from mllm_compile.runtime.program.steps import AttentionStep, CrossAttentionStep, PackedAttentionStep, PieceStep
 
 if TYPE_CHECKING:
     from mllm_compile.passes.pipeline import PassReport
@@ -89,6 +89,8 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
         elif isinstance(step, PackedAttentionStep):
             call = f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}, {step.segments})"
             lines += [f"# {step.layer}: attention within segments", *_wrapped(call), ""]
+        elif isinstance(step, CrossAttentionStep):
+            lines += [f"# {step.layer}: attention to the source", f"{step.out} = attention[{step.layer}]({step.q})", ""]
         elif not isinstance(step, PieceStep):
             call = f"{step.out} = state[{step.layer}]({', '.join(step.operands)})"
             lines += [f"# {step.layer}", *_wrapped(call), ""]

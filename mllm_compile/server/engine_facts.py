@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from mllm_compile.files.json_file import HeldFiles
@@ -32,6 +33,7 @@ class EngineFacts:
         builder: checks prompts as the engine does.
         media: prepares prompts with images.
         pooling: of a model that pools, what it takes; None: it generates.
+        decoder: of an encoder-decoder, the decoder's side of prompts; None: it is another model.
     """
 
     def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaPreprocessor) -> None:
@@ -39,6 +41,7 @@ class EngineFacts:
         self.media = media
         self.pooling = None if hello.pooling is None else PoolingFront.of(hello, tokenizer)
         self.tokenizer = tokenizer
+        self.decoder = DecoderPrompts.of(hello.encoder, hello.vocab_size, tokenizer)
         self.syntax = syntax
         self.special_tokens = syntax.special_tokens(_special_texts(tokenizer))
         self.marks = _ids_of(self.special_tokens.kept, tokenizer, hello.eos_token_ids)
@@ -50,6 +53,7 @@ class EngineFacts:
             eos_token_ids=frozenset(hello.eos_token_ids),
             default_params=self.defaults,
             media=media,
+            decoder=self.decoder,
         )
 
     @property

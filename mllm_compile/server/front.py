@@ -363,7 +363,7 @@ class Front:
         )
         for prompt in plan.prompts:
             key = self.dispatcher.next_key()
-            run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media)
+            run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media, prompt.decoder_ids)
             job.add(run, plan.params, facts.tokenizer if plan.has_text else None, plan.make_parser)
         return job
 

@@ -102,7 +102,8 @@ ANY_ROWS = "any rows"  # of deterministic steps
 
 def max_traced_tokens(config: ResolvedConfig) -> int:
     """The largest T and S that pieces are compiled for; bounds let Inductor prove that 32-bit indices suffice."""
-    longest = config.runtime.max_model_len if config.model.pools else 0  # a text is never cut
+    is_whole = config.model.pools or config.model.has_encoder  # then a text is never cut
+    longest = config.runtime.max_model_len if is_whole else 0
     return max(_MIN_TRACED_TOKENS, config.runtime.max_num_batched_tokens, longest)
 
 

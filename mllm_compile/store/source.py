@@ -117,6 +117,7 @@ class ArtifactSource:
             kernels=self._program.every_cuda_kernel(),
             media=linked.bind_media(weights),
             pooling=linked.bind_pooling(weights),
+            sources=linked.bind_sources(weights),
             lora=lora,
             live=live,
             arena=arena,

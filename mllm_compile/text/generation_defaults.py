@@ -29,6 +29,11 @@ _SAMPLING_KEYS = {
 }
 
 
+_OF_DECODERS = ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id")
+# Keys that change answers of an encoder-decoder and that are not applied, with what they are without an effect.
+_NOT_APPLIED = {"num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0}
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
     """Defaults that come with a model.
@@ -36,10 +41,14 @@ class GenerationDefaults:
     Attributes:
         eos_token_ids: each of them ends an answer.
         sampling: keyword arguments for SamplingParams; only what the file says.
+        decoder_start: of an encoder-decoder, the ids that its decoder begins with; (): the files name none.
+        not_applied: keys of the file that change how it generates, and that are not served.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    decoder_start: tuple[int, ...] = ()
+    not_applied: tuple[str, ...] = ()
 
 
 def load_generation_defaults(folder: Path, read: FileReader | None = None) -> GenerationDefaults:
@@ -67,7 +76,8 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
             break
     else:
         eos_token_ids = frozenset()
-    return GenerationDefaults(eos_token_ids, _sampling(generation))
+    not_applied = tuple(key for key, usual in _NOT_APPLIED.items() if generation.get(key) not in (None, usual))
+    return GenerationDefaults(eos_token_ids, _sampling(generation), _decoder_start(generation, model), not_applied)
 
 
 def default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
@@ -91,6 +101,21 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
         sampling = {key: value for key, value in sampling.items() if key in ("repetition_penalty", "max_tokens")}
         sampling["temperature"] = 0.0
     return sampling
+
+
+def _decoder_start(generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
+    """decoder_start_token_id, and forced_bos_token_id where there is one, as Transformers finds them."""
+    if model.get("is_encoder_decoder") is not True:
+        return ()
+    said = {**{key: model.get(key) for key in _OF_DECODERS}, **{k: v for k, v in generation.items() if v is not None}}
+    first, otherwise, forced = (_as_ids(said.get(key)) for key in _OF_DECODERS)
+    start = first or otherwise
+    return (*start, *forced) if start else ()
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return (value,) if is_id else ()
 
 
 def _token_ids(value: Any, folder: Path) -> frozenset[int]:

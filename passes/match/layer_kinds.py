@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_LAYERS, STATE_LAYERS
+from mllm_compile.passes.base import ATTENTION_LAYERS, CROSS_LAYERS, PACKED_LAYERS, STATE_LAYERS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops.states.trace import call_of
@@ -107,13 +107,50 @@ class AttentionKind(LayerKind):
             up_projection=None if up is None else up.meta["weight_name"],
             up_key_dim=0 if up is None else int(width - (k.meta["val"].shape[2] - latent)),  # type: ignore[union-attr]
             up_value_dim=0 if up is None else int(out_width),
+            has_distance_bias=bias_of(node) is not None,
         )
 
     def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
         return spec.num_heads, spec.out_dim
 
     def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
-        return (*node.args[:3], buffer, name)
+        bias = bias_of(node)
+        return (*node.args[:3], buffer, name, *(() if bias is None else (True, None, 0.0, bias)))
+
+
+class CrossAttentionKind(LayerKind):
+    """Attention to an encoder's states, whose keys and values are in pages of their own. A layer's pages have the
+    shape of those of the decoder's attention with its index, and lie among them."""
+
+    traced = ("cross_attention",)
+    refusals = 6
+    lowered = "cross_attention_with_output"
+    buffer = 1
+    layers = CROSS_LAYERS
+
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        return path or f"cross_attention.{index}"
+
+    def spec(self, node: fx.Node, name: str, index: int) -> LayerSpec:
+        q, num_kv_heads, head_dim, v_head_dim, sm_scale, logits_soft_cap = node.args[:6]
+        return LayerSpec(
+            name=name,
+            layer_id=index,
+            num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
+            num_kv_heads=int(num_kv_heads),  # type: ignore[arg-type]
+            head_dim=int(head_dim),  # type: ignore[arg-type]
+            v_head_dim=int(v_head_dim),  # type: ignore[arg-type]
+            sm_scale=float(sm_scale),  # type: ignore[arg-type]
+            logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
+            window_left=-1,
+            sinks=None,
+        )
+
+    def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
+        return spec.num_heads, spec.v_head_dim
+
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        return node.args[0], buffer, name
 
 
 class StateLayerKind(LayerKind):
@@ -181,7 +218,13 @@ class SegmentAttentionKind(PackedAttentionKind):
     lowered = "segment_attention_by_kernel"
 
 
-KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind(), SegmentAttentionKind())
+KINDS: tuple[LayerKind, ...] = (
+    AttentionKind(),
+    CrossAttentionKind(),
+    StateLayerKind(),
+    PackedAttentionKind(),
+    SegmentAttentionKind(),
+)
 _TRACED = {name: kind for kind in KINDS for name in kind.traced}
 _LOWERED = {kind.lowered: kind for kind in KINDS}
 
@@ -217,6 +260,11 @@ def buffer_of(layer: fx.Node) -> fx.Node:
     if kind is None:
         raise ValueError(f"{layer.name} is no layer")
     return layer.args[kind.buffer]  # type: ignore[return-value]
+
+
+def bias_of(node: fx.Node) -> fx.Node | None:
+    """The table of distances [H, 2R + 1] of a traced attention; None: it has none."""
+    return node.args[12] if len(node.args) > 12 else None  # type: ignore[return-value]
 
 
 def refusals_of(node: fx.Node) -> str:

@@ -42,6 +42,7 @@ class AttentionInputs:
         out: [T, H, Dv], written.
         batch: the one that was planned.
         slots: [T] int64 where k and v are to be written first; None: they are in the cache already.
+        bias: [H, 2R + 1], of a layer whose logits follow distances: from -R to R, from a query to a key.
     """
 
     q: torch.Tensor
@@ -51,6 +52,7 @@ class AttentionInputs:
     layer: AttentionLayer
     batch: ForwardBatch
     slots: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):

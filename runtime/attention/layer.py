@@ -49,6 +49,7 @@ class LayerSpec:
     up_projection: str | None = None
     up_key_dim: int = 0  # n
     up_value_dim: int = 0  # v
+    has_distance_bias: bool = False  # a step's inputs have a table [H, 2R + 1] of what distances add to logits
 
     @cached_property
     def params(self) -> PerLayerParameters:
@@ -59,7 +60,7 @@ class LayerSpec:
     def follows_places(self) -> bool:
         """True if logits or what is seen depend on more than an order of tokens: a bias by distance, or chunks. On a
         GPU the program's own kernels attend so."""
-        return bool(self.alibi_slopes) or self.chunk > 0
+        return bool(self.alibi_slopes) or self.chunk > 0 or self.has_distance_bias
 
     @property
     def takes_cascade(self) -> bool:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.capture import Cascades
+from mllm_compile.runtime.attention.distances import of_distances
 from mllm_compile.runtime.attention.latent.choice import ExpansionChoice, Widths, fewer_products
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
@@ -135,11 +136,12 @@ def _attend_for(plan: _Plan, prompts: Iterable[int], inputs: AttentionInputs) ->
     """Attends for the batch's decodes and for these requests behind them."""
     layer, batch = inputs.layer, inputs.batch
     if plan.num_decodes:
-        _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
+        count = plan.num_decodes
+        _decode(plan, inputs.q[:count], layer, batch, inputs.out[:count], inputs.bias)
     for i in prompts:
         for part in _parts(plan, layer, batch, i):
             rows = slice(part.start, part.end)
-            _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows])
+            _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows], inputs.bias)
 
 
 class _Part(NamedTuple):
@@ -185,7 +187,7 @@ def _paged_batch(plan: _Plan, inputs: AttentionInputs) -> PagedBatch:
 
 def _num_shared(plan: _Plan, layer: AttentionLayer) -> int:
     """The first tokens that this layer reads once for all decodes."""
-    sees_all = layer.params.window_left < 0 and not layer.chunk and not layer.alibi_slopes
+    sees_all = layer.params.window_left < 0 and not layer.follows_places
     return plan.common_prefix_len if sees_all else 0
 
 
@@ -215,7 +217,14 @@ def _decode_view(
     return plan.decode_views[key]
 
 
-def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
+def _decode(
+    plan: _Plan,
+    q: torch.Tensor,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    out: torch.Tensor,
+    table: torch.Tensor | None,
+) -> None:
     """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
     num_shared = _num_shared(plan, layer)
     rows, visible = _decode_view(plan, layer, batch, num_shared)
@@ -233,10 +242,13 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
         bias = None
-        if layer.alibi_slopes:
+        if layer.alibi_slopes or table is not None:
             places = torch.arange(rows.shape[2], device=q.device)
             places = places - (visible[part] * places).amax(dim=-1, keepdim=True)  # [R, L], from the query's own on
-            bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
+            if table is None:
+                bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
+            else:
+                bias = of_distances(table, places).unflatten(0, (layer.num_kv_heads, -1)).permute(2, 0, 1, 3)
         sinks = _grouped_sinks(layer)
         out[part] = _attend(grouped, keys, values, mask, layer, sinks, bias, shared).flatten(1, 2)
 
@@ -250,7 +262,14 @@ def _shared_keys(batch: ForwardBatch, layer: AttentionLayer, count: int) -> tupl
     return keys, values
 
 
-def _prefill(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part, out: torch.Tensor) -> None:
+def _prefill(
+    q: torch.Tensor,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    part: _Part,
+    out: torch.Tensor,
+    table: torch.Tensor | None,
+) -> None:
     """q [T, H, D] → out [T, H, Dv]: the last T of the first `seq_len` positions of one request."""
     prefix_len = part.seq_len - q.shape[0]
     slots = CommonAttentionMetadata.of(batch).block_table[batch.req_pool_indices[part.request], : part.seq_len].long()
@@ -267,7 +286,7 @@ def _prefill(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: 
         keys = _take(k_buf, seen)
         values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
         first_query = prefix_len + start - first_key
-        out[start : start + QUERY_BLOCK] = attend_block(block, keys, values, first_query, layer, part.is_block)
+        out[start : start + QUERY_BLOCK] = attend_block(block, keys, values, first_query, layer, part.is_block, table)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -294,9 +313,10 @@ def attend_block(
     first_query: int,
     layer: AttentionLayer,
     sees_ahead: bool,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal unless
-    `sees_ahead`; a window has earlier tokens."""
+    `sees_ahead`; a window has earlier tokens. `table` is AttentionInputs' bias."""
     params = layer.params
     positions = torch.arange(keys.shape[0], device=q.device)
     distance = positions[first_query : first_query + q.shape[0], None] - positions
@@ -306,7 +326,7 @@ def attend_block(
     if layer.chunk:
         mask &= positions[first_query : first_query + q.shape[0], None] // layer.chunk == positions // layer.chunk
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
-    is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes
+    is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes and table is None
     if is_plain:
         return F.scaled_dot_product_attention(
             q[None],
@@ -326,6 +346,8 @@ def attend_block(
     if layer.alibi_slopes:
         bias = _slopes(layer, q)[:, None, None] * -distance  # [H, T, L]
         bias = bias.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
+    elif table is not None:
+        bias = of_distances(table, -distance).unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
     folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks, bias)
     unfolded: torch.Tensor = folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
     return unfolded

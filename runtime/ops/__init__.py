@@ -37,6 +37,8 @@ OPS = {
     "choose_experts": "experts.choose",
     "count_experts": "experts.count",
     "counted_positions": "trace",
+    "cross_attention": "trace",
+    "cross_attention_with_output": "attention.layer_op",
     "dequantised_integers": "quantised_linear.integers",
     "draw_tokens": "tokens.draw",
     "end_decode": "tokens.decode_loop",

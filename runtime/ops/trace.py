@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from mllm_compile.runtime.attention.distances import of_distances
 from mllm_compile.runtime.collectives.base import current
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None)"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None, Tensor? bias=None)"
     " -> Tensor"
 )
 
@@ -35,6 +36,7 @@ def _attention_fake(
     chunk: int = 0,
     latent: int = 0,
     up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     width = latent or v.shape[2]
     if up is not None:
@@ -55,6 +57,7 @@ def attention_reference(
     chunk: int = 0,
     latent: int = 0,
     up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
@@ -72,6 +75,7 @@ def attention_reference(
         latent: 0 for none, else v is k, and the first so many columns of it are the values.
         up: None, or for latents the weight [H / Hk * (n + Dv), latent] that makes of each the first n columns of its
             heads' keys, before the columns behind the latent, and the values; q is n + D - latent wide.
+        bias: None, or [H, 2R + 1]: added to a head's logits by the key's position less the query's, from -R to R.
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
@@ -96,6 +100,8 @@ def attention_reference(
         alibi_slopes = alibi_slopes[first : first + num_heads]
     if alibi_slopes:
         logits = logits - q.new_tensor(alibi_slopes, dtype=logits.dtype)[:, None, None] * distance
+    if bias is not None:
+        logits = logits + of_distances(bias, -distance)
     visible = distance >= 0
     for first, end in blocks:
         visible[first:end, first:end] = True
@@ -136,5 +142,18 @@ torch.library.register_fake("mllm::request_lengths", torch.empty_like, lib=_LIBR
 _LIBRARY.define("hidden_state(Tensor x, int place) -> Tensor")
 _LIBRARY.impl("hidden_state", lambda x, place: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::hidden_state", lambda x, place: torch.empty_like(x), lib=_LIBRARY)
+# mllm::cross_attention is attention to an encoder's states, whose keys and values are in pages ahead of the step
+# (mllm_compile/model/sources/hook.py): q [T, H, D] to [T, H, Dv].
+_LIBRARY.define(
+    "cross_attention(Tensor q, int num_kv_heads, int head_dim, int v_head_dim, float sm_scale, float logits_soft_cap, "
+    "str refusals) -> Tensor"
+)
+
+
+def _cross_fake(q: torch.Tensor, num_kv_heads: int, head_dim: int, v_head_dim: int, *rest: object) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
+
+
+torch.library.register_fake("mllm::cross_attention", _cross_fake, lib=_LIBRARY)
 _LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.ops.attention.layer_op import attention_with_output, cache_inputs
+from mllm_compile.runtime.ops.attention.layer_op import (
+    attention_with_output,
+    cache_inputs,
+    cross_attention_with_output,
+)
 from mllm_compile.runtime.ops.segments.ops import segment_attention_by_kernel
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.states.run import state_with_output
 from mllm_compile.runtime.program.spec import BATCH_INPUTS, ROW_INPUT, TOKEN_INPUTS, Program
-from mllm_compile.runtime.program.steps import AttentionStep, LayerStep, PackedAttentionStep, PieceStep
+from mllm_compile.runtime.program.steps import (
+    AttentionStep,
+    CrossAttentionStep,
+    LayerStep,
+    PackedAttentionStep,
+    PieceStep,
+)
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 # (index of the buffer, a tensor [T, …], a token's shape, type) → where a layer writes its output: attention [T, H, Dv].
@@ -220,6 +231,7 @@ class ProgramExecutor:
         last_use = self._last_uses()
         buffer_index = self._buffer_indices(last_use)
         states = {layer.name: layer for layer in self.program.state_layers}
+        cross_layers = {layer.name: layer for layer in self.program.cross_layers}
         linked: list[_LinkedStep] = []
         for index, step in enumerate(self.program.steps):
             dead = tuple(self._register(name) for name, last in last_use.items() if last == index)
@@ -239,9 +251,11 @@ class ProgramExecutor:
                 of = step.rope_inputs
                 rope_inputs = None if of is None else tuple(self._register(name) for name in of.values)
                 eps = 0.0 if of is None else of.eps
-                linked.append(
-                    _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, dead)
-                )
+                bias = None if step.bias is None else self._register(step.bias)
+                given = layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, bias, dead
+                linked.append(_LinkedAttention(*given))
+            elif isinstance(step, CrossAttentionStep):
+                linked.append(self._link_cross_attention(cross_layers[step.layer], step, buffer_index[step.out], dead))
             elif isinstance(step, PackedAttentionStep):
                 linked.append(self._link_packed_attention(step, pieces, buffer_index[step.out], dead))
             else:
@@ -249,6 +263,12 @@ class ProgramExecutor:
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
                 linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
         return linked
+
+    def _link_cross_attention(
+        self, layer: LayerSpec, step: CrossAttentionStep, buffer: int, dead: tuple[int, ...]
+    ) -> _LinkedCrossAttention:
+        q, out = self._register(step.q), self._register(step.out)
+        return _LinkedCrossAttention(layer.name, (layer.num_heads, layer.out_dim), buffer, q, out, dead)
 
     def _link_packed_attention(
         self, step: PackedAttentionStep, pieces: Mapping[str, PieceFunction], buffer: int, dead: tuple[int, ...]
@@ -312,7 +332,7 @@ def _missing_names(
 ) -> list[str]:
     """The names that the program uses and neither the runtime nor an earlier step provides."""
     layers = {layer.name for layer in program.layers}
-    all_layers = layers | {layer.name for layer in program.state_layers}
+    all_layers = layers | {one.name for one in program.state_layers} | {one.name for one in program.cross_layers}
     known = {*BATCH_INPUTS, *program.inputs, *program.weights}
     missing = [name for name in program.weights if name not in weights]
     missing += [layer for layer in program.layer_kernels if layer not in all_layers]
@@ -384,13 +404,32 @@ class _LinkedAttention:
     out: int
     rope_inputs: tuple[int, ...] | None
     eps: float
+    bias: int | None
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         rope_inputs = None if self.rope_inputs is None else [values[register] for register in self.rope_inputs]
-        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, rope_inputs, self.eps)
+        bias = None if self.bias is None else values[self.bias]
+        k, v = values[self.k], values[self.v]
+        attention_with_output(q, k, v, out, self.layer, self.saves_kv, rope_inputs, self.eps, bias)
+        values[self.out] = out
+
+
+@dataclass(slots=True)
+class _LinkedCrossAttention:
+    layer: str
+    out_shape: tuple[int, int]
+    buffer_index: int
+    q: int
+    out: int
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
+        q = values[self.q]
+        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
+        cross_attention_with_output(q, out, self.layer)
         values[self.out] = out
 
 
@@ -470,4 +509,4 @@ class _LinkedPackedAttention:
         values[self.out] = out
 
 
-_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedState | _LinkedPackedAttention
+_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedCrossAttention | _LinkedState | _LinkedPackedAttention

@@ -32,6 +32,7 @@ from mllm_compile.runtime.program.loaded import (
     LoadedLora,
     MediaExecutors,
     PoolingExecutors,
+    SourceExecutors,
     VerifyPieces,
 )
 from mllm_compile.runtime.program.spec import Program
@@ -82,6 +83,18 @@ class LinkedProgram:
             return None
         head = None if pooling.head is None else ProgramExecutor(pooling.head, self.pieces, weights)
         return PoolingExecutors(pooling.facts, head)
+
+    def bind_sources(self, weights: Mapping[str, torch.Tensor]) -> SourceExecutors | None:
+        """The program of sources over `weights`; None of a model that is no encoder-decoder.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        source = self.program.source
+        if source is None:
+            return None
+        layers = tuple(AttentionLayer.of(layer, weights) for layer in self.program.cross_layers)
+        return SourceExecutors(source.facts, ProgramExecutor(source.program, self.pieces, weights), layers)
 
     def bind_lora(self, weights: Mapping[str, torch.Tensor], device: torch.device, rank: int = 0) -> LoadedLora | None:
         """The rank's programs for adapters over `weights`, with memory for them; None without them.

@@ -19,6 +19,7 @@ from mllm_compile.runtime.program.projection import Projection
 from mllm_compile.runtime.program.stages import StageProgram
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from mllm_compile.runtime.sources.facts import SourceFacts
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.updates.live import LiveWeights
@@ -77,6 +78,15 @@ class PoolingExecutors:
 
 
 @dataclass(frozen=True)
+class SourceExecutors:
+    """The executor of an encoder-decoder's sources, beside its decoder's (spec.SourcePrograms)."""
+
+    facts: SourceFacts
+    program: TowerExecutor
+    layers: tuple[AttentionLayer, ...]  # that attend to them, in the order of the executor's outputs
+
+
+@dataclass(frozen=True)
 class DecodeLoopPieces:
     """The program's kernels around a captured decode (cuda_graph/decode_loop.py); arguments as those ops have them.
 
@@ -120,6 +130,7 @@ class LoadedModel:
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
     pooling: PoolingExecutors | None = None  # of a model that pools
+    sources: SourceExecutors | None = None  # of an encoder-decoder
     lora: LoadedLora | None = None  # for requests with adapters, where the config has them
     live: LiveWeights | None = None  # its weights, for updates; None: it cannot have any
     arena: Arena | None = None  # the memory of its weights, where that can be given back

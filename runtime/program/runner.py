@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.attention.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    KVCacheSpec,
+)
 from mllm_compile.runtime.collectives.base import Communicator, leaving_parts
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
@@ -65,6 +70,9 @@ class ProgramRunner:
         self._dp_size = config.runtime.expert_parallel_size
         self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
         self.layers |= {layer.name: layer for layer in model.state_layers}
+        of_sources = () if model.sources is None else model.sources.layers
+        self._source_layers = [layer.name for layer in of_sources]
+        self.layers |= {layer.name: layer for layer in of_sources}
         spec = KVCacheSpec(model.layers, config.runtime.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec)
         rank = communicator.rank if self._dp_size > 1 and communicator is not None else 0
@@ -165,6 +173,9 @@ class ProgramRunner:
     ) -> AbstractContextManager[ForwardContext]:
         """The forward context of a run; arguments as `run`."""
         attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
+        if batch.of_sources is not None:
+            of_sources = AttentionMetadata(batch=batch.of_sources, num_actual_tokens=batch.num_tokens)
+            attention |= dict.fromkeys(self._source_layers, of_sources)
         is_mixed = mode is CUDAGraphMode.FULL and descriptor is not None and not descriptor.uniform
         states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch), is_mixed)
         return set_forward_context(

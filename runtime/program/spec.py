@@ -26,6 +26,7 @@ from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.program.steps import PackedAttentionStep, PieceStep, Step, step_from_json, step_to_json
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from mllm_compile.runtime.sources.facts import SourceFacts
 from mllm_compile.runtime.speculation.block import DraftBlock
 from mllm_compile.runtime.state.layer import StateLayer
 
@@ -199,13 +200,17 @@ class Program:
     lora: LoraProgram | None = None
     pooling: PoolingPrograms | None = None  # of a model that pools, whose output is hidden states [T, W]
     stages: tuple[StageStart, ...] = ()  # of a pipeline, the first left out (stages.py)
+    cross_layers: tuple[LayerSpec, ...] = ()  # that attend to a source; layer_id: of the layer whose pages they share
+    source: SourcePrograms | None = None  # of an encoder-decoder
 
     @property
     def every(self) -> tuple[Program, ...]:
-        """This program and those for images and adapters, and of its head where it pools, where there are some."""
+        """This program and those for images, adapters and sources, and of its head where it pools, where there are
+        some."""
         of_media = () if self.media is None else (self.media.with_features, self.media.tower)
         head = () if self.pooling is None or self.pooling.head is None else (self.pooling.head,)
-        return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head)
+        source = () if self.source is None else (self.source.program,)
+        return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head, *source)
 
     def every_piece_id(self) -> list[str]:
         """All that is compiled, of all programs."""
@@ -292,6 +297,8 @@ class Program:
             **({} if self.lora is None else {"lora": self.lora.to_json()}),
             **({} if self.pooling is None else {"pooling": self.pooling.to_json()}),
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
+            **({} if not self.cross_layers else {"cross_layers": [asdict(layer) for layer in self.cross_layers]}),
+            **({} if self.source is None else {"source": self.source.to_json()}),
         }
 
     @classmethod
@@ -328,6 +335,8 @@ class Program:
                 lora=LoraProgram.from_json(data["lora"]) if "lora" in data else None,
                 pooling=PoolingPrograms.from_json(data["pooling"]) if "pooling" in data else None,
                 stages=from_json(tuple[StageStart, ...], data.get("stages", [])),
+                cross_layers=from_json(tuple[LayerSpec, ...], data.get("cross_layers", [])),
+                source=SourcePrograms.from_json(data["source"]) if "source" in data else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
@@ -412,6 +421,27 @@ class PoolingPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         head = None if data["head"] is None else Program.from_json(data["head"])
         return cls(from_json(PoolingFacts, data["facts"]), head)
+
+
+@dataclass(frozen=True)
+class SourcePrograms:
+    """The program of an encoder-decoder's sources, beside its decoder's.
+
+    Attributes:
+        facts: what sources are.
+        program: packed sources → keys [E, Hk, D] and values [E, Hk, Dv] of each of cross_layers, in order.
+    """
+
+    facts: SourceFacts
+    program: Program
+
+    def to_json(self) -> dict[str, Any]:
+        return {"facts": asdict(self.facts), "program": self.program.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> SourcePrograms:
+        """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
+        return cls(from_json(SourceFacts, data["facts"]), Program.from_json(data["program"]))
 
 
 @dataclass(frozen=True)

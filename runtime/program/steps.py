@@ -62,10 +62,29 @@ class AttentionStep:
     out: str
     saves_kv: bool = True
     rope_inputs: RopeInputNames | None = None
+    bias: str | None = None  # a value [H, 2R + 1] (LayerSpec.has_distance_bias)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, *(() if self.rope_inputs is None else self.rope_inputs.values))
+        of_rope = () if self.rope_inputs is None else self.rope_inputs.values
+        return (self.q, self.k, self.v, *of_rope, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class CrossAttentionStep:
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D] and the pages of each token's source."""
+
+    layer: str
+    q: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q,)
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -133,12 +152,13 @@ class PackedAttentionStep:
         return (self.out,)
 
 
-LayerStep = AttentionStep | StateStep | PackedAttentionStep
+LayerStep = AttentionStep | CrossAttentionStep | StateStep | PackedAttentionStep
 Step = PieceStep | LayerStep
 # Kinds of steps by the names that they are stored under.
 _STEPS: dict[str, type[Step]] = {
     "piece": PieceStep,
     "attention": AttentionStep,
+    "cross_attention": CrossAttentionStep,
     "state": StateStep,
     "packed_attention": PackedAttentionStep,
 }

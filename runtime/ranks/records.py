@@ -129,6 +129,7 @@ def read_step(memory: memoryview) -> StepRecord:
         prompt_logprob_rows=np.zeros(arrays["rows"].size, dtype=bool),
         admitted=[],
         device_lens=device_lens if device_lens.size else None,
+        encoded=(),
         **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )

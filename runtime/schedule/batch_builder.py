@@ -100,6 +100,7 @@ def build_batch(
     state_restores: np.ndarray = NO_COPIES,
     state_saves: np.ndarray = NO_COPIES,
     drafted: Drafted = NOTHING_DRAFTED,
+    encoded: Sequence[Request] = (),
 ) -> ScheduledBatch:
     """The batch of one step; without chunks and drafts it shares all that is constant with the steps around it."""
     requests, rows, num_new, prefix_lens = decodes.requests, decodes.rows, decodes.num_new, decode_prefix_lens
@@ -145,6 +146,7 @@ def build_batch(
         state_saves=state_saves,
         verify_token_ids=drafted.token_ids,
         device_lens=drafted.device_lens,
+        encoded=encoded,
     )
 
 

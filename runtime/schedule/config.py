@@ -11,6 +11,7 @@ from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.schedule.tiers.figures import TierFigures
+from mllm_compile.runtime.sources.request import RequestSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class SchedulerConfig:
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
     rope: RopeLengths | None = None
     """How RoPE's frequencies follow the length of a text; None: they do not."""
+    max_source_len: int = 0
+    """Most states of an encoder-decoder's source; 0 of another model."""
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class SchedulerConfig:
         num_snapshots: int = 0,
         rope: RopeLengths | None = None,
         query_blocks: float = 0.0,
+        max_source_len: int = 0,
     ) -> SchedulerConfig:
         """The limits that a config names, with `num_pages`, the dummy page included."""
         of_model: dict[str, Any] = {
@@ -62,6 +66,7 @@ class SchedulerConfig:
             "num_snapshots": num_snapshots,
             "rope": rope,
             "query_blocks": query_blocks,
+            "max_source_len": max_source_len,
             "divide_prefix": runtime.takes("divide_prefix"),
         }
         of_model["step_sizes"] = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
@@ -110,8 +115,24 @@ class SchedulerConfig:
         """Longest prompt and output that one request can have alone; the last sampled token needs no KV."""
         return min(self.max_model_len, self.usable_pages * self.page_size + 1)
 
-    def max_new_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+    def pages_of_source(self, source: RequestSource | None) -> int:
+        """Pages that a request's source takes.
+
+        Raises:
+            RequestError: it is longer than any may be.
+        """
+        length = 0 if source is None else source.length
+        if length > self.max_source_len:
+            raise RequestError(
+                f"the encoder's prompt has {length} tokens; expected at most {self.max_source_len}. Shorten it."
+            )
+        return -(-length // self.page_size)
+
+    def max_new_tokens(self, prompt_len: int, max_tokens: int | None, source_pages: int = 0) -> int:
         """How many tokens a request may get: max_tokens clipped to max_model_len; None: all that fit.
+
+        Args:
+            source_pages: pages that its source takes.
 
         Raises:
             RequestError: the request could never run.
@@ -123,13 +144,14 @@ class SchedulerConfig:
                 f"the prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} with the output "
                 "included; shorten the prompt, or raise runtime.max_model_len if the model takes more"
             )
-        rest = self.max_tokens_per_request - prompt_len
+        most = min(self.max_model_len, (self.usable_pages - source_pages) * self.page_size + 1)
+        rest = most - prompt_len
         wanted = rest if max_tokens is None else min(max_tokens, self.max_model_len - prompt_len)
         if wanted > rest or rest < 1:
             num_written = prompt_len + max(wanted, 1) - 1
             raise RequestError(
                 f"a prompt of {prompt_len} tokens with max_tokens {max_tokens} needs "
-                f"{-(-num_written // self.page_size)} KV pages of {self.page_size} tokens, but only "
+                f"{source_pages - (-num_written // self.page_size)} KV pages of {self.page_size} tokens, but only "
                 f"{self.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
             )
         return wanted

@@ -131,6 +131,8 @@ class PromptQueue:
                 break
             plan.admitted.append(request)
             self._serve(plan, request)
+            # What the encoder reads beside the step takes as long as tokens of it.
+            plan.budget.tokens -= min(self._rows.sources.num_encoded(request), plan.budget.tokens)
 
     def _serve(self, plan: PromptPlan, request: Request) -> None:
         """Plan the next chunk of a prompt: all of it if the budget holds that, else with shorter ones beside it.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
+    from mllm_compile.runtime.sources.request import RequestSource
 
 ALL = sys.maxsize
 FINISH_REASONS = ("stop", "length", "abort")
@@ -39,7 +40,7 @@ class RequestStatus(Enum):
 # Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request; the first twelve fields are the caller's, the rest is state.
+    """A request; the first thirteen fields are the caller's, the rest is state.
 
     Times are time.monotonic() seconds; None until the thing has happened.
     """
@@ -54,6 +55,7 @@ class Request:
     cache_salt: tuple[Hashable, ...] = ()  # whatever else changes the KV: requests share pages within one salt only
     grammar: Grammar | None = None  # params.structured_outputs, compiled
     media: RequestMedia | None = None  # the prompt's images
+    source: RequestSource | None = None  # what the encoder reads, of an encoder-decoder
     prompt_ids: np.ndarray | None = None  # prompt_token_ids as ids_of makes them, where they are made already
     session_tag: SessionTag | None = None  # what it asks of its pages in the prefix cache
 
@@ -102,7 +104,10 @@ class Request:
 
     @property
     def cache_keys(self) -> np.ndarray:
-        """The prefix cache's numbers of all tokens, [n] int64: ids, keys of images where tokens take features."""
+        """The prefix cache's numbers of all tokens, [n] int64: ids, keys of images where tokens take features, and of a
+        source in place of the first."""
+        if self.source is not None:
+            return self.source.decoder_keys(self.all_token_ids)
         return self.all_token_ids if self.media is None else self._with_output(self.media.keys)
 
     def _with_output(self, prompt: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.pages.tables import PageTables, StatePrefix
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
+from mllm_compile.runtime.schedule.source_rows import SourceRows
 
 
 class Rows:
@@ -25,6 +26,7 @@ class Rows:
     Attributes:
         most: their number.
         pages: their page tables, and the prefix cache.
+        sources: the pages of what their encoder has read.
         computed: [rows] int32: tokens with KV, once all planned steps are over.
         last_computed: [rows] int32: `computed` after which a request gets no further step.
         in_flight: [rows] int32: planned steps that are not updated (Scheduler.finish_update).
@@ -35,9 +37,13 @@ class Rows:
     def __init__(self, config: SchedulerConfig, first_row: int = 1, keys_reach: int = 0) -> None:
         """Args: keys_reach: of a drafter's keys (speculation/drafter.py)."""
         num_rows = first_row + config.max_running_requests
-        max_pages = -(-config.max_tokens_per_request // config.page_size)
+        longest = max(config.max_tokens_per_request, config.max_source_len)
+        max_pages = -(-longest // config.page_size)
         self._config, self.most, self._keys_reach = config, config.max_running_requests, keys_reach
-        self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
+        self.pages = PageTables(
+            num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots, config.max_source_len > 0
+        )
+        self.sources = SourceRows(self.pages, num_rows, config.enable_prefix_cache)
         self.computed = np.zeros(num_rows, dtype=np.int32)
         self.last_computed = np.zeros(num_rows, dtype=np.int32)
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
@@ -75,17 +81,22 @@ class Rows:
         """
         row = self._free[-1]
         token_ids = request.all_token_ids
-        cache_keys = token_ids if request.media is None else request.cache_keys
+        is_text = request.media is None and request.source is None
+        cache_keys = token_ids if is_text else request.cache_keys
         self._fit_rope(request, token_ids.size)
         prefix = StatePrefix(0, 0, None)
         if self.may_reuse(request):
             # Never all of it: the logits of the last token are what the request waits for.
             prefix = self._attach_prefix(row, cache_keys[:-1], self.salt(request))
-        if self.pages.pages_for(token_ids.size) - prefix.num_pages + spare_pages > self.pages.available_pages:
+        of_source = self.sources.attach(row, request, self.salt(request))
+        needed = self.pages.pages_for(token_ids.size) - prefix.num_pages + of_source
+        if needed + spare_pages > self.pages.available_pages:
             self.pages.release(row)
+            self.sources.release(row, request)
             return None
 
         self._free.pop()
+        self.sources.take(row, request, self.salt(request), of_source)
         self._owners[row] = request
         self._prefill_ids[row], self._cache_keys[row] = token_ids, cache_keys
         self.computed[row] = prefix.num_pages * self._config.page_size
@@ -134,6 +145,7 @@ class Rows:
         """Take what the cache has of the request's prompt out of use: it may hold NaN."""
         if self._config.enable_prefix_cache:
             self.pages.forget(request.cache_keys, self.salt(request))
+            self.sources.forget((request,))
             self.changes += 1
 
     def flush_prefix_cache(self) -> None:
@@ -150,6 +162,7 @@ class Rows:
             end = self.pages.publish_and_release(row, request.cache_keys, num_shared, self.salt(request))
         else:
             end = self.pages.release(row)
+        self.sources.release(row, request)
         self.changes += 1
         if end is not None and self.pages.cache.sessions.are_used:
             self._tag(end, request)
@@ -165,6 +178,7 @@ class Rows:
     def discard_own_pages(self, request: Request) -> None:
         """Take the request's pages back; those that it alone has are cleared, since they may hold NaN."""
         self.pages.discard_own(request.row)
+        self.sources.release(request.row, request)
         self.changes += 1
 
     def _num_shared(self, request: Request) -> int:
@@ -189,7 +203,7 @@ class Rows:
 
     def pages_coming_back(self) -> int:
         """Pages that leaving rows give back for certain."""
-        return sum(self.pages.private_pages(row) for row in self.leaving)
+        return sum(self.pages.private_pages(row) + self.sources.private_pages(row) for row in self.leaving)
 
     def begin_step(self, rows: Sequence[int] | np.ndarray) -> None:
         """Note a planned step of these rows."""

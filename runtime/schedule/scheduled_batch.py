@@ -7,6 +7,7 @@ memory_pool.py says what a row, a slot and a page are, and docs/glossary.md what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,8 @@ class ScheduledBatch:
     # Of a verify step whose drafts the device makes, up to num_new - 1 of each: [R] int32, tokens in the KV before the
     # step, or -1 where a step in flight decides. Then prefix_lens and seq_lens are the most that they may be.
     device_lens: np.ndarray | None = None
+    # Requests whose sources the encoder reads ahead of the step: what it writes is in pages of their source rows.
+    encoded: Sequence[Request] = ()
 
     @property
     def num_requests(self) -> int:

@@ -127,7 +127,9 @@ class Scheduler:
         Raises:
             RequestError: the prompt is empty, or it could never fit.
         """
-        request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
+        request.max_new_tokens = self.config.max_new_tokens(
+            len(request.prompt_token_ids), request.params.max_tokens, self.config.pages_of_source(request.source)
+        )
         if request.media is not None and request.media.sees_ahead:
             self.config.check_whole_images(request.media)
         if self.config.rope is not None:
@@ -308,7 +310,8 @@ class Scheduler:
     ) -> ScheduledBatch:
         """The batch of a step that is planned."""
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
-        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted)
+        encoded = self.rows.sources.take_encoded()
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted, encoded=encoded)
         if self._drafts is not None and self._drafts.depths is not None:
             self._drafts.depths.planned(batch, is_ahead=self._next_update < self._next_step)
         self._next_step += 1
@@ -511,6 +514,7 @@ class Scheduler:
         self._step_over(batch)
         self.rows.end_step(batch.rows)
         self._settle_tiers()
+        self.rows.sources.forget(batch.encoded)
         ended = [
             request
             for request in batch.requests

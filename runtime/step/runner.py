@@ -31,6 +31,7 @@ from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner, RowsPlanne
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepHandle
 from mllm_compile.runtime.step.sampling import StepSampling
+from mllm_compile.runtime.step.source_steps import SourceSteps
 
 Announce = Callable[[StepRecord], None]
 
@@ -41,6 +42,7 @@ class StepRunner:
     Attributes:
         sampling: chooses the tokens of steps.
         media: the images of steps.
+        sources: the sources of steps, of an encoder-decoder.
         drafter: drafts by the runner's draft model; None: it has none.
     """
 
@@ -53,7 +55,9 @@ class StepRunner:
         self._announce = announce
         self.sampling = StepSampling(runner, sampler)
         runtime, num_rows = runner.config.runtime, runner.row_state.last_tokens.shape[0]
-        pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
+        table = runner.req_to_token_pool
+        pages = HostPageTable(table.req_to_token.shape[0], table.max_context_len, runtime.page_size)
+        self.sources = SourceSteps(runner, pages, num_rows)
         self.media = MediaSteps(runner, num_rows)
         head = runner.drafter
         self.drafter = None if head is None else model_drafter(head, pages, runner.draft_chain)
@@ -65,7 +69,7 @@ class StepRunner:
         self._planner = _planner(runner, pages, dp_step)
         self._pools = StepPools(runner, pages, dp_step)
         prefix = CommonPrefix(runner, pages)
-        parts = StepParts(runner, self._planner, self._pools, self.media, self.sampling, prefix)
+        parts = StepParts(runner, self._planner, self._pools, self.media, self.sources, self.sampling, prefix)
         self._paths = StepPaths(parts, runner.graph_runner)
         self._of_thread = threading.local()
 
@@ -112,6 +116,7 @@ class StepRunner:
         if self._runner.draft_chain is not None:
             self._pools.forget_rows(batch)
         self._pools.enter_pages(batch)
+        self.sources.encode(batch)
         self.media.admit(batch.admitted)
         path = self._paths.of(batch)
         plan = path.plan(batch)

@@ -39,8 +39,12 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-class _TextsAttention:
-    """The implementation, for one trace."""
+class TextsAttention:
+    """The implementation, for one trace.
+
+    Args:
+        tables: the bias of distances of the modules that attend by it.
+    """
 
     def __init__(self, tables: DistanceTables) -> None:
         self._tables = tables
@@ -92,7 +96,7 @@ class _TextsAttention:
 @contextmanager
 def attending_to_texts(model: Any) -> Iterator[None]:
     """Within the context the model attends by the op, within the bounds that say_bounds says."""
-    attention = _TextsAttention(distance_tables(model))
+    attention = TextsAttention(distance_tables(model))
     AttentionInterface.register(TEXTS_IMPLEMENTATION, attention)
     try:
         with attending_by(model, TEXTS_IMPLEMENTATION), attending_past_the_interface(model, attention):

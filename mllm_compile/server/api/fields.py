@@ -130,6 +130,8 @@ class CompletionFields(GenerateFields, kw_only=True):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool | None = None
+    decoder_prompt: Any = None  # of an encoder-decoder, whose encoder reads the prompt
+    target_language: Any = None
 
     path: ClassVar[str] = "/v1/completions"
     subject: ClassVar[str] = "prompt"

@@ -30,11 +30,13 @@ from mllm_compile.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the model sees it; `text` as the client gave it, None for token ids and messages."""
+    """A prompt as the model sees it; `text` as the client gave it, None for token ids and messages. `decoder_ids` are
+    what a decoder begins with, whose encoder reads it."""
 
     token_ids: list[int]
     text: str | None = None
     media: SharedPrompt | None = None
+    decoder_ids: list[int] | None = None
 
 
 def prompt_items(prompt: Any) -> list[str | list[int]]:
@@ -215,11 +217,12 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
     except MllmError as error:
         raise of_error(error, None) from None
     most = facts.hello.max_model_len
+    decoder_ids = _decoder_ids(facts, fields)
     checked = []
     for prompt, token_ids in zip(prompts, found, strict=True):
         if isinstance(token_ids, MllmError):
             raise of_error(token_ids, fields.subject)
-        length = len(token_ids)
+        length = len(token_ids if decoder_ids is None else decoder_ids)
         if length >= most:
             raise bad_request(
                 f"the prompt has {length} tokens, but the model's context is {most} tokens, the answer included. "
@@ -227,5 +230,25 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
                 fields.subject,
                 "context_length_exceeded",
             )
-        checked.append(Prompt(token_ids, prompt.text, prompt.media))
+        checked.append(Prompt(token_ids, prompt.text, prompt.media, decoder_ids))
     return checked
+
+
+def _decoder_ids(facts: EngineFacts, fields: GenerateFields) -> list[int] | None:
+    """The ids that the decoder of an encoder-decoder begins with; None of another model.
+
+    Raises:
+        ApiError: it is not what is expected, or of another model.
+    """
+    given = {name: getattr(fields, name, None) for name in ("decoder_prompt", "target_language")}
+    named = next((name for name, value in given.items() if value is not None), None)
+    if facts.decoder is None:
+        if named is not None:
+            raise bad_request(f"{named}: expected none, as the model has no encoder. Put it into the prompt.", named)
+        return None
+    if getattr(fields, "echo", None):
+        raise bad_request("echo: expected false, as the answer is the decoder's and the prompt the encoder's", "echo")
+    try:
+        return facts.decoder.split(given)[1]
+    except MllmError as error:
+        raise of_error(error, named) from None

@@ -312,6 +312,8 @@ def _submission(engine: Engine, command: Submit) -> Submission:
     if command.media is not None:
         shared = SharedPrompt(command.media.segment, command.prompt, command.media.is_feature, command.media.items)
         prompt = {"prompt": shared.take()}
+    if command.decoder_prompt is not None:
+        prompt["decoder_prompt"] = np.frombuffer(command.decoder_prompt, np.int32).tolist()
     if command.cache_salt is not None:
         prompt["cache_salt"] = command.cache_salt
     params = messages.params_of_wire(command.params)
@@ -343,6 +345,7 @@ def _cards(engine: Engine) -> list[AdapterCard]:
 def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> Hello:
     limits = engine.core.scheduler_config
     config, folder = engine.config, engine.folder
+    decoder = engine.decoder
     return Hello(
         model="" if config is None else config.model.source,
         dtype="" if config is None else config.model.dtype,
@@ -364,6 +367,7 @@ def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> H
         stats=dataclasses.asdict(engine.stats()),
         adapters=_cards(engine),
         held_bytes=held_bytes,
+        encoder=None if decoder is None else {"facts": dataclasses.asdict(decoder.source), "start": decoder.start},
     )
 
 

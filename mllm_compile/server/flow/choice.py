@@ -32,6 +32,7 @@ class PromptRun:
     Attributes:
         key: its number on the wire.
         text: as the client gave it, None for token ids.
+        decoder_ids: what a decoder begins with, whose encoder reads the prompt; None: there is no encoder.
         media: its images, whose memory is given back when its request is over.
         is_only_echoed: generate nothing (max_tokens 0); the engine makes one token, which is dropped.
         is_waiting: it has not been admitted yet.
@@ -45,8 +46,10 @@ class PromptRun:
         text: str | None,
         is_only_echoed: bool,
         media: SharedPrompt | None = None,
+        decoder_ids: list[int] | None = None,
     ) -> None:
         self.key = key
+        self.decoder_ids = decoder_ids
         self.media = media
         self.token_ids = token_ids
         self.text = text
@@ -55,6 +58,11 @@ class PromptRun:
         self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0
         self.scores: list[Scores] = []
         self.choices: list[Choice] = []
+
+    @property
+    def ids_ahead(self) -> list[int]:
+        """The ids that an answer's tokens follow."""
+        return self.token_ids if self.decoder_ids is None else self.decoder_ids
 
 
 class Choice:
@@ -135,7 +143,7 @@ class Choice:
         self._shows_end = params.include_stop_str_in_output
         self._ending: tuple[str, StopReason] | None = None
         self._detokenizer = (
-            None if decoder is None else Detokenizer(decoder, prompt.token_ids, params.skip_special_tokens)
+            None if decoder is None else Detokenizer(decoder, prompt.ids_ahead, params.skip_special_tokens)
         )
         self._places = None
         if decoder is not None and params.logprobs is not None:

@@ -83,6 +83,8 @@ class Dispatcher:
                 submit.adapter = (adapter.name, adapter.version)
             if session is not None:
                 submit.session = (session.id, session.retention, session.is_one_line)
+            if prompt.decoder_ids is not None:
+                submit.decoder_prompt = array.array("i", prompt.decoder_ids).tobytes()
             self._send(submit)
 
     def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:

@@ -45,6 +45,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     media: Media | None = None
     adapter: tuple[str, int] | None = None  # name and version
     session: tuple[str | None, str | None, bool] | None = None  # fields of a Session
+    decoder_prompt: bytes | None = None  # int32 ids that a decoder begins with, whose encoder reads the prompt
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True):
@@ -159,6 +160,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     adapters: list[AdapterCard] = []
     held_bytes: tuple[int, int] = (0, 0)  # of a shared device: for good, and given back while the engine sleeps
     pooling: dict[str, Any] | None = None  # of a model that pools: PoolingFacts, and whether it has dense layers
+    encoder: dict[str, Any] | None = None  # of an encoder-decoder: SourceFacts, and ids that its decoder begins with
 
 
 class Needs(msgspec.Struct, tag=8, array_like=True):

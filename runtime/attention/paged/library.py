@@ -13,5 +13,7 @@ _WIDTH = 16  # floats of the widest vector: rows of heads are whole ones
 
 
 def serves(layer: LayerSpec) -> bool:
-    """True if the library attends in `layer`. Latents with an up-projection may be expanded, which torch does."""
-    return layer.up_projection is None and layer.head_dim % _WIDTH == 0 and layer.v_head_dim % _WIDTH == 0
+    """True if the library attends in `layer`. Latents with an up-projection may be expanded, and
+    tables of distances read, which torch does."""
+    is_plain = layer.up_projection is None and not layer.has_distance_bias
+    return is_plain and layer.head_dim % _WIDTH == 0 and layer.v_head_dim % _WIDTH == 0

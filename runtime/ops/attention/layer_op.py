@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 # write the new keys and values (slot_mapping).
 _LIBRARY.define(
     "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name, bool save_kv_cache=True, "
-    "Tensor[]? rope_inputs=None, float eps=0.0) -> ()",
+    "Tensor[]? rope_inputs=None, float eps=0.0, Tensor? bias=None) -> ()",
 )
 
 
@@ -43,6 +43,7 @@ def attention_with_output(
     save_kv_cache: bool = True,
     rope_inputs: Sequence[torch.Tensor] | None = None,
     eps: float = 0.0,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
 
@@ -58,6 +59,7 @@ def attention_with_output(
             the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
             itself, and writes k and v: the piece has left it out (cache_inputs).
         eps: these norms' eps.
+        bias: as AttentionInputs have it.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.
@@ -78,11 +80,41 @@ def attention_with_output(
     if slots is not None and not batch.attn_backend.writes_kv(layer):
         batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
         slots = None
-    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots))
+    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots, bias))
 
 
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention_with_output", lambda *args: None, lib=_LIBRARY)
+
+
+# mllm::cross_attention_with_output ------------------------------------------------------------------------------------
+#
+# Reads from the forward context: the layer, and the batch of its sources and their backend (attn_metadata).
+_LIBRARY.define("cross_attention_with_output(Tensor q, Tensor(a!) out, str layer_name) -> ()")
+
+
+def cross_attention_with_output(q: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
+    """Attend to the keys and values of each token's source, which are in pages.
+
+    To a backend each token is a decode of one token behind its whole source. Rows past the batch's tokens are padding,
+    as of attention_with_output.
+
+    Args:
+        q: [T, H, D]; out: [T, H, Dv], written.
+
+    Raises:
+        RuntimeError: no forward context is set, or it does not know the layer.
+    """
+    context = get_forward_context()
+    metadata = _metadata_of(context, layer_name)
+    batch, count = metadata.batch, metadata.num_actual_tokens
+    layer = context.no_compile_layers[layer_name]
+    q, out = q[:count], out[:count]
+    batch.attn_backend.forward(AttentionInputs(q, q[:, :0], q[:, :0], out, layer, batch))
+
+
+_LIBRARY.impl("cross_attention_with_output", cross_attention_with_output, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::cross_attention_with_output", lambda *args: None, lib=_LIBRARY)
 
 
 def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:

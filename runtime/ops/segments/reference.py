@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from mllm_compile.runtime.attention.distances import of_distances
+
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _OF_TEXTS = "int window_left=-1, int window_right=-1, Tensor? bias=None"
 _LIBRARY.define(
@@ -114,8 +116,7 @@ def _added_to_scores(
     if bias is None:
         added = like.new_zeros(length, length)
     else:
-        most = bias.shape[1] // 2
-        added = bias[:, far.clamp(-most, most) + most].to(like.dtype)
+        added = of_distances(bias, far).to(like.dtype)
     if window_left >= 0:
         added = added.masked_fill(far < -window_left, float("-inf"))
     if window_right >= 0:

@@ -45,12 +45,23 @@ class PageTables:
     """Page tables of `num_rows` rows; the writes made since the last take_writes are what the device lacks."""
 
     def __init__(
-        self, num_rows: int, max_pages_per_row: int, num_pages: int, page_size: int, num_snapshots: int = 0
+        self,
+        num_rows: int,
+        max_pages_per_row: int,
+        num_pages: int,
+        page_size: int,
+        num_snapshots: int = 0,
+        has_sources: bool = False,
     ) -> None:
-        """Args: num_snapshots: states of prefixes that are kept, in rows of GDNPool behind `num_rows`."""
+        """
+        Args:
+            num_snapshots: states of prefixes that are kept, in rows of GDNPool behind `num_rows`.
+            has_sources: as many rows follow, for what requests' encoder has read.
+        """
         self.page_size = page_size
         self.allocator = TokenToKVPoolAllocator(num_pages, page_size)
         self.cache = RadixCache(page_size, StateSnapshots(num_rows, num_snapshots))
+        num_rows *= 2 if has_sources else 1
         self.table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_pages = np.zeros(num_rows, dtype=np.int32)
         self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens

@@ -21,6 +21,7 @@ from mllm_compile.runtime.step.plan import Planner, StepPlan
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepResults
 from mllm_compile.runtime.step.sampling import StepSampling
+from mllm_compile.runtime.step.source_steps import SourceSteps
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,7 @@ class StepParts:
     planner: Planner
     pools: StepPools
     media: MediaSteps
+    sources: SourceSteps
     sampling: StepSampling
     common_prefix: CommonPrefix
 

@@ -26,7 +26,9 @@ class StepPaths:
 
     def __init__(self, parts: StepParts, graphs: GraphRunner | None) -> None:
         self._planner, self._media = parts.planner, parts.media
-        self._is_in_step = np.zeros(parts.runner.row_state.last_tokens.shape[0], dtype=bool)  # False between two looks
+        self._is_in_step = np.zeros(
+            len(parts.runner.req_to_token_pool.req_to_token), dtype=bool
+        )  # False between two looks
         self.forward: StepPath = ForwardPath(parts)
         decodes = None if graphs is None else graphs.decodes
         prompts = None if graphs is None else graphs.prompts

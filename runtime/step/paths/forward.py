@@ -25,7 +25,7 @@ class ForwardPath(StepPath):
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
-        self._media = parts.media
+        self._media, self._sources = parts.media, parts.sources
         self._uploads = StagingRing(parts.runner.device)
 
     def run(self, step: Step) -> StepResults:
@@ -58,6 +58,7 @@ class ForwardPath(StepPath):
         if not batch.has_drafts:
             forward_batch.common_prefix_len = self._common_prefix.num_tokens(batch, is_captured=False)
         forward_batch.first_slot = self._first_slot(batch)
+        forward_batch.source_lens_cpu = self._sources.lens(batch.rows)
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens

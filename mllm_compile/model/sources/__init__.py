@@ -1,0 +1,1 @@
+"""Encoder-decoders: the source that an encoder reads, and the decoder that attends to it."""
