@@ -62,6 +62,7 @@ def lower_pooling(
         tokens = config.model.classifier_from_token
         ids = None if tokens is None else _ids_of(tokens, model)
         facts, head = plan_pooling(hf_model, model.config, files, ids, is_causal, device, most)
+        facts = replace(facts, score_template=config.model.score_template)
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
     dump = GraphDumper(dump_dir)
     with reporter.stage("passes"), gc_paused(), rewriting:

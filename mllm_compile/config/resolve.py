@@ -144,6 +144,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             task=task,
             classifier_from_token=config.model.classifier_from_token,
             has_encoder=task == "generate" and has_encoder(model),
+            score_template=config.model.score_template,
         ),
         compile=ResolvedCompile(
             backend=config.compile.backend,

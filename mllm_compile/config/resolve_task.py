@@ -12,6 +12,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sentence_files import MODULES, has_sentence_files
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
+from mllm_compile.runtime.short_repr import short_repr
 
 _ENCODER_DECODERS = ("ForConditionalGeneration", "MTModel")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -46,6 +47,8 @@ def resolve_task(config: EngineConfig, model: ModelFolder, choices: AutoChoices)
         raise ConfigError(
             f"model.classifier_from_token is set, and model.task is {task}. Leave it out, or set model.task: classify."
         )
+    if config.model.score_template is not None:
+        _check_template(config.model.score_template, task)
     if task != "generate":
         _refuse_keys_of_generation(config, task)
     return task
@@ -69,6 +72,18 @@ def check_encoder_decoder(config: EngineConfig, device: DeviceInfo) -> None:
             "to the encoder's states has no captured decodes yet. Set runtime.device: cpu."
         )
     _refuse_keys(config, _NOT_OF_ENCODER_DECODERS, "the model has an encoder and a decoder", "Leave it out.")
+
+
+def _check_template(template: str, task: ModelTask) -> None:
+    if task != "classify":
+        raise ConfigError(
+            f"model.score_template is set, and model.task is {task}, which reads no pairs as one text. Leave it out."
+        )
+    if any(template.count(name) != 1 for name in ("{query}", "{document}")):
+        raise ConfigError(
+            f"model.score_template is {short_repr(template)}; expected {{query}} and {{document}} in it, once each. "
+            "Write it as the model's card does."
+        )
 
 
 def _of_checkpoint(config: EngineConfig, model: ModelFolder) -> tuple[ModelTask, str]:

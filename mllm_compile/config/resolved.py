@@ -53,6 +53,7 @@ class ResolvedModel(_Resolved):
     task: ModelTask = "generate"
     classifier_from_token: tuple[str, str] | None = None
     has_encoder: bool = False
+    score_template: str | None = None
     prediction_layer: int | None = None
     token_map: str | None = None
 

@@ -98,6 +98,10 @@ class ModelConfig(Section):
     """The tokens that say no and yes, of a causal LM that reranks. A pair's score is the probability of yes of the
     two."""
 
+    score_template: str | None = None
+    """The text that a pair is read as, of a model that scores pairs, with `{query}` and `{document}` once each: what
+    its card writes around them. None: the tokenizer's own way of pairs."""
+
     split_special_tokens: bool = False
     """Read special tokens in users' texts, such as `<|im_end|>`, as other text; those that a chat template writes stay
     special. false: as the model's `tokenizer_config.json` says; nearly always they become the tokens."""

@@ -219,8 +219,9 @@ def _task(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
     files = read_sentence_files(model.path)
     paths = () if files is None else files.paths
     hashes = [_hash(read_file(path, CheckpointError) or b"") for path in paths]
-    tokens = " ".join(config.model.classifier_from_token or ())
-    return {"task": f"{config.model.task} {tokens}".strip(), "sentence files": _hash(" ".join(hashes).encode())}
+    tokens, template = " ".join(config.model.classifier_from_token or ()), config.model.score_template
+    factors = {"task": f"{config.model.task} {tokens}".strip(), "sentence files": _hash(" ".join(hashes).encode())}
+    return factors | ({} if template is None else {"score template": _hash(template.encode())})
 
 
 def check_unchanged(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> None:

@@ -32,6 +32,7 @@ class PoolingFacts:
         pools_prompt: means are over the prompt's tokens too.
         lower_case: texts are read in lower case.
         max_length: most tokens of a text; 0: as many as the model takes.
+        score_template: the text that a pair is read as, with {query} and {document}; None: the tokenizer's own pair.
         dimensions: lengths that embeddings may be cut to; (0,): any; (): none.
     """
 
@@ -50,6 +51,7 @@ class PoolingFacts:
     lower_case: bool = False
     max_length: int = 0
     dimensions: tuple[int, ...] = ()
+    score_template: str | None = None
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

@@ -272,6 +272,31 @@ def test_a_causal_model_reranks_by_two_tokens(tmp_path: Path) -> None:
         assert abs(found.outputs.score - logits[[20, 21]].softmax(-1)[1].item()) < LIMIT
 
 
+def test_a_template_is_around_query_and_document(tmp_path: Path) -> None:
+    save_embedder(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
+    said = {"score_template": "w30 {document} w31 w32 {query} w33"}
+    with Engine(pooling_config(tmp_path / "model", tmp_path / "cache", **said)) as engine:
+        (found,) = engine.score("w10 {document}", "w12")
+        (same,) = engine.classify("w30 w12 w31 w32 w10 {document} w33")
+        assert found.prompt_token_ids == same.prompt_token_ids
+        np.testing.assert_allclose(found.outputs.score, same.outputs.probs[0], atol=LIMIT)
+        with pytest.raises(RequestError, match=r"truncate_prompt_tokens is set, and .*whose end would be cut"):
+            engine.score("w10", "w12", truncate_prompt_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("template", "task", "message"),
+    [
+        ("{query}", "classify", r"expected \{query\} and \{document\} in it"),
+        ("{query} {document}", "embed", "reads no pairs"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(template: str, task: str, message: str, tmp_path: Path) -> None:
+    save_embedder(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
+    with pytest.raises(ConfigError, match=message):
+        Engine(pooling_config(tmp_path / "model", tmp_path / "cache", task=task, score_template=template))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["PhiForCausalLM", "GraniteForCausalLM"])
 def test_a_causal_model_whose_logits_have_a_bias_or_a_scale_reranks_nothing(name: str, tmp_path: Path) -> None:

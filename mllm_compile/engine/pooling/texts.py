@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ TextPrompts = TextPrompt | Sequence[TextPrompt]
 _KEYS = ("prompt", "prompt_token_ids")
 _MOST_TEXTS = 65_536  # of a call
 _MOST_CHARACTERS = 64 << 20  # of the pairs of a call: one long query is in each
+_PLACES = re.compile(r"\{(query|document)\}")
 _PORTION = 4 << 20  # characters that are tokenized at once: a tokenizer takes 100 bytes for each token
 
 
@@ -91,13 +93,23 @@ class TextReader:
         for one in pairs:
             if not all(isinstance(text, str) for text in one):
                 raise RequestError("a pair has token ids; expected two texts, between which the tokenizer writes")
-        characters = sum(len(one) + len(other) for one, other in pairs)
+        template = self._facts.score_template
+        if template is not None and cut_to is not None:
+            raise RequestError(
+                "truncate_prompt_tokens is set, and a pair is read by model.score_template, whose end would be cut. "
+                "Leave it out, and shorten the documents."
+            )
+        around = 0 if template is None else len(template)
+        characters = sum(around + len(one) + len(other) for one, other in pairs)
         if characters > _MOST_CHARACTERS:
             raise RequestError(
                 f"the pairs have {characters:,} characters together; expected at most {_MOST_CHARACTERS:,}. Send them "
                 "in parts."
             )
-        texts = [(self._lower(str(one)), self._lower(str(other))) for one, other in pairs]
+        texts: Any = [(self._lower(str(one)), self._lower(str(other))) for one, other in pairs]
+        if template is not None:
+            parts = _PLACES.split(template)
+            texts = ["".join(_filled(parts, {"query": one, "document": other})) for one, other in texts]
         encoded = self._encoded(texts, cut_to, self._most(cut_to))
         return self._checked([self._text(*one, place, 0) for place, one in enumerate(encoded)])
 
@@ -172,6 +184,12 @@ class TextReader:
     def _wrong_id(self, ids: Any, place: int) -> RequestError:
         wrong = next(int(one) for one in ids if not 0 <= one < self._vocab_size)
         return RequestError(f"text {place} has token id {short_repr(wrong)}; expected 0 to {self._vocab_size - 1}")
+
+
+def _filled(parts: Sequence[str], texts: Mapping[str, str]) -> Iterator[str]:
+    """The parts of a template, of which every second is the name of a text; no text is searched for names."""
+    for number, part in enumerate(parts):
+        yield texts[part] if number % 2 else part
 
 
 def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
