@@ -5,7 +5,7 @@
 
 Without --lengths texts have 4 to 60 random tokens, most of them few; with it all texts of a table are equally long, and
 a step's own time is told too. Transformers runs sorted batches, padded to the longest, and one padded batch; both pool
-as the model's files say means. On a CPU seconds are those of the process alone. Largest differences from our numbers
+as the model's files say means. On a CPU the seconds of this process alone count. Largest differences from our numbers
 are printed where the weights are real. An ONNX file has the inputs input_ids and attention_mask [S, T].
 """
 

@@ -187,7 +187,7 @@ class TextReader:
 
 
 def _filled(parts: Sequence[str], texts: Mapping[str, str]) -> Iterator[str]:
-    """The parts of a template, of which every second is the name of a text; no text is searched for names."""
+    """The parts of a filled template; every second part is the name of a text. No text is searched for names."""
     for number, part in enumerate(parts):
         yield texts[part] if number % 2 else part
 
