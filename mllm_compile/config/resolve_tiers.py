@@ -56,8 +56,13 @@ def check_tiers(asked: RuntimeConfig) -> None:
             f"runtime.{key} and runtime.skip_compiled are set: pages are named after the weights of a compiled model. "
             "Set one of them alone."
         )
+    if asked.tensor_parallel_size > 1 and (path or store.kv_connector):
+        key = "kv_offloading_disk_path" if path else "kv_transfer_config"
+        raise ConfigError(
+            f"runtime.{key} is set, which runtime.tensor_parallel_size: {asked.tensor_parallel_size} excludes: ranks "
+            "keep pages in the host's memory alone. Set one of them alone."
+        )
     obstacles = {
-        "tensor_parallel_size": asked.tensor_parallel_size > 1,
         "pipeline_parallel_size": asked.pipeline_parallel_size > 1,
         "expert_parallel_size": asked.expert_parallel_size > 1,
         "routed_experts": asked.routed_experts,

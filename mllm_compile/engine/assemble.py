@@ -160,9 +160,10 @@ def _load(
             if config.runtime.kv_offloading_size:
                 from mllm_compile.engine.tier_parts import put_tiers_behind
 
-                assert isinstance(scheduler, Scheduler), "resolve.py refuses tiers over ranks"
+                assert isinstance(scheduler, Scheduler), "resolve_tiers.py refuses other ranks"
                 with timeline.stage("take host memory"):
-                    put_tiers_behind(scheduler, runner, compiled.artifact.factors, timeline)
+                    tell = None if group is None else group.tell
+                    put_tiers_behind(scheduler, runner, compiled.artifact.factors, timeline, tell)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
             adapters = adapter_parts(compiled, runner, None if group is None else group.tell)

@@ -25,6 +25,7 @@ from mllm_compile.runtime.tiers.host_memory import check_host_memory, refused_me
 from mllm_compile.runtime.tiers.kept import KeptLedger, KeptSlots, held_bytes, held_descriptor
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
 from mllm_compile.runtime.tiers.place import Place
+from mllm_compile.runtime.tiers.ranked import RankedCopies, Tell, layouts_of
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.weights.sums import weight_sums
 
@@ -42,21 +43,31 @@ _OF_NUMERICS = (
 )
 
 
-def put_tiers_behind(scheduler: Scheduler, runner: ModelRunner, factors: Mapping[str, str], reporter: Reporter) -> None:
+def put_tiers_behind(
+    scheduler: Scheduler, runner: ModelRunner, factors: Mapping[str, str], reporter: Reporter, tell: Tell | None
+) -> None:
     """Puts the memory that the config names behind a scheduler's prefix cache. Where the folder behind that cannot be
     used, a line says why, and there is none.
 
     Args:
         factors: of the runtime's key.
+        tell: sends the other ranks a message; None: there is one rank.
 
     Raises:
         ConfigError: it is smaller than a page.
         DeviceMemoryError: the system has too little.
     """
     runtime, runners = runner.config.runtime, (runner, *runner.drafters)
-    pages = SlotLayout([tensor for one in runners for tensor in one.token_to_kv_pool.tensors])
-    states = SlotLayout(runner.state_pool.tensors if scheduler.config.num_snapshots else [])
-    num_slots, num_states = _slots("kv_offloading_size", runtime.kv_offloading_size, pages, states, 0, runtime)
+    pages, states = layouts_of(runner, has_states=scheduler.config.num_snapshots > 0)
+    size = runtime.kv_offloading_size / runtime.num_ranks  # as vLLM has it: of all ranks together
+    num_slots, num_states = _slots("kv_offloading_size", size, pages, states, 0, runtime)
+    if tell is not None:
+        ranked = RankedCopies(tell, (pages, states), (num_slots, num_states), runner.device)
+        host = TierIndex(num_slots), TierIndex(num_states)
+        scheduler.use_tiers(
+            Tiers(scheduler.pages, ranked, host, secrets.token_bytes(32), runtime.kv_offloading_min_gain)
+        )
+        return
     namespace = cache(partial(_namespace, runners, pages, states, factors))  # sums of weights are made where needed
     store, found, below = _store(runtime, namespace, pages, states, reporter)
     kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)

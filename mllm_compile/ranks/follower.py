@@ -25,9 +25,11 @@ from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
+from mllm_compile.runtime.tiers.names import RANKS_BEGIN as TIER
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.collectives.base import Communicator
+    from mllm_compile.runtime.tiers.ranked import FollowedCopies
 
 BEAT_S = 0.5
 _JOIN_S = 10.0
@@ -121,9 +123,16 @@ def _follow(
     steps = FollowingStepRunner(runner, Sampler(runner.model.sampling))
     stages = tuple((span.name, span.start_s, span.end_s) for span in timeline.spans)
     lines.send(Answer(READY, began=process_start(), stages=stages))
+    tiers: FollowedCopies | None = None
     while (record := ring.next()) is not None:
         if isinstance(record, StepRecord):
             steps.follow(record)
+        elif record.startswith(TIER):
+            if tiers is None:
+                from mllm_compile.runtime.tiers.ranked import FollowedCopies
+
+                tiers = FollowedCopies(runner)
+            tiers.take(record)
         else:
             steps.take(record)
         ring.done()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -135,6 +135,11 @@ class SlotCopies:
         with self._one_is_over:
             self._one_is_over.wait_for(lambda: self._num_over == self._num_begun)
 
+    def wait_for_tickets(self, tickets: Sequence[Ticket]) -> None:
+        """Waits until these are over."""
+        with self._one_is_over:
+            self._one_is_over.wait_for(lambda: all(ticket.is_over for ticket in tickets))
+
     def close(self) -> None:
         """See TierCopies.close."""
         for queue in self._queues.values():
@@ -202,6 +207,7 @@ class SlotCopies:
         self._over.append(ticket)
         with self._one_is_over:
             self._num_over += 1
+            ticket.is_over = True
             self._one_is_over.notify_all()
         self.wake()
 

@@ -1,7 +1,8 @@
 """Slots that outlive the engine's process: a file in memory that the process which starts engines holds.
 
 A page of header names the namespace, a table says which slot has which page or state, and the slots follow. A record
-is written when its slot has its content, and cleared before the slot gets another one; its check is written last. So whatever ends the process, what the table names is whole. One engine at a time has the file's lock.
+is written when its slot has its content, and cleared before the slot gets another one; its check is written last. So
+whatever ends the process, what the table names is whole. One engine at a time has the file's lock.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ _OF_TIERS = {
 }
 
 
-@pytest.mark.parametrize("key", ["tensor_parallel_size", "expert_parallel_size", "routed_experts"])
+@pytest.mark.parametrize("key", ["expert_parallel_size", "pipeline_parallel_size", "routed_experts"])
 def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(key):
     assert resolved(runtime=_OF_TIERS).runtime.kv_offloading_size == 1.5
     with pytest.raises(ConfigError, match=f"kv_offloading_size is 1.5, which runtime.{key} excludes"):
@@ -297,6 +297,7 @@ def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(ke
         ({"kv_offloading_disk_path": None}, "Set both, or none"),
         ({"kv_offloading_size": 0.0}, "through that memory"),
         ({"skip_compiled": True}, "skip_compiled are set"),
+        ({"tensor_parallel_size": 2}, "which runtime.tensor_parallel_size: 2 excludes: ranks keep pages in the host's"),
     ],
 )
 def test_a_folder_behind_the_cache_needs_what_it_is_reached_through(changes, message):

@@ -85,9 +85,11 @@ def test_a_salt_finds_its_own_pages_alone(cache: Path) -> None:
         assert salted("one").num_host_tokens > 0
 
 
-@pytest.mark.parametrize("key", ["tensor_parallel_size", "routed_experts", "enable_prefix_cache"])
+@pytest.mark.parametrize(
+    "key", ["expert_parallel_size", "pipeline_parallel_size", "routed_experts", "enable_prefix_cache"]
+)
 def test_what_is_refused_is_refused_by_name(cache: Path, key: str) -> None:
-    value = {"tensor_parallel_size": 2, "routed_experts": True, "enable_prefix_cache": False}[key]
+    value = {"routed_experts": True, "enable_prefix_cache": False}.get(key, 2)
     with pytest.raises(ConfigError, match=f"kv_offloading_size is 0.01, which runtime.{key}"):
         engine_with(cache, runtime={key: value})
 

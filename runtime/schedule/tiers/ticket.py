@@ -29,6 +29,7 @@ class Ticket:
         from_below: [n] bool, of a load: what the tier below has. It is read into the slot first.
         failed: [n] bool, of one that is over: what did not arrive, or is not there.
         seconds: how long it took.
+        is_over: True at its end.
     """
 
     kind: Literal["load", "store", "write", "lookup"]
@@ -38,6 +39,7 @@ class Ticket:
     from_below: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     failed: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     seconds: float = 0.0
+    is_over: bool = False
 
     @property
     def is_load(self) -> bool:

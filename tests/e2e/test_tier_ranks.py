@@ -1,0 +1,50 @@
+"""Two ranks over gloo keep their parts of pages in the host's memory: tokens are one rank's; hits are of all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.errors import MllmError
+from tests.e2e.test_ranks import followers
+from tests.tiny_model import engine_of_pages, tiny_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+BEGINNINGS = [[first, *range(3, 90)] for first in range(5)]
+TURNS = [[*BEGINNINGS[number % 5][: 40 + 9 * (number % 6)], 7, number] for number in range(20)]
+
+
+def engine(cache: Path, num_ranks: int, num_pages: int | None, **runtime: Any) -> Engine:
+    sizes = {"tensor_parallel_size": num_ranks, "max_num_batched_tokens": 32, "max_model_len": 128, "page_size": 8}
+    sizes |= {"max_running_requests": 4}
+    return engine_of_pages(tiny_config(cache, compile={"backend": "eager"}, runtime=sizes | runtime), num_pages)
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    found = []
+    for start in range(0, len(TURNS), 4):
+        found += [output.token_ids for output in engine.generate(TURNS[start : start + 4], GREEDY)]
+    return found
+
+
+def test_tokens_of_two_ranks_with_hits_are_those_of_one_rank_and_a_lost_rank_ends_all(eager_cache: Path) -> None:
+    with engine(eager_cache, 1, None) as alone:
+        expected = tokens(alone)
+    tier = {"kv_offloading_size": 0.002, "kv_offloading_min_gain": 0}
+    with engine(eager_cache, 2, 50, **tier) as ranks:
+        assert tokens(ranks) == expected
+        ranks.core.while_still(lambda requests: requests.drop_kv())
+        assert tokens(ranks) == expected
+        (host,) = ranks.stats().tiers
+        assert host.hit_tokens > 0
+        assert host.evictions > 0
+        assert host.failed_loads == 0
+        os.kill(followers()[0], signal.SIGKILL)
+        with pytest.raises(MllmError):
+            for _ in range(100):
+                tokens(ranks)
