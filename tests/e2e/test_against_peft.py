@@ -96,6 +96,21 @@ def check(
             assert (told - expected[None][index][0]).abs().max() > 1e-2
 
 
+HYBRIDS = {  # PEFT refuses Mamba's out_proj, and makes parameters of what it finds beside experts
+    "falcon_h1": ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [*((name, "all-linear") for name in ("llama", "gemma2", "olmo2")), *HYBRIDS.items()],
+)
+def test_linears(model_type: str, targets: str | list[str], tmp_path: Path) -> None:
+    every = {"r": 8, "lora_alpha": 4, "target_modules": targets}
+    check(tmp_path, model_type, {}, [every, {"r": 3, "use_rslora": True, "target_modules": ["v_proj", "o_proj"]}])
+
+
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
 def test_the_embedding_and_the_head(model_type: str, is_tied: bool, tmp_path: Path) -> None:
