@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 
-_BLOCK = 4 << 20  # bytes that a thread takes at once
+_BLOCK = 2 << 20  # bytes that a thread takes at once
 _THREADS = 8
 # The bits of infinity, and the integers that they are read as.
 _INFINITY: dict[torch.dtype, tuple[type[np.signedinteger], int]] = {
@@ -84,8 +84,7 @@ def whole_file(path: Path, header: WeightHeader, new_bytes: NewBytes) -> WholeFi
             open(open_regular(path), "rb", buffering=0) as file,
         ):
             before = os.fstat(file.fileno())
-            read = partial(_read, file.fileno(), data, numbers)
-            blocks = list(threads.map(read, range(0, len(data), _BLOCK)))
+            blocks = list(threads.map(_Reader(file.fileno(), data, numbers), range(0, len(data), _BLOCK)))
             after = os.fstat(file.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
@@ -120,10 +119,24 @@ def _largest(numbers: _Numbers | None, bits: int) -> float | None:
     return float(one) if bits < infinity else None
 
 
-def _read(descriptor: int, data: np.ndarray, numbers: _Numbers | None, start: int) -> _Block:
-    """Reads a block into its place; it has fewer bytes where the file ends."""
-    block, done = data[start : start + _BLOCK], 0
-    view = block.data
-    while done < len(block) and (count := os.preadv(descriptor, [view[done:]], start + done)):
-        done += count
-    return _Block(done, hashlib.sha256(view).digest(), 0 if numbers is None else numbers.largest_bits(block, start))
+class _Reader:
+    """Reads blocks into their places, by way of memory of the thread's own.
+
+    87 MB that were read straight into pinned memory took 0.3 to 1.5 s on an H200's host (2026-11-30).
+    """
+
+    def __init__(self, descriptor: int, data: np.ndarray, numbers: _Numbers | None) -> None:
+        self._descriptor, self._data, self._numbers = descriptor, data, numbers
+        self._own = threading.local()
+
+    def __call__(self, start: int) -> _Block:
+        """The block that starts at a byte; it has fewer bytes where the file ends."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = np.empty(_BLOCK, dtype=np.uint8)
+        block, done = self._own.memory[: len(self._data) - start], 0
+        view = block.data
+        while done < len(block) and (count := os.preadv(self._descriptor, [view[done:]], start + done)):
+            done += count
+        self._data[start : start + len(block)] = block
+        bits = 0 if self._numbers is None else self._numbers.largest_bits(block, start)
+        return _Block(done, hashlib.sha256(view).digest(), bits)
