@@ -18,10 +18,11 @@ from mllm_compile.server.wire.messages import Needs
 
 
 class Machine:
-    """A device, and what happened on it. Its clock counts: every turn is long over by the broker's."""
+    """A device, and what happened on it. Its clock counts from long ago: every turn is over by the broker's, which
+    counts from the start of the machine."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.clock = map(float, itertools.count())
+        self.clock = map(float, itertools.count(-(10**9)))
         self.num_bytes = num_bytes
         self.taken: dict[str, int] = {}
         self.events: list[tuple[str, str]] = []  # waits, wakes and parks, by name
