@@ -396,9 +396,11 @@ def _step_runner(runner: ModelRunner, group: RankGroup | None) -> StepRunner | R
     sampler = Sampler(runner.model.sampling)
     if group is None:
         return StepRunner(runner, sampler)
-    from mllm_compile.ranks.steps import RankedStepRunner
+    from mllm_compile.ranks.steps import RankedStepRunner, StagedStepRunner
 
-    return RankedStepRunner(StepRunner(runner, sampler, group.announce), group)
+    computes_at_once = runner.device.type == "cpu" and group.num_stages > 1
+    kind = StagedStepRunner if computes_at_once else RankedStepRunner
+    return kind(StepRunner(runner, sampler, group.announce), group)
 
 
 def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:

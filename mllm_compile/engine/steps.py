@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,7 +85,10 @@ class Steps:
         self._check_device = check_device
         self.sink: StepSink | None = None
         self.tell_pages: Callable[[], None] | None = None
-        self._in_flight: _Step | None = None
+        self._in_flight: deque[_Step] = deque()
+        self._most_ahead = max(
+            1, scheduler.config.pipeline_parallel_size - 1
+        )  # steps beside the one that is waited for
         # time.monotonic() when the tokens of the last step came, or when there was work again after that.
         self._busy_since = 0.0
         # The last step, its result, and when its tokens came.
@@ -92,14 +96,14 @@ class Steps:
 
     def has_work(self) -> bool:
         """True while a step is in flight or another one may follow."""
-        return self._in_flight is not None or self._scheduler.has_work()
+        return bool(self._in_flight) or self._scheduler.has_work()
 
     def work_is_back(self) -> None:
         """Says that the time since the last step was idle."""
         self._busy_since = time.monotonic()
 
     def run(self, runner: StepSubmitter) -> bool:
-        """Launches the next step, if there is one, then waits for the one before it.
+        """Launches the next step, if there is one, then waits for the one before it, or as far before as stages go.
 
         Returns:
             True if a step was finished.
@@ -108,32 +112,29 @@ class Steps:
             EngineDeadError: the device does not answer any more.
         """
         batch = self._scheduler.schedule()
-        launched = None
         if batch is not None:
             _forget_prompt_logprobs(batch)
             now = time.monotonic()
             try:
-                launched = _Step(batch, runner.submit(batch), now, runner)
+                self._in_flight.append(_Step(batch, runner.submit(batch), now, runner))
             except Exception as error:
                 self.finish()
                 self._failed([batch], error)
                 return False
-        previous, self._in_flight = self._in_flight, launched
-        if previous is not None:
-            self._finish(previous)
-        return previous is not None
+        is_over = len(self._in_flight) > (0 if batch is None else self._most_ahead)
+        if is_over:
+            self._finish(self._in_flight.popleft())
+        return is_over
 
     def finish(self) -> None:
-        """Waits for the step in flight, if there is one."""
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._finish(step)
+        """Waits for the steps in flight, if there are some."""
+        while self._in_flight:
+            self._finish(self._in_flight.popleft())
 
     def drop(self) -> None:
-        """Waits for the step in flight without taking its tokens."""
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            _wait_quietly(step.handle)
+        """Waits for the steps in flight without taking their tokens."""
+        while self._in_flight:
+            _wait_quietly(self._in_flight.popleft().handle)
 
     def count(self) -> None:
         """Counts the last step in the figures, if it was not."""
@@ -156,8 +157,8 @@ class Steps:
             output = step.handle.wait()
         except Exception as error:
             lost = [batch]
-            later, self._in_flight = self._in_flight, None
-            if later is not None:
+            while self._in_flight:
+                later = self._in_flight.popleft()
                 _wait_quietly(later.handle)
                 lost.append(later.batch)
             self._failed(lost, error)

@@ -123,7 +123,7 @@ class RankGroup:
         self._timeline = timeline
         self._failure: MllmError | None = None
         self._is_ready = self._is_closing = self._is_closed = False
-        self._in_step = False
+        self._unlaunched = 0  # steps that the others run, and this rank not yet
         self._waiting_since: float | None = None
         self._told_since: float | None = None  # when the first error was heard of
         self._lock = threading.Lock()  # of what is found out about followers
@@ -251,7 +251,7 @@ class RankGroup:
             DeviceError: one has ended.
         """
         self.check()
-        self._in_step = True
+        self._unlaunched += 1
         self._loaded_ring().write(record, self.check)
 
     def tell(self, message: Iterable[memoryview]) -> None:
@@ -280,8 +280,8 @@ class RankGroup:
         return self._ring
 
     def launched(self) -> None:
-        """Notes that this rank has launched what it announced."""
-        self._in_step = False
+        """Notes that this rank has launched a step that it announced."""
+        self._unlaunched -= 1
 
     def waiting(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for the device.
@@ -325,7 +325,7 @@ class RankGroup:
             MllmError: it cannot.
         """
         self._check_soon()
-        if self._in_step:
+        if self._unlaunched:
             raise DeviceError("rank 0 did not run a step that the others ran, so that they do not agree any more")
 
     def _check_soon(self) -> None:

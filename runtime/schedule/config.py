@@ -42,6 +42,8 @@ class SchedulerConfig:
     """Blocks of 128 queries of one prompt that the device attends for side by side; 0: not known."""
     divide_prefix: bool = False
     """Blocks share what is before few tokens of a prompt; attention/flashinfer/prefix_parts.py."""
+    pipeline_parallel_size: int = 1
+    """Stages of the model, each of which may compute a step of its own; stage_turns.py."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
     rope: RopeLengths | None = None

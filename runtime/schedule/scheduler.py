@@ -45,6 +45,7 @@ from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, Reque
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.sampled_tokens import SampledTokens
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
+from mllm_compile.runtime.schedule.stage_turns import StageTurns
 from mllm_compile.runtime.schedule.state_copies import StateCopies
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.speculation.drafter import Speculation
@@ -79,6 +80,8 @@ class Scheduler:
         self.pages = self.rows.pages
         self.pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
         self.decodes = Decodes(self.rows)
+        num_stages, num_rows = config.pipeline_parallel_size, self.rows.in_flight.size
+        self._turns = StageTurns(num_stages, num_rows) if num_stages > 1 else None
         self._states = StateCopies(config, self.rows)
         self.prompts = PromptQueue(config, self.rows, self._states, self.decodes, self.pace)
         boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
@@ -359,7 +362,7 @@ class Scheduler:
     def _plan_decodes(self) -> RunningDecodes:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
         while True:
-            decodes = self.decodes.current()
+            decodes = self._decodes_of_step()
             if not decodes.requests and not self.prompts.begun:
                 return decodes
             needy = self.rows.computed[decodes.rows] == self.pages.capacity[decodes.rows]
@@ -380,6 +383,13 @@ class Scheduler:
             self._preempt(victim)
         self.pages.grow_each(decodes.rows[needy])
         return decodes
+
+    def _decodes_of_step(self) -> RunningDecodes:
+        """All decodes; of stages those whose turn it is, unless steps wait for each other because of drafts."""
+        decodes = self.decodes.current()
+        if self._turns is None or not (self._drafts is None or self._drafts.are_off):
+            return decodes
+        return self._turns.of_step(decodes, self.rows.in_flight)
 
     def _prompt_budget(self, decodes: RunningDecodes) -> PromptBudget:
         """The part of a step that prompts may take beside these decodes."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from mllm_compile.runtime.step.data_parallel_plan import DataParallelPlanner, Da
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.model_drafters import model_drafter
-from mllm_compile.runtime.step.paths.base import Step, StepParts
+from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.paths.choose import StepPaths
 from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner, RowsPlanner
 from mllm_compile.runtime.step.pools import StepPools
@@ -34,6 +36,16 @@ from mllm_compile.runtime.step.sampling import StepSampling
 from mllm_compile.runtime.step.source_steps import SourceSteps
 
 Announce = Callable[[StepRecord], None]
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that is planned and announced, and the path that launches it."""
+
+    step: Step
+    path: StepPath
 
 
 class StepRunner:
@@ -86,11 +98,22 @@ class StepRunner:
         Raises:
             DeviceMemoryError: the step's activations do not fit, or what sampling needs; no request gets a token of it.
         """
+        return self.launch(self.prepare(batch))
+
+    def prepare(self, batch: ScheduledBatch) -> PreparedStep:
+        """Plan a step, and announce it to the ranks that follow; raises as `submit`."""
+        return self._ready(self._prepare, batch, batch)
+
+    def launch(self, prepared: PreparedStep) -> StepHandle:
+        """Launch the step that was prepared behind the one that was launched last; raises as `submit`."""
+        return self._ready(self._launch, prepared, prepared.step.batch)
+
+    def _ready(self, call: Callable[[T], U], argument: T, batch: ScheduledBatch) -> U:
         try:
             if hasattr(self._of_thread, "held"):
-                return self._submit(batch)
+                return call(argument)
             with torch.inference_mode(), self._runner.on_device():
-                return self._submit(batch)
+                return call(argument)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"a step of {batch.num_tokens} tokens of {batch.num_requests} requests ran out of memory: {error} "
@@ -110,7 +133,7 @@ class StepRunner:
             raise RuntimeError("internal error: experts are asked for, and runtime.routed_experts is not set")
         return routes.read(self._pages.slots(np.full(num_tokens, row), np.arange(num_tokens)))
 
-    def _submit(self, batch: ScheduledBatch) -> StepHandle:
+    def _prepare(self, batch: ScheduledBatch) -> PreparedStep:
         if self.drafter is not None:
             self.drafter.settle()
         if self._runner.draft_chain is not None:
@@ -130,8 +153,12 @@ class StepRunner:
             plan = self._planner.with_media(plan, batch, media)
         if self.drafter is not None and self._runner.draft_chain is not None and batch.has_drafts:
             self.drafter.catch_up(batch)
-        step = Step(batch, plan, choice)
-        results = path.run(step) or self._paths.forward.run(step)
+        return PreparedStep(Step(batch, plan, choice), path)
+
+    def _launch(self, prepared: PreparedStep) -> StepHandle:
+        step = prepared.step
+        batch, plan = step.batch, step.plan
+        results = prepared.path.run(step) or self._paths.forward.run(step)
         assert results is not None, "the forward path takes any step"
         self._pools.save_states(batch.state_saves)
         if self.drafter is not None:

@@ -7,6 +7,7 @@ Shape legend: S sampled rows, N prompt positions, V vocab.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -63,17 +64,19 @@ class StepSampling:
         most_masks = num_rows + runner.dp_size * most_drafted
         self._grammars = GrammarRows(lambda: TokenMasks(most_masks, runner.vocab_size, runner.device))
         self._previous: SampledStep | None = None  # the last step, if a request in a row has a grammar
-        # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
-        self._seen_requests: list[Request] | None = None
+        # The last batches', as many as take turns: each promises the very same list while no request comes or goes.
+        self._seen_requests: deque[list[Request]] = deque(maxlen=runner.config.runtime.pipeline_parallel_size)
         self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
 
     # Ahead of a step --------------------------------------------------------------------------------------------------
 
     def follow_rows(self, batch: ScheduledBatch) -> None:
         """Bring the sampling state up to the requests that hold rows; free while they stay the same."""
-        if batch is self._followed or (batch.requests is self._seen_requests and not batch.admitted):
+        is_seen = any(batch.requests is seen for seen in self._seen_requests)
+        if batch is self._followed or (is_seen and not batch.admitted):
             return
-        self._followed, self._seen_requests = batch, batch.requests
+        self._followed = batch
+        self._seen_requests.append(batch.requests)
         gone = [row for row, owner in self._row_owners.items() if owner.is_finished or owner.row != row]
         for row in gone:
             self._grammars.leave(self._row_owners.pop(row))
@@ -94,16 +97,13 @@ class StepSampling:
 
     def choice(self, batch: ScheduledBatch, plan: StepPlan) -> SamplingMode:
         """How ranks come to the step's tokens."""
+        if self._runner.pipeline is not None:
+            return SamplingMode.SAMPLED
         self.follow_rows(batch)
         flags = self.state.flags
         if self._grammars or not flags.chooses_plainly:
             return SamplingMode.SAMPLED
-        has_all = (
-            self._runner.dp_size == 1
-            and self._runner.pipeline is None
-            and plan.fields.prompt_targets is None
-            and not batch.has_drafts
-        )
+        has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None and not batch.has_drafts
         return SamplingMode.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else SamplingMode.IN_GRAPH
 
     def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:

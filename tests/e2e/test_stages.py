@@ -16,6 +16,8 @@ from mllm_compile.errors import ConfigError, EngineDeadError, WeightUpdateError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.program.stages import stage_program
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.source import ArtifactSource
 from tests.e2e.test_ranks import GREEDY, PROMPTS, followers, tokens
 from tests.model.tiny_configs import save_tiny_model
@@ -49,6 +51,28 @@ def stages(cache: Path) -> Iterator[Engine]:
 
 def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(stages, alone):
     assert tokens(stages) == tokens(alone)
+
+
+def test_steps_of_other_requests_are_under_way_while_the_last_stage_computes_one(stages, alone, monkeypatch):
+    """Rank 0 announces the next step ahead of computing one, so the first stage computes it meanwhile."""
+    events: list[tuple[str, frozenset[int], int]] = []
+    prepare, launch = StepRunner.prepare, StepRunner.launch
+
+    def noted(what: str, batch: ScheduledBatch) -> None:
+        events.append((what, frozenset(batch.rows.tolist()), batch.num_decodes))
+
+    monkeypatch.setattr(StepRunner, "prepare", lambda self, batch: noted("told", batch) or prepare(self, batch))
+    monkeypatch.setattr(
+        StepRunner, "launch", lambda self, step: noted("computed", step.step.batch) or launch(self, step)
+    )
+    assert tokens(stages) == tokens(alone)
+    told, ahead = dict[int, frozenset[int]](), 0
+    for what, rows, num_decodes in events:
+        if what == "told":
+            told[len(told)] = rows
+        elif num_decodes:
+            ahead += any(not rows & other for other in list(told.values())[-1:])
+    assert ahead > 10, "decodes of half of the requests are computed beside those of the other half"
 
 
 def test_draws_penalties_grammars_and_scores_match_one_rank(stages, alone):
