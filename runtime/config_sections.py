@@ -105,6 +105,10 @@ class RuntimeSection:
     device: str
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
     expert_parallel_size: int
     distributed_executor_backend: Literal["mp", "ray"]
     attention_backend: BackendName

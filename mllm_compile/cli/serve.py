@@ -28,6 +28,7 @@ from mllm_compile.files.user_path import user_path
 from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.process.log_lines import start_log
 from mllm_compile.process.progress import Reporter
+from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
 
 if TYPE_CHECKING:
@@ -144,6 +145,16 @@ def serve_command(
     kv_events_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The config's runtime.kv_events_config: events for routers.")
     ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(help="The config's runtime.nnodes: hosts that run this command.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="The config's runtime.node_rank: which this is; node 0 answers.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="The config's runtime.master_addr: where the others reach node 0.")
+    ] = None,
+    master_port: Annotated[int | None, typer.Option(help="The config's runtime.master_port, of node 0.")] = None,
     max_awake: Annotated[
         int | None,
         typer.Option(min=1, help="Of several models, most that run at once on a device; others are parked."),
@@ -161,12 +172,16 @@ def serve_command(
     runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
     if enable_sleep_mode:
         runtime["enable_sleep_mode"] = True
-    of_tiers = {
+    given_keys = {
+        "nnodes": nnodes,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
         "kv_offloading_size": kv_offloading_size,
         "kv_offloading_disk_path": kv_offloading_disk_path and os.path.abspath(user_path(kv_offloading_disk_path)),
         "kv_offloading_disk_size": kv_offloading_disk_size,
     }
-    runtime |= {name: value for name, value in of_tiers.items() if value is not None}
+    runtime |= {name: value for name, value in given_keys.items() if value is not None}
     if kv_events_config is not None:
         runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
     are_several = len(models) > 1 or is_folder_of_yamls(models[0])
@@ -175,6 +190,12 @@ def serve_command(
     own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
     sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
+    if not are_several and (settings := runtime_settings(sources[""])) is not None and settings.node_rank:
+        start_log(logging.WARNING if quiet else logging.INFO, log, "%(asctime)s %(levelname)s %(message)s")
+        from mllm_compile.ranks.node import run_node
+
+        run_node(sources[""], Timeline(reporter))
+        return
     _check_packages()
     from mllm_compile.server.options import ModelsOptions, ServeOptions, bytes_of, seconds_of
     from mllm_compile.server.serve import run_models, run_server

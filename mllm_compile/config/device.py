@@ -95,6 +95,7 @@ def check_ranks(runtime: RuntimeSection) -> None:
             other; or a launcher of ranks is named for one rank.
     """
     num_ranks = runtime.num_ranks
+    _check_nodes(runtime)
     if runtime.enable_dbo:
         _check_overlap(runtime)
     if num_ranks == 1:
@@ -126,7 +127,22 @@ def check_ranks(runtime: RuntimeSection) -> None:
                 "alone."
             )
     if runtime.device.startswith("cuda"):
-        check_gpus(runtime.device, num_ranks, key)
+        check_gpus(runtime.device, num_ranks // runtime.nnodes, key)
+
+
+def _check_nodes(runtime: RuntimeSection) -> None:
+    given = f"runtime.nnodes is {runtime.nnodes}"
+    if runtime.node_rank >= runtime.nnodes:
+        raise ConfigError(f"{given} and runtime.node_rank {runtime.node_rank}; expected 0 to {runtime.nnodes - 1}.")
+    if runtime.pipeline_parallel_size % runtime.nnodes:
+        raise ConfigError(
+            f"{given} and runtime.pipeline_parallel_size {runtime.pipeline_parallel_size}; expected a multiple of it, "
+            "as each node has whole stages."
+        )
+    if runtime.nnodes > 1 and runtime.distributed_executor_backend != "mp":
+        raise ConfigError(
+            f"{given}, and runtime.distributed_executor_backend is ray: nodes start their own ranks. Set mp."
+        )
 
 
 def _check_stages(runtime: RuntimeSection) -> None:

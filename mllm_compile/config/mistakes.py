@@ -101,7 +101,6 @@ _NOT_THERE = {
     "disable_custom_all_reduce": "which sums over ranks are by kernels of ours is measured, not set (docs/parallel.md)",
     "enable_eplb": "spread experts stay where they are; runtime.expert_stats shows how unevenly they are chosen",
     "dbo_decode_token_threshold": "steps with prompts alone are divided: runtime.dbo_prefill_token_threshold",
-    "nnodes": "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)",
     "data_parallel_size_local": "ranks are of one machine; runtime.expert_parallel_size spreads a mixture's experts",
     "num_speculative_tokens_per_batch_size": "num_speculative_tokens: auto finds the best one for each number of "
     "requests while it serves",

@@ -229,6 +229,18 @@ class RuntimeConfig(Section):
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Stages that each compute a part of the layers, one behind the other; each has tensor_parallel_size ranks."""
 
+    nnodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Hosts that have equally many of the stages; each runs the same command with its own node_rank."""
+
+    node_rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)] = 0
+    """Which of them this is; node 0 has the engine."""
+
+    master_addr: str = "127.0.0.1"
+    """An address of node 0, at which the others reach it."""
+
+    master_port: Annotated[int, Field(ge=1, le=65535)] = 29501
+    """The port of node 0 at which it waits for the others."""
+
     expert_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
     weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""

@@ -17,7 +17,7 @@ import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.sources import EngineSource, config_or_runtime
+from mllm_compile.config.sources import EngineSource, config_or_runtime, runtime_settings
 from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
@@ -63,6 +63,7 @@ from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
+    from mllm_compile.ranks.nodes import Nodes
     from mllm_compile.ranks.steps import RankedStepRunner
 
 _LOG_FORWARD_TIMES_S = 10.0
@@ -107,6 +108,15 @@ def assemble_any(
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
     source = config_or_runtime(config)
+    settings = runtime_settings(source)
+    if settings is not None and settings.node_rank:
+        raise ConfigError(
+            f"runtime.node_rank is {settings.node_rank}: node 0 has the engine. Run mllm-compile serve on this one."
+        )
+    if settings is not None and settings.nnodes > 1:
+        from mllm_compile.ranks.admission import node_secret
+
+        node_secret()  # told ahead of a compile
     if early is None:
         with early_ranks(source) as early:
             return assemble_any(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)
@@ -369,7 +379,10 @@ def _initialized(
 
     runtime = settings.runtime
     sizes = runtime.num_ranks, runtime.pipeline_parallel_size, runtime.device
-    group = early.take_group(*sizes) or RankGroup(*sizes, runtime.distributed_executor_backend, early.take, timeline)
+    nodes = None if runtime.nnodes == 1 else _nodes(compiled)
+    group = early.take_group(*sizes) or RankGroup(
+        *sizes, runtime.distributed_executor_backend, early.take, timeline, nodes
+    )
     started: list[ModelRunner] = []
     try:
         group.load(compiled, settings.num_pages)
@@ -390,6 +403,20 @@ def _initialized(
             one.shutdown()
         group.close()
         raise
+
+
+def _nodes(compiled: CompiledRuntime) -> Nodes:
+    """The other hosts.
+
+    Raises:
+        ConfigError: there is no secret.
+        DeviceError: the port is taken.
+    """
+    from mllm_compile.ranks.admission import node_secret
+    from mllm_compile.ranks.node import hello_of
+    from mllm_compile.ranks.nodes import Nodes
+
+    return Nodes(compiled.config.runtime, node_secret(), hello_of(compiled, 0))
 
 
 def _step_runner(runner: ModelRunner, group: RankGroup | None) -> StepRunner | RankedStepRunner:

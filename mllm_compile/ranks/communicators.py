@@ -28,20 +28,27 @@ def new_meeting_id(device: str) -> str | None:
     return None if device == "cpu" else new_group_id().hex()
 
 
-def join(meeting: Meeting, place: int) -> Communicator:
+def join(meeting: Meeting, place: int | None) -> Communicator:
     """Joins a group; waits for all ranks.
 
     Args:
-        place: the open descriptor that belongs to the meeting, which is given up with the communicator.
+        place: the open descriptor that belongs to the meeting, which is given up with the communicator; None of
+            another host than rank 0's.
 
     Raises:
         DeviceError, RuntimeError: another one ended meanwhile, or there is no way to it.
     """
     whole: GlooCommunicator | NcclCommunicator
     if meeting.nccl_id is None:
-        whole = GlooCommunicator(meeting.rank, meeting.size, place)
+        meets_at = place if meeting.store is None else meeting.store
+        if meets_at is None:
+            raise DeviceError(f"rank {meeting.rank} was told of no place to meet the others")
+        if place is not None and meeting.store is not None:
+            os.close(place)
+        whole = GlooCommunicator(meeting.rank, meeting.size, meets_at, meeting.host or "127.0.0.1")
     else:
-        os.close(place)
+        if place is not None:
+            os.close(place)
         group_id, device = bytes.fromhex(meeting.nccl_id), torch.device(meeting.device)
         whole = NcclCommunicator(meeting.rank, meeting.size, group_id, device)
     return whole if meeting.num_stages == 1 else StagedCommunicator(whole, meeting.num_stages)

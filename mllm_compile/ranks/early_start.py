@@ -22,6 +22,7 @@ class EarlyRanks:
     """The processes that no group has taken yet, by rank, and the group that no engine has.
 
     Attributes:
+        has_nodes: some ranks are on other hosts, which come when the runtime is there: then none meet early.
         free_bytes: of rank 0's GPU before they met; None: they have not, or on a CPU.
     """
 
@@ -30,6 +31,7 @@ class EarlyRanks:
         self._group: RankGroup | None = None
         self._device = ""  # as runtime.device
         self._num_stages = 1
+        self.has_nodes = False
         self.free_bytes: int | None = None
 
     def start(self, num_ranks: int, device: str, num_stages: int = 1) -> None:
@@ -53,7 +55,7 @@ class EarlyRanks:
         Args:
             timeline: as RankGroup takes it.
         """
-        if not self._waiting:
+        if not self._waiting or self.has_nodes:
             return
         import torch
 
@@ -105,7 +107,8 @@ def early_ranks(source: EngineConfig | Path) -> Iterator[EarlyRanks]:
         asked = runtime_settings(source)
         is_here = asked is not None and asked.distributed_executor_backend == "mp"
         if asked is not None and is_here and 1 < asked.num_ranks <= MAX_RANKS:
-            ranks.start(asked.num_ranks, asked.device, asked.pipeline_parallel_size)
+            ranks.start(asked.num_ranks // asked.nnodes, asked.device, asked.pipeline_parallel_size)
+            ranks.has_nodes = asked.nnodes > 1
         yield ranks
     finally:
         ranks.close()

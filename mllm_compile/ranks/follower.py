@@ -1,8 +1,9 @@
 """A process of one rank that follows: loads its part of the model, then runs the steps that rank 0 announces.
 
-    python -m mllm_compile.ranks.follower SOCKET
+    python -m mllm_compile.ranks.follower SOCKET [FOLDER WEIGHTS]
 
-SOCKET is an open descriptor (start.py). It ends when rank 0 says so, or ends.
+SOCKET is an open descriptor (start.py). It ends when rank 0 says so, or ends. On another host than rank 0's FOLDER is
+the runtime there, and WEIGHTS the folder of its weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,9 +23,10 @@ from typing import TYPE_CHECKING
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.timeline import Timeline, process_start
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
+from mllm_compile.runtime.ranks.sent_ring import ReceivedRing
 from mllm_compile.runtime.tiers.names import RANKS_BEGIN as TIER
 
 if TYPE_CHECKING:
@@ -35,29 +37,39 @@ BEAT_S = 0.5
 _JOIN_S = 10.0
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, *folders: str) -> None:
     """Follows; returns where rank 0 has ended it."""
     with kept_bytecode():  # rank 0's is kept as well, and waits for this one's imports
-        serve(socket.socket(fileno=descriptor))
+        serve(socket.socket(fileno=descriptor), folders)
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, folders: Sequence[str] = ()) -> None:
     """Takes rank 0's orders, and follows. It imports ahead of them, as it may have been started before it was known
-    what it loads, and joins the others beside that."""
+    what it loads, and joins the others beside that.
+
+    Args:
+        folders: the runtime's and that of the weights, where they are not rank 0's.
+    """
     lines, timeline = Lines(connection), Timeline()
     meeting: Future[Meeting] = Future()
     try:
         with timeline.stage("import torch"), gc_paused():
             from mllm_compile.ranks.communicators import Joining
-        joining = Joining(partial(_join, lines, meeting, timeline))
+        joining = Joining(partial(_join, connection, lines, meeting, timeline))
         try:
             with timeline.stage("import"), gc_paused():
                 import_all()
             own = meeting.result()  # it has been read from the connection, which others wait to read
             start = Start.from_line(lines.receive())
-            memory, event = lines.descriptors()
-            start = replace(start, ring=replace(start.ring, memory=memory, event=event))
-            _follow(start, own, joining.result, timeline, lines)
+            ring: RingReader | ReceivedRing
+            if start.ring is None:
+                folder, weights_root = folders
+                start = replace(start, folder=folder, weights_root=weights_root)
+                ring = ReceivedRing(connection, start.most_bytes)
+            else:
+                memory, event = lines.descriptors()
+                ring = RingReader(replace(start.ring, memory=memory, event=event))
+            _follow(start, own, joining.result, timeline, lines, ring)
         except Exception:
             joining.is_over(_JOIN_S)  # else rank 0 would wait for it amid joining
             raise
@@ -76,14 +88,16 @@ def import_all() -> None:
     import mllm_compile.store.source  # noqa: F401
 
 
-def _join(lines: Lines, meeting: Future[Meeting], timeline: Timeline) -> Communicator:
+def _join(connection: socket.socket, lines: Lines, meeting: Future[Meeting], timeline: Timeline) -> Communicator:
     """Waits to be told where ranks meet, and joins the others, which join when all have their devices."""
     from mllm_compile.ranks.communicators import join
     from mllm_compile.runtime.device.open import open_device
 
     try:
         own = from_json(Meeting, parse_json(lines.receive()))
-        (place,) = lines.descriptors()
+        (place,) = lines.descriptors() or (None,)
+        if not own.host:
+            own = replace(own, host=connection.getsockname()[0])
         meeting.set_result(own)
     except BaseException as error:
         meeting.set_exception(error)
@@ -96,7 +110,12 @@ def _join(lines: Lines, meeting: Future[Meeting], timeline: Timeline) -> Communi
 
 
 def _follow(
-    start: Start, meeting: Meeting, joined: Callable[[], Communicator], timeline: Timeline, lines: Lines
+    start: Start,
+    meeting: Meeting,
+    joined: Callable[[], Communicator],
+    timeline: Timeline,
+    lines: Lines,
+    ring: RingReader | ReceivedRing,
 ) -> None:
     from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.runtime.device.cpu_threads import use_threads
@@ -108,8 +127,8 @@ def _follow(
     from mllm_compile.store.opened import CompiledRuntime
     from mllm_compile.store.source import ArtifactSource, runner_config
 
-    ring = RingReader(start.ring)
-    threading.Thread(target=_beat, args=(ring,), name="beat", daemon=True).start()
+    beat = ring.beat if isinstance(ring, RingReader) else partial(_tell_beat, lines, ring)
+    threading.Thread(target=_beat, args=(beat,), name="beat", daemon=True).start()
     config = ResolvedConfig.model_validate(start.config)
     config = config.model_copy(update={"runtime": replace(config.runtime, device=meeting.device)})
     if meeting.device == "cpu":
@@ -136,19 +155,29 @@ def _follow(
         else:
             steps.take(record)
         ring.done()
+        if not isinstance(record, StepRecord):
+            beat()  # rank 0 may wait until it is taken
 
 
-def _beat(ring: RingReader) -> None:
+def _beat(beat: Callable[[], None]) -> None:
     pause = threading.Event()
     while True:
-        ring.beat()
+        beat()
         pause.wait(BEAT_S)
+
+
+def _tell_beat(lines: Lines, ring: ReceivedRing) -> None:
+    """Tells rank 0's host that this process lives; where nobody hears it, it has nothing to do any more."""
+    try:
+        lines.send(Answer(BEAT, read=ring.num_read))
+    except OSError:
+        os._exit(1)
 
 
 if __name__ == "__main__":
     code = 1
     try:
-        main(int(sys.argv[1]))
+        main(int(sys.argv[1]), *sys.argv[2:])
         code = 0
     finally:
         sys.stderr.flush()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from mllm_compile.errors import DeviceError, MllmError
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.communicators import Joining, device_of_rank, join, new_meeting_id
 from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, LocalRank, RankProcess
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.ranks.nodes import Nodes, RemoteRank
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.collectives.base import Communicator
+from mllm_compile.runtime.collectives.gloo import new_store
 from mllm_compile.runtime.device.cpu_threads import usable_cores
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
 from mllm_compile.runtime.ranks.ring import RingWriter
+from mllm_compile.runtime.ranks.sent_ring import SentRing
 from mllm_compile.store.opened import CompiledRuntime
 
 logger = logging.getLogger("mllm_compile.ranks")
@@ -46,7 +50,9 @@ class _Follower:
     """One rank.
 
     Attributes:
-        news: what it has answered so far.
+        news: what it has answered so far, beats left out.
+        is_remote: it is on another host.
+        heard, num_read: it has beaten since the last look at this; frames that it has read.
     """
 
     def __init__(self, rank: int, process: RankProcess) -> None:
@@ -56,11 +62,13 @@ class _Follower:
         self.connection = Lines(process.socket)
         self.beat, self.cpu_time = -1, -1.0
         self.looked, self.silent_s = time.monotonic(), 0.0
+        self.is_remote = isinstance(process, RemoteRank)
+        self.heard, self.num_read = False, 0
 
     def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
         """Sends it a message; one that has ended gets nothing, and its watcher says how it ended."""
         with suppress(OSError):
-            self.connection.send(message, descriptors)
+            self.connection.send(message, () if self.is_remote else descriptors)
 
     def is_at(self, at: str) -> bool:
         """True if it has said so."""
@@ -73,7 +81,12 @@ class _Follower:
 
     def look(self) -> None:
         """Takes the news that have come."""
-        self.news += [from_json(Answer, parse_json(line)) for line in self.connection.arrived()]
+        for line in self.connection.arrived():
+            answer = from_json(Answer, parse_json(line))
+            if answer.at == BEAT:
+                self.heard, self.num_read = True, answer.read
+            else:
+                self.news.append(answer)
 
     def silence(self, beats: np.ndarray, now: float) -> float:
         """The seconds since it last beat or computed; `beats` are the ring's."""
@@ -86,7 +99,8 @@ class _Follower:
 
     def end_of(self) -> str:
         """How its process ended, for people."""
-        return f"rank {self.rank} (process {self.process.pid}) {self.process.end_of()}"
+        process = "" if self.is_remote else f"(process {self.process.pid}) "
+        return f"rank {self.rank} {process}{self.process.end_of()}"
 
 
 class RankGroup:
@@ -104,6 +118,7 @@ class RankGroup:
         backend: str,
         take: Callable[[int], LocalRank | None],
         timeline: Timeline,
+        nodes: Nodes | None = None,
     ) -> None:
         """Starts the followers.
 
@@ -114,9 +129,11 @@ class RankGroup:
             backend: as runtime.distributed_executor_backend.
             take: gives a rank's process that was started ahead, or None.
             timeline: gets the stages of all ranks.
+            nodes: further hosts, which start their ranks themselves; None: there are no others.
 
         Raises:
             ConfigError: as RayLauncher.
+            DeviceError: as Nodes.wait.
             DeviceError: there is no room for processes, or for what they share.
         """
         self.size, self.num_stages, self.device = num_ranks, num_stages, device
@@ -129,10 +146,12 @@ class RankGroup:
         self._lock = threading.Lock()  # of what is found out about followers
         self._followers: list[_Follower] = []
         self._launcher: Launcher = LocalLauncher(take)
-        self._ring: RingWriter | None = None
+        self._ring: RingWriter | SentRing | None = None
+        self._nodes, self._store = nodes, None
         self._joining: Joining | None = None
         self._watcher: threading.Thread | None = None
-        self.threads = max(1, usable_cores() // self.size)
+        self._num_local = self.size if nodes is None else nodes.ranks_per_node
+        self.threads = max(1, usable_cores() // self._num_local)
         try:
             place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
@@ -140,16 +159,22 @@ class RankGroup:
         try:
             if backend == "ray":
                 self._launcher = _ray_launcher(num_ranks, device)
-            for rank in range(1, self.size):
+            for rank in range(1, self._num_local):
                 self._followers.append(_Follower(rank, self._launcher.start(rank)))
+            if nodes is not None:
+                with timeline.stage("wait for nodes"):
+                    self._followers += [_Follower(rank, one) for rank, one in sorted(nodes.wait().items())]
+                if device == "cpu":
+                    self._store = new_store(nodes.host)
             meeting_id = new_meeting_id(device)
             watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
             watcher.start()
             self._watcher = watcher
+            own_meeting = Meeting(0, self.size, num_stages, device, meeting_id, *self._place_of_hosts())
             for follower in self._followers:
-                own = device_of_rank(device, follower.rank)
-                follower.tell(Meeting(follower.rank, self.size, num_stages, own, meeting_id), [place])
-            own_meeting = Meeting(0, self.size, num_stages, device, meeting_id)
+                own = device_of_rank(device, follower.rank % self._num_local)
+                told = replace(own_meeting, rank=follower.rank, device=own)
+                follower.tell(replace(told, host="") if follower.is_remote else told, [place])
             self._joining = Joining(partial(self._join, own_meeting, os.dup(place)))
         except OSError as error:
             self.close()
@@ -159,6 +184,12 @@ class RankGroup:
             raise
         finally:
             os.close(place)
+
+    def _place_of_hosts(self) -> tuple[str | None, str]:
+        """Meeting's store and host."""
+        if self._nodes is None:
+            return None, "127.0.0.1"
+        return None if self._store is None else f"{self._nodes.host}:{self._store.port}", self._nodes.host
 
     # The start --------------------------------------------------------------------------------------------------------
 
@@ -189,14 +220,17 @@ class RankGroup:
         num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
         most_bytes = most_record_bytes(num_tokens, rows, pages_of_row, runtime.expert_parallel_size)
         try:
-            self._ring = ring = RingWriter(self.size - 1, most_bytes)
+            own = RingWriter(self._num_local - 1, most_bytes) if self._num_local > 1 else None
         except OSError as error:
             raise _no_shared_memory(error) from error
         config = compiled.config.model_dump(mode="json")
+        remote = [follower.process.socket for follower in self._followers if follower.is_remote]
+        self._ring = SentRing(own, remote, most_bytes) if own is None or remote else own
+        folders = str(compiled.folder), str(compiled.weights_root)
         for follower in self._followers:
-            place = ring.place(follower.rank - 1)
-            start = Start(str(compiled.folder), str(compiled.weights_root), config, num_pages, self.threads, place)
-            follower.tell(start, [place.memory, place.event])
+            place = None if own is None or follower.is_remote else own.place(follower.rank - 1)
+            start = Start(*folders, config, num_pages, self.threads, place, most_bytes)
+            follower.tell(start, [] if place is None else [place.memory, place.event])
 
     def communicator(self) -> Communicator:
         """Waits until all have met.
@@ -221,6 +255,8 @@ class RankGroup:
         self._wait_for(READY)
         self._is_ready = True
         for follower in self._followers:
+            if follower.is_remote:  # another host's clock
+                continue
             for answer in follower.news:
                 later = answer.began - process_start()
                 for name, begin, end in answer.stages:
@@ -274,7 +310,7 @@ class RankGroup:
             time.sleep(_POLL_S / 100)
         self.check()
 
-    def _loaded_ring(self) -> RingWriter:
+    def _loaded_ring(self) -> RingWriter | SentRing:
         if self._ring is None:
             raise RuntimeError("followers run steps when they have loaded: call load() first")
         return self._ring
@@ -371,6 +407,9 @@ class RankGroup:
         for follower in self._followers:
             has_ended = follower.process.has_ended()
             follower.look()
+            if isinstance(self._ring, SentRing) and follower.is_remote and follower.heard:
+                self._ring.heard(follower.rank - self._num_local, follower.num_read)
+                follower.heard = False
             if follower.error is not None:
                 told.append((follower.error, follower.rank))
                 continue
@@ -413,6 +452,8 @@ class RankGroup:
             self._joining.leave()
         if self._ring is not None:
             self._ring.close()
+        if self._nodes is not None:
+            self._nodes.close()
         self._is_closed = True
 
 

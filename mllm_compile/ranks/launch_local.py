@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 from mllm_compile.process import child_python
@@ -79,36 +79,44 @@ class LocalLauncher:
         """Nothing is held."""
 
 
-class LocalRank:
-    """One process. Its last lines are kept, to be told where it ends."""
+class FollowerProcess:
+    """A process that follows. Its last lines are kept, to be told where it ends."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._is_closed = rank, False
+    def __init__(self, rank: int, connection: socket.socket, folders: Sequence[str] = ()) -> None:
+        """
+        Args:
+            connection: to rank 0; the caller closes its own copy.
+            folders: the runtime's and that of the weights, of another host than rank 0's.
+        """
+        self.rank, self._is_closed = rank, False
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = ProcessGroup(
-                child_python.command(_MODULE, str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=child_python.environment(),
-            )
-        self.pid, self.socket = self._process.pid, ours
+        self._process = ProcessGroup(
+            child_python.command(_MODULE, str(connection.fileno()), *folders),
+            pass_fds=[connection.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=child_python.environment(),
+        )
+        self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 
     def _read(self, output: IO[bytes]) -> None:
         for line in iter(lambda: output.readline(_MOST_OF_LINE), b""):
             self._last_lines.append(text := line.decode(errors="replace").rstrip())
-            logger.debug("rank %d: %s", self._rank, text)
+            logger.debug("rank %d: %s", self.rank, text)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None: it runs."""
+        return self._process.poll()
 
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self.code is not None
 
     def end_of(self) -> str:
-        code = self._process.poll()
+        code = self.code
         how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         self._reader.join(0.5)
         said = " / ".join(line for line in self._last_lines if line.strip())[-600:]
@@ -125,5 +133,17 @@ class LocalRank:
         self._reader.join(1.0)
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self.socket.close()
         self._is_closed = True
+
+
+class LocalRank(FollowerProcess):
+    """A follower on rank 0's host."""
+
+    def __init__(self, rank: int) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            super().__init__(rank, theirs)
+
+    def close(self) -> None:
+        super().close()
+        self.socket.close()

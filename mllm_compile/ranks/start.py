@@ -16,7 +16,8 @@ from typing import Any
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingPlace
 
-HERE, READY = "here", "ready"  # it has its device and joins the others; it has all that steps need
+# It has its device and joins the others; it has all that steps need; on another host, it lives.
+HERE, READY, BEAT = "here", "ready", "beat"
 _MOST_DESCRIPTORS = 2  # of a line
 _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 24
@@ -32,6 +33,8 @@ class Meeting:
         num_stages: of the pipeline that they are.
         device: its own.
         nccl_id: NCCL's id in hexadecimal; None: they meet in the file, by gloo.
+        store: the address HOST:PORT at which ranks of several hosts meet in place of the file; None: one host has all.
+        host: its own address for the others; "": that of its connection to rank 0.
     """
 
     rank: int
@@ -39,6 +42,8 @@ class Meeting:
     num_stages: int
     device: str
     nccl_id: str | None
+    store: str | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Start:
         config: the resolved config, as JSON.
         num_pages: pages of the KV cache; None: as many as fit on every rank.
         threads: of a CPU.
-        ring: where steps come from.
+        ring: where steps come from; None: over the connection, to another host, whose own folders count.
+        most_bytes: of a record.
     """
 
     folder: str
@@ -59,22 +65,24 @@ class Start:
     config: dict[str, Any]
     num_pages: int | None
     threads: int
-    ring: RingPlace
+    ring: RingPlace | None
+    most_bytes: int
 
     @classmethod
     def from_line(cls, line: bytes) -> Start:
         data = parse_json(line)
-        return cls(**{**data, "ring": from_json(RingPlace, data["ring"])})
+        return cls(**{**data, "ring": from_json(RingPlace | None, data["ring"])})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A follower's news: HERE, READY, or the error that ends it, with the name of its class.
+    """A follower's news: HERE, READY, BEAT, or the error that ends it, with the name of its class.
 
     Attributes:
         when: seconds by the machine's clock: of several errors the first one has led to the others.
         began: seconds between the machine's boot and its process's begin.
         stages: of its start until READY: a name, and the seconds since `began` of its begin and end.
+        read: of BEAT, the frames that it has read.
     """
 
     at: str
@@ -83,6 +91,7 @@ class Answer:
     when: float = 0.0
     began: float = 0.0
     stages: tuple[tuple[str, float, float], ...] = ()
+    read: int = 0
 
 
 class Lines:

@@ -1,4 +1,4 @@
-"""A communicator over gloo: ranks are processes of one host, tensors are on a CPU.
+"""A communicator over gloo: ranks are processes, tensors are on a CPU.
 
 torch's own process group, without torch.distributed's globals: a process may have engines of several groups.
 """
@@ -35,29 +35,45 @@ def _told(call: str) -> Iterator[None]:
         raise RuntimeError(f"{call} over ranks failed: {reason.partition('. This is')[0]}") from None
 
 
-class GlooCommunicator(PlainCommunicator):
-    """One rank of a group of processes, which find each other by a file."""
+def new_store(host: str) -> Any:
+    """A store at an address of this host, by which ranks of several hosts find each other; its `port` is free."""
+    from torch._C._distributed_c10d import TCPStore
 
-    def __init__(self, rank: int, size: int, place: int) -> None:
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_JOIN_TIMEOUT)
+
+
+class GlooCommunicator(PlainCommunicator):
+    """One rank of a group of processes, which find each other by a file, or a store."""
+
+    def __init__(self, rank: int, size: int, place: int | str, host: str = "127.0.0.1") -> None:
         """Waits for the others.
 
         Args:
             place: the rank's own open descriptor of a file that is empty at first, the same for all ranks. It is the
                 communicator's from now on: torch opens and writes the descriptor of this number while the group exists.
+                Of ranks on several hosts the address HOST:PORT of a store (`new_store`).
+            host: the rank's own address, at which the others find it.
 
         Raises:
             RuntimeError: another rank ended meanwhile, or did not come.
         """
-        from torch._C._distributed_c10d import FileStore
+        from torch._C._distributed_c10d import FileStore, TCPStore
 
-        self._place: int | None = place
+        self._place = place if isinstance(place, int) else None
+        self._host = host
         try:
-            self._join(rank, size, FileStore(f"/proc/self/fd/{place}", size))
+            if isinstance(place, int):
+                store: Any = FileStore(f"/proc/self/fd/{place}", size)
+            else:
+                name, _, port = place.rpartition(":")
+                store = TCPStore(name, int(port), is_master=False, timeout=_JOIN_TIMEOUT)
+            self._join(rank, size, store)
         except BaseException:
             self.close()
             raise
 
     _group: Any = None
+    _store: Any = None
     _link: GlooLink | None = None
 
     def _join(self, rank: int, size: int, store: Any) -> None:
@@ -67,7 +83,7 @@ class GlooCommunicator(PlainCommunicator):
         self._in_one_order = False
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname=self._host)]
         options._timeout = _JOIN_TIMEOUT
         self._group = gloo(store, rank, size, options)
         self._group._set_default_timeout(_TIMEOUT)
@@ -78,7 +94,7 @@ class GlooCommunicator(PlainCommunicator):
         if self.rank not in ranks:
             return None
         part = GlooCommunicator.__new__(GlooCommunicator)
-        part._place = None
+        part._place, part._host = None, self._host
         part._join(list(ranks).index(self.rank), len(ranks), PrefixStore(name, self._store))
         return part
 

@@ -23,7 +23,7 @@ _SLOTS = 8
 _WORDS = 64  # of the header: a word for each rank, how many records it has read, then one for each, how often it beat
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 16  # ahead of a record: its size and its kind, int64
-_STEP, _PART, _LAST = range(3)  # kinds: the last part of a message is one of its own
+STEP, PART, LAST = range(3)  # kinds: the last part of a message is one of its own
 _POLL_S = 0.0002
 
 
@@ -92,7 +92,7 @@ class RingWriter:
         Args:
             check: called while followers are so far behind that there is no room; raises where they come no more.
         """
-        self._publish(write_step(self._free_record(check), record), _STEP)
+        self._publish(write_step(self._free_record(check), record), STEP)
 
     def write_message(self, parts: Iterable[memoryview], check: Callable[[], None]) -> None:
         """Writes a message for all followers, behind the steps that were written.
@@ -105,17 +105,17 @@ class RingWriter:
         for part in parts:
             while part:
                 if filled == len(record):
-                    self._publish(filled, _PART)
+                    self._publish(filled, PART)
                     record, filled = self._free_record(check), 0
                 taken = part[: len(record) - filled]
                 record[filled : filled + len(taken)] = taken
                 filled, part = filled + len(taken), part[len(taken) :]
-        self._publish(filled, _LAST)
+        self._publish(filled, LAST)
 
     def end(self) -> None:
         """Writes the empty record, if there is room: a follower that is stuck is ended otherwise."""
         if not self._is_closed and self._has_room:
-            self._publish(0, _STEP)
+            self._publish(0, STEP)
 
     @property
     def beats(self) -> np.ndarray:
@@ -178,10 +178,10 @@ class RingReader:
             if not size:
                 return None
             record = slot[_HEADER_BYTES : _HEADER_BYTES + size]
-            if kind == _STEP:
+            if kind == STEP:
                 return read_step(record)
             message += record
-            if kind == _LAST:
+            if kind == LAST:
                 return message
             self.done()
 

@@ -1,0 +1,175 @@
+"""How a rank of another host is let in: each end proves that it knows the secret, then says what it would run.
+
+The secret is MLLM_NODES_SECRET of both hosts. It is not sent: each end answers the other's random bytes by an HMAC.
+Behind that the connection is plain, as NCCL's and gloo's are: the network between nodes has to be private.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.runtime.files.json_data import from_json, parse_json
+from mllm_compile.version import __version__
+
+VARIABLE = "MLLM_NODES_SECRET"
+HANDSHAKE_S = 10.0  # each end waits so long for the other's words
+_LEAST_SECRET = 16  # characters
+_GREETING = b"mllm-node 1\n"
+_NONCE, _MAC = 32, 32
+_YES, _NO = b"\1", b"\0"
+_MOST_BYTES = 1 << 16  # of a line
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank of another host would run.
+
+    Attributes:
+        node, rank: which it is; of num_nodes.
+        device: its kind of device, for people.
+        factors: of the runtime's key, by name.
+        program: sha256 of the runtime's program.
+    """
+
+    node: int
+    rank: int
+    num_nodes: int
+    device: str
+    factors: dict[str, str]
+    program: str
+    version: str = field(default=__version__)
+    torch_version: str = field(default=str(torch.__version__))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank 0's answer to a Hello: why it is refused, or None."""
+
+    refusal: str | None
+
+
+class WrongSecretError(DeviceError):
+    """The other end does not know the secret."""
+
+
+def node_secret() -> bytes:
+    """The secret of the nodes.
+
+    Raises:
+        ConfigError: there is none, or a short one.
+    """
+    secret = os.environ.get(VARIABLE, "")
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(
+            f"runtime.nnodes is more than 1, and {VARIABLE} has {len(secret)} characters; expected the same "
+            f"{_LEAST_SECRET} or more on each node, by which nodes know each other. Set it, such as to the output of: "
+            "openssl rand -hex 32"
+        )
+    return secret.encode()
+
+
+def difference(own: Hello, other: Hello) -> str | None:
+    """The first thing in which a rank of another host differs from rank 0, for people; None: it runs the same."""
+    pairs = [
+        ("mllm-compile", own.version, other.version),
+        ("torch", own.torch_version, other.torch_version),
+        ("runtime.nnodes", str(own.num_nodes), str(other.num_nodes)),
+        ("the device", own.device, other.device),
+        *(
+            (name, own.factors.get(name, "-"), other.factors.get(name, "-"))
+            for name in {**own.factors, **other.factors}
+        ),
+        ("the program of the runtime", own.program, other.program),
+    ]
+    for name, ours, theirs in pairs:
+        if ours != theirs:
+            return (
+                f"node {other.node} runs something else than node 0: {name} is {_short(theirs)} there and "
+                f"{_short(ours)} here. Give both the same model, config and versions."
+            )
+    return None
+
+
+def admit(connection: socket.socket, secret: bytes) -> Hello:
+    """Rank 0's end, ahead of `answer`.
+
+    Raises:
+        WrongSecretError: the other end does not know the secret.
+        OSError, EOFError, ValueError: it does not speak so, or is gone.
+    """
+    connection.settimeout(HANDSHAKE_S)
+    ours = secrets.token_bytes(_NONCE)
+    connection.sendall(_GREETING + ours)
+    theirs, proof = _exactly(connection, _NONCE), _exactly(connection, _MAC)
+    if not hmac.compare_digest(proof, _proof(secret, b"node", ours, theirs)):
+        connection.sendall(_NO)
+        raise WrongSecretError("it does not know the secret")
+    connection.sendall(_YES + _proof(secret, b"rank 0", theirs, ours))
+    return from_json(Hello, parse_json(_line(connection)))
+
+
+def answer(connection: socket.socket, refusal: str | None) -> None:
+    """Tells the other end whether it is let in, and leaves the connection to its words."""
+    connection.sendall(json.dumps(asdict(Verdict(refusal))).encode() + b"\n")
+    connection.settimeout(None)
+
+
+def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
+    """Another host's end.
+
+    Raises:
+        WrongSecretError: one end does not know the other's secret.
+        DeviceError: rank 0 refuses it, or is no rank 0.
+    """
+    connection.settimeout(HANDSHAKE_S)
+    try:
+        if _exactly(connection, len(_GREETING)) != _GREETING:
+            raise ValueError("it greets otherwise")
+        theirs, ours = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        connection.sendall(ours + _proof(secret, b"node", theirs, ours))
+        if _exactly(connection, 1) != _YES:
+            raise WrongSecretError(f"node 0 has another {VARIABLE}. Set the same on each node.")
+        if not hmac.compare_digest(_exactly(connection, _MAC), _proof(secret, b"rank 0", ours, theirs)):
+            raise WrongSecretError(f"who listens at node 0's address does not know {VARIABLE}. Look who does.")
+        connection.sendall(json.dumps(asdict(hello)).encode() + b"\n")
+        connection.settimeout(None)  # rank 0 answers when all nodes have come
+        verdict = from_json(Verdict, parse_json(_line(connection)))
+    except (OSError, EOFError, ValueError) as error:
+        raise DeviceError(f"node 0 did not let rank {hello.rank} in: {error}. Look at what node 0 says.") from error
+    if verdict.refusal is not None:
+        raise DeviceError(verdict.refusal)
+
+
+def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.digest(secret, role + b"\0" + first + second, "sha256")
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        received = connection.recv(size - len(data))
+        if not received:
+            raise EOFError("the connection was closed")
+        data += received
+    return data
+
+
+def _line(connection: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        if len(data) >= _MOST_BYTES:
+            raise ValueError(f"a line of more than {_MOST_BYTES} bytes")
+        data += _exactly(connection, 1)
+    return data
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "…"

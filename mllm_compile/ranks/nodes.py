@@ -1,0 +1,187 @@
+"""Node 0 of several hosts: waits for the ranks of the others, which their own commands start (node.py)."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from mllm_compile.errors import DeviceError
+from mllm_compile.ranks.admission import Hello, WrongSecretError, admit, answer, difference
+from mllm_compile.runtime.config_sections import RuntimeSection
+
+NODES_S = 300.0  # all nodes have come so long after node 0 has its runtime
+_POLL_S = 0.2
+_MOST_WAITING = 128  # connections that prove themselves at a time
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+
+
+class RemoteRank:
+    """A follower on another host: it is there as long as its connection is.
+
+    Attributes:
+        pid: 0, as it has none here.
+    """
+
+    pid = 0
+
+    def __init__(self, connection: socket.socket, hello: Hello, place: str) -> None:
+        """
+        Args:
+            place: the other end's address.
+        """
+        self.socket, self._hello, self._place = connection, hello, place
+        self._is_closed = False
+
+    def has_ended(self) -> bool:
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def end_of(self) -> str:
+        return f"on node {self._hello.node} ({self._place}) has ended: that node's command says why"
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # it ends with its connection
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.kill()
+            self.socket.close()
+
+
+class Nodes:
+    """The other hosts of one group.
+
+    Attributes:
+        ranks_per_node: of each host alike.
+    """
+
+    def __init__(self, runtime: RuntimeSection, secret: bytes, own: Hello) -> None:
+        """Listens.
+
+        Args:
+            own: what rank 0 runs, which the others have to run too.
+
+        Raises:
+            DeviceError: the address or the port is not to be had.
+        """
+        self.ranks_per_node = runtime.num_ranks // runtime.nnodes
+        self._num_nodes, self._num_ranks = runtime.nnodes, runtime.num_ranks
+        self._secret, self._own = secret, own
+        self._address = f"{runtime.master_addr}:{runtime.master_port}"
+        self._lock = threading.Lock()
+        self._came: dict[int, RemoteRank] = {}
+        self._refusal: str | None = None
+        self._strangers: list[str] = []
+        try:
+            self._listener = socket.create_server((runtime.master_addr, runtime.master_port), backlog=_MOST_WAITING)
+        except OSError as error:
+            why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had: {error.strerror or error}"
+            raise DeviceError(
+                f"runtime.master_port: {self._address} {why}. Set another port, the same on each node; "
+                "runtime.master_addr is an address of node 0."
+            ) from error
+        self.host = runtime.master_addr
+
+    @property
+    def port(self) -> int:
+        """The port that is listened at."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def wait(self) -> dict[int, RemoteRank]:
+        """The ranks of the other hosts, by their numbers; all are let in together.
+
+        Raises:
+            DeviceError: one runs something else, or not all came in time.
+        """
+        wanted = set(range(self.ranks_per_node, self._num_ranks))
+        deadline = time.monotonic() + NODES_S
+        self._listener.settimeout(_POLL_S)
+        try:
+            while wanted - set(self._came):
+                if self._refusal is not None:
+                    raise DeviceError(self._refusal)
+                if time.monotonic() > deadline:
+                    raise DeviceError(self._lacking(wanted - set(self._came)))
+                with suppress(TimeoutError):
+                    connection, (place, *_) = self._listener.accept()
+                    if threading.active_count() < _MOST_WAITING:
+                        threading.Thread(target=self._meet, args=(connection, place), daemon=True).start()
+                    else:
+                        connection.close()
+            for rank in self._came.values():
+                answer(rank.socket, None)
+            return self._came
+        except BaseException as error:
+            for rank in self._came.values():
+                with suppress(OSError):
+                    answer(rank.socket, f"node 0 has given up: {error}")
+                rank.close()
+            raise
+        finally:
+            self._listener.close()
+
+    def _lacking(self, ranks: set[int]) -> str:
+        nodes = sorted({rank // self.ranks_per_node for rank in ranks})
+        named = ", ".join(map(str, nodes))
+        text = (
+            f"node{'s' if len(nodes) > 1 else ''} {named} did not come to {self._address} within {NODES_S:.0f} s. "
+            f"Start there what runs here, with --node-rank {nodes[0]}, and look whether the port is reached."
+        )
+        return text + (f" Connections that were refused: {'; '.join(self._strangers[-3:])}." if self._strangers else "")
+
+    def _meet(self, connection: socket.socket, place: str) -> None:
+        """Lets one rank in."""
+        keep_alive(connection)
+        try:
+            hello = admit(connection, self._secret)
+        except WrongSecretError as error:
+            self._stranger(connection, f"{place}: {error}")
+            return
+        except (OSError, EOFError, ValueError) as error:
+            self._stranger(connection, f"{place}: {error or type(error).__name__}")
+            return
+        with self._lock:
+            refusal = difference(self._own, hello) or self._misplaced(hello)
+            if refusal is None:
+                self._came[hello.rank] = RemoteRank(connection, hello, place)
+                return
+            self._refusal = self._refusal or refusal
+        with suppress(OSError):
+            answer(connection, refusal)
+        connection.close()
+
+    def _misplaced(self, hello: Hello) -> str | None:
+        is_there = hello.rank in self._came
+        if hello.rank // self.ranks_per_node == hello.node and 0 < hello.node < self._num_nodes and not is_there:
+            return None
+        return (
+            f"rank {hello.rank} of node {hello.node} has come{' twice' if is_there else ''}; expected one command for "
+            f"each --node-rank from 1 to {self._num_nodes - 1}."
+        )
+
+    def _stranger(self, connection: socket.socket, text: str) -> None:
+        connection.close()
+        with self._lock:
+            self._strangers = [*self._strangers[-8:], text]
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._listener.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the end of a host be noticed that says nothing more, and small frames sent at once."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,211 @@
+"""Ranks of other hosts are let in with the secret and the same runtime alone; else each end says why, and ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.ranks import admission, node, nodes
+from mllm_compile.ranks.admission import Hello, introduce, node_secret
+from mllm_compile.ranks.nodes import Nodes, RemoteRank
+from mllm_compile.runtime.ranks.ring import LAST, PART
+from mllm_compile.runtime.ranks.sent_ring import ReceivedRing, SentRing
+from tests.hang_guard import HANG_S
+
+SECRET = b"a secret of two nodes"
+OWN = Hello(0, 0, 2, "CPU", {"torch": "2", "weights": "abc"}, hashlib.sha256(b"program").hexdigest())
+OTHER = replace(OWN, node=1, rank=1)
+
+
+def runtime_of(port: int, num_ranks: int = 2) -> Any:
+    return SimpleNamespace(num_ranks=num_ranks, nnodes=2, master_addr="127.0.0.1", master_port=port)
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def waiting() -> Iterator[Nodes]:
+    made = Nodes(runtime_of(free_port()), SECRET, OWN)
+    yield made
+    made.close()
+
+
+class Coming(threading.Thread):
+    """A rank of another host on its way, and how that ended."""
+
+    def __init__(self, port: int, secret: bytes = SECRET, hello: Hello = OTHER) -> None:
+        super().__init__(daemon=True)
+        self.connection = socket.create_connection(("127.0.0.1", port))
+        self.error: Exception | None = None
+        self._given = secret, hello
+        self.start()
+
+    def run(self) -> None:
+        try:
+            introduce(self.connection, *self._given)
+        except Exception as error:
+            self.error = error
+
+    def ended(self) -> Exception | None:
+        self.join(HANG_S)
+        assert not self.is_alive()
+        return self.error
+
+
+def test_a_rank_with_the_secret_and_the_same_runtime_is_let_in_and_seen_to_end(waiting):
+    coming = Coming(waiting.port)
+    (rank,) = waiting.wait().values()
+    assert isinstance(rank, RemoteRank) and coming.ended() is None
+    assert not rank.has_ended()
+    coming.connection.sendall(b"news\n")
+    assert not rank.has_ended() and rank.socket.recv(5) == b"news\n"
+    coming.connection.close()
+    assert rank.has_ended()
+    assert rank.end_of() == "on node 1 (127.0.0.1) has ended: that node's command says why"
+    rank.close()
+
+
+def test_a_wrong_secret_is_told_to_the_node_and_node_0_waits_on_for_the_right_one(waiting):
+    wrong = Coming(waiting.port, b"another secret of two")
+    right: list[Coming] = []
+    threading.Thread(target=lambda: (wrong.join(HANG_S), right.append(Coming(waiting.port))), daemon=True).start()
+    assert list(waiting.wait()) == [1]
+    assert "node 0 has another MLLM_NODES_SECRET" in str(wrong.ended())
+    assert right[0].ended() is None
+
+
+def test_a_stranger_at_node_0_s_address_is_told():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        coming = Coming(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        connection.sendall(admission._GREETING + bytes(32))
+        connection.recv(64)
+        connection.sendall(b"\1" + bytes(32))
+        assert "does not know MLLM_NODES_SECRET" in str(coming.ended())
+        connection.close()
+        coming = Coming(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+        connection.close()
+        assert "node 0 did not let rank 1 in: it greets otherwise" in str(coming.ended())
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        (replace(OTHER, version="0.0.1"), r"node 1 runs something else than node 0: mllm-compile is 0\.0\.1 there"),
+        (replace(OTHER, torch_version="1.0"), r"torch is 1\.0 there"),
+        (replace(OTHER, num_nodes=3), "runtime.nnodes is 3 there and 2 here"),
+        (replace(OTHER, device="NVIDIA A100"), "the device is NVIDIA A100 there and CPU here"),
+        (replace(OTHER, factors={"torch": "2", "weights": "xyz"}), "weights is xyz there and abc here"),
+        (replace(OTHER, factors={**OTHER.factors, "tensor parallel": "2"}), "tensor parallel is 2 there and - here"),
+        (replace(OTHER, program="0" * 64), "the program of the runtime is 0"),
+        (replace(OTHER, node=0), "rank 1 of node 0 has come; expected one command for each --node-rank from 1 to 1"),
+        (replace(OTHER, rank=5), "rank 5 of node 1 has come"),
+    ],
+)
+def test_a_node_that_runs_something_else_ends_the_start_of_both_with_what_differs(waiting, hello, why):
+    coming = Coming(waiting.port, hello=hello)
+    with pytest.raises(DeviceError, match=why):
+        waiting.wait()
+    assert isinstance(error := coming.ended(), DeviceError) and why.replace("\\", "") in str(error)
+
+
+def test_a_node_that_never_comes_is_named_and_those_that_came_are_told(monkeypatch):
+    monkeypatch.setattr(nodes, "NODES_S", 1.0)
+    runtime = runtime_of(free_port(), num_ranks=3)
+    runtime.nnodes = 3
+    own = replace(OWN, num_nodes=3)
+    waiting = Nodes(runtime, SECRET, own)
+    came = Coming(waiting.port, hello=replace(own, node=1, rank=1))
+    stranger = socket.create_connection(("127.0.0.1", waiting.port))
+    stranger.sendall(b"GET / HTTP/1.1\r\nHost: a.very.long.name.of.a.host.example.com\r\n\r\n")
+    with pytest.raises(
+        DeviceError, match=r"node 2 did not come to 127\.0\.0\.1:\d+ within 1 s\. .*--node-rank 2"
+    ) as told:
+        waiting.wait()
+    assert "refused: 127.0.0.1: it does not know the secret" in str(told.value)
+    assert "node 0 has given up: node 2 did not come" in str(came.ended())
+    stranger.close()
+
+
+def test_a_port_that_is_taken_and_an_address_of_another_host_are_refused_by_name():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(DeviceError, match=rf"runtime.master_port: 127\.0\.0\.1:{port} is taken\. Set another"):
+            Nodes(runtime_of(port), SECRET, OWN)
+    runtime = runtime_of(free_port())
+    runtime.master_addr = "192.0.2.1"
+    with pytest.raises(DeviceError, match="cannot be had: Cannot assign requested address"):
+        Nodes(runtime, SECRET, OWN)
+
+
+def test_a_node_0_that_is_not_there_is_named():
+    port = free_port()
+    with pytest.raises(DeviceError, match=rf"node 0 was not at 127\.0\.0\.1:{port} for 300 s: Connection refused"):
+        node._connected(("127.0.0.1", port), 0.0, SECRET, OTHER)
+
+
+@pytest.mark.parametrize("secret", [None, "short"])
+def test_without_a_secret_nothing_is_started(secret, monkeypatch):
+    monkeypatch.delenv("MLLM_NODES_SECRET", raising=False)
+    if secret is not None:
+        monkeypatch.setenv("MLLM_NODES_SECRET", secret)
+    with pytest.raises(ConfigError, match=r"MLLM_NODES_SECRET has \d characters; expected the same 16 or more"):
+        node_secret()
+
+
+def test_a_hello_of_other_fields_or_too_long_is_no_rank(waiting):
+    secret, refused = SECRET, []
+    for said in (json.dumps({"node": 1}).encode() + b"\n", b"x" * (1 << 17)):
+        ours, theirs = socket.socketpair()
+
+        def introduce_badly(connection: socket.socket = theirs, text: bytes = said) -> None:
+            greeting = admission._exactly(connection, len(admission._GREETING) + 32)
+            nonce = bytes(32)
+            connection.sendall(nonce + admission._proof(secret, b"node", greeting[-32:], nonce))
+            admission._exactly(connection, 33)
+            with suppress(OSError):
+                connection.sendall(text)
+
+        threading.Thread(target=introduce_badly, daemon=True).start()
+        with pytest.raises(ValueError) as told:
+            admission.admit(ours, secret)
+        refused.append(str(told.value))
+        ours.close()
+    assert "a line of more than 65536 bytes" in refused[1]
+
+
+def test_messages_arrive_in_parts_and_frames_are_bounded():
+    ours, theirs = socket.socketpair()
+    sent, received = SentRing(None, [ours], most_bytes=100), ReceivedRing(theirs, most_bytes=100)
+    sent.write_message([memoryview(bytes(range(200))), memoryview(b"end")], lambda: None)
+    assert received.next() == bytearray(range(200)) + b"end"
+    received.done()
+    assert not sent.is_read
+    sent.heard(0, received.num_read)
+    assert sent.is_read and sent.beats.tolist() == [1]
+    sent.end()
+    assert received.next() is None
+    ours.sendall((1 << 40).to_bytes(8, "big") + bytes([PART]))
+    with pytest.raises(ValueError, match="expected at most 100"):
+        received.next()
+    ours.sendall((5).to_bytes(8, "big") + bytes([LAST]) + b"ab")
+    ours.close()
+    with pytest.raises(EOFError, match="rank 0 is gone"):
+        received.next()
+    theirs.close()
