@@ -15,7 +15,8 @@ from mllm_compile.runtime.config_sections import RuntimeSection
 NODES_S = 300.0  # all nodes have come so long after node 0 has its runtime
 _POLL_S = 0.2
 _MOST_WAITING = 128  # connections that prove themselves at a time
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+# Seconds, seconds and a count for a connection without words; milliseconds for words that nobody has acknowledged.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
 
 
 class RemoteRank:
