@@ -79,8 +79,9 @@ _INSTEAD = {
     "spans are of requests: --otlp-traces-endpoint": "collect-detailed-traces enable-trace",
     "weights are read by one thread a rank, straight to their place": """
         max-parallel-loading-workers model-loader-extra-config use-tqdm-on-load""",
-    "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)": """
-        ray-workers-use-nsight node-rank master-addr master-port dist-init-addr decode-context-parallel-size""",
+    "it is --master-addr and --master-port here (docs/parallel.md)": "dist-init-addr",
+    "each node runs `serve`, and node 0 alone answers": "headless",
+    "ranks are as docs/parallel.md has them": "ray-workers-use-nsight decode-context-parallel-size",
 }
 _ANSWERS = {name: reason for reason, names in _INSTEAD.items() for name in names.split()}
 

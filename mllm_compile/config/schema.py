@@ -233,7 +233,7 @@ class RuntimeConfig(Section):
     """Hosts that have equally many of the stages; each runs the same command with its own node_rank."""
 
     node_rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)] = 0
-    """Which of them this is; node 0 has the engine."""
+    """The number of this one; node 0 has the engine."""
 
     master_addr: str = "127.0.0.1"
     """An address of node 0, at which the others reach it."""

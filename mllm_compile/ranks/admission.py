@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 16  # of a line
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank of another host would run.
+    """The version, device and runtime of a rank of another host.
 
     Attributes:
         node, rank: which it is; of num_nodes.
@@ -64,7 +64,7 @@ def node_secret() -> bytes:
     """The secret of the nodes.
 
     Raises:
-        ConfigError: there is none, or a short one.
+        ConfigError: it is missing, or short.
     """
     secret = os.environ.get(VARIABLE, "")
     if len(secret) < _LEAST_SECRET:

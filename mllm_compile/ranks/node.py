@@ -24,7 +24,7 @@ _CONNECT_S = 5.0
 
 
 def hello_of(compiled: CompiledRuntime, rank: int) -> Hello:
-    """What a rank of this host runs."""
+    """The version, device and runtime of a rank of this host."""
     runtime, artifact = compiled.config.runtime, compiled.artifact
     program = json.dumps(artifact.program.to_json(), sort_keys=True).encode()
     return Hello(

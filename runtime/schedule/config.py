@@ -43,7 +43,7 @@ class SchedulerConfig:
     divide_prefix: bool = False
     """Blocks share what is before few tokens of a prompt; attention/flashinfer/prefix_parts.py."""
     pipeline_parallel_size: int = 1
-    """Stages of the model, each of which may compute a step of its own; stage_turns.py."""
+    """Stages of the model, which compute steps of different requests at once; stage_turns.py."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
     rope: RopeLengths | None = None

@@ -58,7 +58,7 @@ def test_a_line_brings_descriptors_and_what_nobody_sends_is_not_waited_for():
         assert list(sender.arrived()) == []
         place = RingPlace(shared.fileno(), shared.fileno(), 4096, 0)
         sender.send(Meeting(1, 2, 1, "cpu", None), [shared.fileno()])
-        sender.send(Start("f", "w", {"long": "x" * 70_000}, None, 1, place), [place.memory, place.event])
+        sender.send(Start("f", "w", {"long": "x" * 70_000}, None, 1, place, 100), [place.memory, place.event])
         assert from_json(Meeting, parse_json(receiver.receive())) == Meeting(1, 2, 1, "cpu", None)
         (first,) = receiver.descriptors()
         assert Start.from_line(receiver.receive()).ring == place
@@ -153,7 +153,7 @@ def test_a_follower_keeps_the_bytecode_of_what_it_imports_as_rank_0_does(monkeyp
     monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
     monkeypatch.setattr(bytecode, "_folder", lambda: str(tmp_path))
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(follower, "serve", lambda connection: kept.append((connection, sys.pycache_prefix)))
+    monkeypatch.setattr(follower, "serve", lambda connection, folders: kept.append((connection, sys.pycache_prefix)))
     ours, theirs = socket.socketpair()
     with ours:
         follower.main(theirs.detach())
