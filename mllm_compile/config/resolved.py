@@ -113,7 +113,7 @@ class ResolvedConfig(_Resolved):
         """A config that asks for the same of the same checkpoint, wherever resolved; sizes of CUDA graphs are auto."""
         sections = self.model_dump(mode="json")
         model, runtime = sections["model"], sections["runtime"]
-        del model["source"], model["prediction_layer"], model["token_map"]
+        del model["source"], model["prediction_layer"], model["token_map"], model["has_encoder"]
         model |= {"path": model.pop("folder"), "revision": None}
         if runtime["max_step_ms"] == "tenfold":
             runtime["max_step_ms"] = "auto"
