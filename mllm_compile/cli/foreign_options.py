@@ -60,7 +60,7 @@ _INSTEAD = {
         runner convert override-pooler-config pooler-config is-embedding""",
     "up to 20 alternatives of a token are told": "max-logprobs",
     "there is one process for HTTP, and one for the engine": """
-        api-server-count headless disable-frontend-multiprocessing worker-cls scheduler-cls""",
+        api-server-count disable-frontend-multiprocessing worker-cls scheduler-cls""",
     "how much of the device's memory is used is runtime.mem_fraction_static; the rest follows": """
         swap-space num-gpu-blocks-override kv-cache-memory-bytes preemption-mode""",
     "what is captured is cudagraph: {mode: …, decode_requests: …}": """
