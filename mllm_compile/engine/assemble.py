@@ -29,6 +29,7 @@ from mllm_compile.errors import ConfigError, DamagedWeightsError, DeviceMemoryEr
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
+from mllm_compile.media.log_mel import read_log_mel
 from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
@@ -177,7 +178,8 @@ def _load(
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)
             adapters = adapter_parts(compiled, runner, None if group is None else group.tell)
-            if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
+            reads_images = runner.model.sources is None and any(name in files for name in PROCESSOR_FILES)
+            if isinstance(tower, str) and reads_images:
                 timeline.announce(f"images will be refused: {tower}")
             eos_token_ids = ends_of_answers(defaults, tokenizer, runner.vocab_size, timeline)
             most_threads = None if group is None else group.threads
@@ -205,7 +207,7 @@ def _load(
                 snapshot_bytes=runner.state_bytes_per_request,
                 tower=tower,
                 adapters=adapters,
-                decoder=decoder_prompts(runner, defaults, tokenizer, timeline),
+                decoder=decoder_prompts(runner, defaults, tokenizer, files, timeline),
                 live=_live_weights(runner),
                 memory=_sleeping_memory(runner),
                 tell_ranks=None if group is None else group.tell,
@@ -254,7 +256,11 @@ def _speculation(
 
 
 def decoder_prompts(
-    runner: ModelRunner, defaults: GenerationDefaults, tokenizer: Tokenizer | None, reporter: Reporter
+    runner: ModelRunner,
+    defaults: GenerationDefaults,
+    tokenizer: Tokenizer | None,
+    files: Mapping[str, bytes],
+    reporter: Reporter,
 ) -> DecoderPrompts | None:
     """The decoder's side of prompts, of an encoder-decoder; None of another model.
 
@@ -274,7 +280,8 @@ def decoder_prompts(
     if defaults.not_applied:
         reporter.announce(f"generation_config.json's {', '.join(defaults.not_applied)} are not applied")
     facts = replace(sources.facts, max_length=runner.max_source_len)
-    return DecoderPrompts(start, vocab_size, facts, tokenizer)
+    log_mel = read_log_mel(files, facts.bins, facts.frames) if facts.is_sound else "the encoder reads texts"
+    return DecoderPrompts(start, vocab_size, facts, tokenizer, log_mel)
 
 
 def tower_of(runner: ModelRunner) -> Tower | str:

@@ -12,12 +12,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy as np
+
 from mllm_compile.errors import RequestError
+from mllm_compile.media.log_mel import LogMel
+from mllm_compile.media.sound import read_samples
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.runtime.sources.facts import SourceFacts
+from mllm_compile.runtime.sources.request import RequestSource
 
 DECODER_KEYS = ("encoder_prompt", "decoder_prompt", "target_language")
+_SOUND = "audio"
 
 
 class DecoderTokenizer(Protocol):
@@ -36,12 +42,14 @@ class DecoderPrompts:
         vocab_size: ids that it knows.
         source: what the encoder reads.
         tokenizer: None: beginnings are token ids.
+        log_mel: makes windows of sounds, where the encoder reads these; a text: why it makes none.
     """
 
     start: tuple[int, ...]
     vocab_size: int
     source: SourceFacts
     tokenizer: DecoderTokenizer | None
+    log_mel: LogMel | str = "the encoder reads texts"
 
     @classmethod
     def of(cls, told: Mapping[str, Any] | None, vocab_size: int, tokenizer: DecoderTokenizer | None) -> Self | None:
@@ -70,6 +78,42 @@ class DecoderPrompts:
             return rest, [*self.start[:1], self._language(language)]
         return rest, list(self.start) if beginning is None else self._beginning(beginning)
 
+    def split_sound(self, item: Any) -> tuple[RequestSource, list[int]]:
+        """(what the encoder reads, the ids that the decoder begins with) of a prompt with a sound: vLLM's dict with
+        `multi_modal_data` {"audio": …}, alone, as encoder_prompt, or beside the decoder's `prompt`.
+
+        Raises:
+            RequestError: it has no sound, or one that is refused.
+        """
+        if isinstance(self.log_mel, str):
+            raise RequestError(f"{self.log_mel}. Give a model whose sounds are served.")
+        if not isinstance(item, Mapping):
+            raise RequestError(_NO_SOUND.format(typed_repr(item)))
+        of_encoder = item.get("encoder_prompt")
+        media = (of_encoder if isinstance(of_encoder, Mapping) else item).get("multi_modal_data")
+        if not isinstance(media, Mapping) or set(media) != {_SOUND}:
+            raise RequestError(_NO_SOUND.format(typed_repr(item)))
+        told = {"encoder_prompt": [0], **{key: item.get(key) for key in DECODER_KEYS[1:]}}
+        if of_encoder is None and told["decoder_prompt"] is None:
+            told["decoder_prompt"] = item.get("prompt") or item.get("prompt_token_ids")
+        _, ids = self.split(told)
+        return self.source_of(read_samples(media[_SOUND], self.log_mel.rate)), ids
+
+    def source_of(self, samples: np.ndarray) -> RequestSource:
+        """The source that samples at the model's rate make.
+
+        Raises:
+            RequestError: they are more than a window.
+        """
+        assert not isinstance(self.log_mel, str), "looked at by the caller"
+        if samples.size > self.log_mel.samples:
+            seconds, most = samples.size / self.log_mel.rate, self.log_mel.samples / self.log_mel.rate
+            raise RequestError(
+                f"the sound has {seconds:.1f} s; the encoder reads at most {most:g}. Use Engine.transcribe, which cuts "
+                "it."
+            )
+        return RequestSource.of_sound(self.log_mel.window(samples).ravel(), self.source.max_length)
+
     def _language(self, language: Any) -> int:
         if not isinstance(language, str) or self.tokenizer is None:
             raise RequestError(
@@ -85,13 +129,14 @@ class DecoderPrompts:
         return found
 
     def _beginning(self, given: Any) -> list[int]:
-        """The ids of a decoder_prompt, behind the start token where they do not begin with it."""
+        """The ids of a decoder_prompt as they are; those of a text are behind the start token."""
         if isinstance(given, Mapping) and len(given) == 1:  # vLLM's TextPrompt or TokensPrompt
             given = given.get("prompt", given.get("prompt_token_ids"))
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise RequestError("decoder_prompt: the model has no tokenizer; give token ids")
             ids = self.tokenizer.encode(given, add_special_tokens=False) if given else []
+            ids = ids if ids[:1] == list(self.start[:1]) else [*self.start[:1], *ids]
         elif isinstance(given, Seq) and not isinstance(given, bytes | bytearray):
             wrong = next((one for one in given if isinstance(one, bool) or not isinstance(one, numbers.Integral)), None)
             if wrong is not None:
@@ -105,7 +150,13 @@ class DecoderPrompts:
                 f"decoder_prompt: token id {short_repr(outside)} is outside of the model's vocabulary of "
                 f"{self.vocab_size} tokens"
             )
-        return ids if ids[:1] == list(self.start[:1]) else [*self.start[:1], *ids]
+        return ids or list(self.start[:1])
+
+
+_NO_SOUND = (
+    'the encoder reads sounds: expected {{"encoder_prompt": {{"multi_modal_data": {{"audio": (samples, rate)}}}}}}, '
+    "got {}"
+)
 
 
 def _key_of(prompt: Any) -> str:

@@ -24,6 +24,7 @@ from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_reques
 from mllm_compile.engine.rollout_methods import RolloutMethods
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import SessionArg, SessionArgs, session_key
+from mllm_compile.engine.speech.methods import SpeechMethods
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream, wait_for_all
 from mllm_compile.engine.unknown_arguments import unknown_of_a_call, unknown_of_an_engine
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from mllm_compile.engine.pooling.core import PoolingCore
 
 
-class Engine(PoolingMethods, RolloutMethods):
+class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
     """Serves one model.
 
     Use it as a context manager or call `close()`: both give all memory back. Any thread may call it.

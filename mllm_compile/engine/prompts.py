@@ -26,6 +26,7 @@ from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.schedule.request import ids_of
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
+from mllm_compile.runtime.sources.request import RequestSource
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 
@@ -108,7 +109,7 @@ class Prepared:
 
     Attributes:
         ids: token_ids as requests have them, once these are known to be the model's.
-        decoder_ids: what the decoder begins with, of an encoder-decoder, whose encoder reads token_ids.
+        decoder_ids: what the decoder begins with, of an encoder-decoder, whose encoder reads token_ids, or `source`.
     """
 
     text: str | None = None
@@ -118,6 +119,7 @@ class Prepared:
     cache_salt: str | None = None
     media: RequestMedia | None = None
     decoder_ids: list[int] | None = None
+    source: RequestSource | None = None
 
 
 class PromptReader:
@@ -204,6 +206,10 @@ class PromptReader:
     def _prepare_both(self, decoder: DecoderPrompts, item: Any) -> Prepared:
         """The prompt of an encoder, and what its decoder begins with."""
         try:
+            if decoder.source.is_sound:
+                source, ids = decoder.split_sound(item)
+                salt = item.get("cache_salt")
+                return Prepared(None, ids, ids_of(ids), cache_salt=salt, decoder_ids=ids, source=source)
             item, decoder_ids = decoder.split(item)
         except RequestError as error:
             return Prepared(error=error)

@@ -274,7 +274,7 @@ class RequestBuilder:
         phrases, error = self._refusal(prepared, params)
         adapter = grammar = source = None
         if error is None and prepared.decoder_ids is not None and prepared.ids is not None:
-            source = RequestSource.of_text(prepared.ids)
+            source = prepared.source or RequestSource.of_text(prepared.ids)
         if adapter_name is not None and error is None:
             try:
                 adapter = self._adapter(adapter_name)

@@ -115,16 +115,56 @@ def save_word_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def save_speech_tokenizer(folder: Path) -> None:
+    """Words as save_word_tokenizer's, and from 100 on the special tokens of Whisper's decoder."""
+    names = ("startoftranscript", "translate", "transcribe", "startofprev", "nospeech", "notimestamps")
+    save_word_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def sources_of_ids(*lengths: int) -> list[list[int]]:
     """Token ids that no model has a use of its own for."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths]
 
 
+def save_whisper(folder: Path) -> Any:
+    """Writes a random Whisper with windows of 1 s, and its extractor's settings; returns it."""
+    import transformers
+
+    own = {name: value for name, value in _OF_BART.items() if name != "max_position_embeddings"}
+    sizes = {"num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 64}
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**own, **sizes)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+    save_word_tokenizer(folder)
+    return model
+
+
+@torch.no_grad()
+def greedy_of_sound(model: Any, samples: Any, start: Sequence[int], count: int) -> list[int]:
+    """The likeliest tokens of a sound, by Transformers' own extractor and forward."""
+    import transformers
+
+    extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    features = extract(samples, sampling_rate=16000, return_tensors="pt").input_features
+    return _greedy(model, model.get_encoder()(features), start, count)
+
+
 @torch.no_grad()
 def greedy(model: Any, source: Sequence[int], start: Sequence[int], count: int) -> list[int]:
     """The likeliest tokens behind `start`, by a whole forward of Transformers for each."""
-    states, ids = model.get_encoder()(torch.tensor([source])), list(start)
+    return _greedy(model, model.get_encoder()(torch.tensor([source])), start, count)
+
+
+def _greedy(model: Any, states: Any, start: Sequence[int], count: int) -> list[int]:
+    ids = list(start)
     for _ in range(count):
         logits = model(encoder_outputs=states, decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         ids.append(int(logits.argmax()))

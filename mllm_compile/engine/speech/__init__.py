@@ -1,0 +1,1 @@
+"""Speech to text: sounds of any length, by a model whose encoder reads windows of them."""

@@ -1,0 +1,116 @@
+"""Sounds that come from strangers: bytes of a WAV file, or samples, become one channel at the model's rate.
+
+All sizes are bounded by the header before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import wave
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.short_repr import typed_repr
+
+MAX_BYTES = 25 * 2**20  # of a file, as OpenAI and vLLM have it
+MAX_SECONDS = 2 * 3600.0
+_RATES = (4000, 384000)
+_MAX_CHANNELS = 16
+_HALF_TAPS = 32  # of the filter that resamples, on each side
+_BLOCK = 1 << 16  # samples that are resampled at once
+
+
+def read_wav(data: bytes) -> tuple[np.ndarray, int]:
+    """(samples [N] float32 from -1 to 1, rate) of a WAV file of 8, 16, 24 or 32 bits.
+
+    Raises:
+        RequestError: it is no such file, broken, empty or too long.
+    """
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"the sound has {len(data):,} bytes; expected at most {MAX_BYTES:,}. Cut it.")
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            channels, width, rate, frames = file.getparams()[:4]
+            _check(channels, rate, frames)
+            raw = file.readframes(frames)
+    except (wave.Error, EOFError, OSError, ValueError) as error:
+        raise RequestError(
+            f"the sound is no WAV file of whole numbers ({error or 'it ends too early'}). Convert it: ffmpeg -i IN "
+            "-ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+        ) from None
+    raw = raw[: len(raw) // (width * channels) * width * channels]
+    if not raw:
+        raise RequestError("the sound has no samples. Send some.")
+    return _numbers(raw, width).reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
+
+
+def _numbers(raw: bytes, width: int) -> np.ndarray:
+    if width == 1:
+        return (np.frombuffer(raw, np.uint8).astype(np.float32) - 128) / 128
+    if width == 3:
+        parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
+        whole = (parts[:, 0] << 8) | (parts[:, 1] << 16) | (parts[:, 2] << 24)
+        return whole.astype(np.float32) / 2**31
+    found: np.ndarray = np.frombuffer(raw, {2: "<i2", 4: "<i4"}[width]).astype(np.float32) / 2.0 ** (8 * width - 1)
+    return found
+
+
+def _check(channels: int, rate: int, frames: int) -> None:
+    if not 1 <= channels <= _MAX_CHANNELS:
+        raise RequestError(f"the sound has {channels} channels; expected 1 to {_MAX_CHANNELS}")
+    if not _RATES[0] <= rate <= _RATES[1]:
+        raise RequestError(f"the sound has {rate} samples a second; expected {_RATES[0]} to {_RATES[1]}")
+    if frames / rate > MAX_SECONDS:
+        raise RequestError(f"the sound has {frames / rate:,.0f} s; expected at most {MAX_SECONDS:,.0f}. Cut it.")
+
+
+def read_samples(given: Any, model_rate: int) -> np.ndarray:
+    """Samples [N] float32 at the model's rate, of a WAV file's bytes, an array, or (an array, its rate).
+
+    Raises:
+        RequestError: it is no sound, or has no samples, or NaN.
+    """
+    rate = model_rate
+    if isinstance(given, bytes | bytearray | memoryview):
+        given, rate = read_wav(bytes(given))
+    elif isinstance(given, tuple | list) and len(given) == 2 and not np.isscalar(given[0]):
+        given, rate = given
+    is_rate = isinstance(rate, int | float | np.number) and not isinstance(rate, bool) and math.isfinite(rate)
+    if not is_rate or int(rate) != rate:
+        raise RequestError(f"a sound's rate: expected a whole number of samples a second, got {typed_repr(rate)}")
+    try:
+        samples = np.asarray(given, dtype=np.float32)
+    except (TypeError, ValueError):
+        expected = "a sound: expected samples, (samples, rate) or a WAV file"
+        raise RequestError(f"{expected}, got {typed_repr(given)}") from None
+    if samples.ndim == 2:  # channels are fewer than samples
+        samples = samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
+    if samples.ndim != 1 or not samples.size:
+        raise RequestError(f"a sound: expected samples [N], N at least 1, got shape {list(samples.shape)}")
+    _check(1, int(rate), samples.size)
+    if not np.isfinite(samples).all():
+        raise RequestError("a sound has samples that are no numbers (NaN or infinite). Leave them out.")
+    return resampled(samples, int(rate), model_rate)
+
+
+def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Samples [N] at another rate, by a windowed sinc below both rates' highest tones."""
+    if rate == wanted:
+        return samples
+    count = max(1, samples.size * wanted // rate)
+    cutoff = min(1.0, wanted / rate)
+    half = math.ceil(_HALF_TAPS / cutoff)
+    padded = np.pad(samples, half)
+    out = np.empty(count, dtype=np.float32)
+    block = max(1, _BLOCK * _HALF_TAPS // half)
+    for start in range(0, count, block):
+        places = np.arange(start, min(start + block, count)) * (rate / wanted)
+        first = places.astype(np.int64) + 1  # of the padded samples from half - 1 before each place on
+        index = first[:, None] + np.arange(2 * half)
+        distance = index - half - places[:, None]
+        weight = cutoff * np.sinc(cutoff * distance) * np.cos(np.pi * distance / (2 * half + 2)) ** 2
+        out[start : start + block] = (padded[np.minimum(index, padded.size - 1)] * weight).sum(axis=1)
+    return out

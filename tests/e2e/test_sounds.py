@@ -1,0 +1,129 @@
+"""Sounds through Whisper's encoder to its decoder's tokens, against Transformers' extractor and forward."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.errors import RequestError
+from tests.e2e.test_encoder_decoders import config_of
+from tests.model.encoder_decoders import greedy_of_sound, save_speech_tokenizer, save_whisper
+
+RATE = 16000
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def tone(seconds: float, hertz: float = 440.0, rate: int = RATE) -> np.ndarray:
+    times = np.arange(round(seconds * rate)) / rate
+    noise = np.random.default_rng(0).standard_normal(times.size) * 0.1
+    return (np.sin(2 * np.pi * hertz * times) * np.minimum(1, times * 4) + noise).astype(np.float32)
+
+
+def wav_of(samples: np.ndarray, width: int = 2, rate: int = RATE, channels: int = 1) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(channels)
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        whole = np.clip(np.round(samples * 2 ** (8 * width - 1)), -(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1)
+        out.writeframes(np.repeat(whole.astype({2: "<i2", 4: "<i4"}[width]), channels).tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whisper")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return save_whisper(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: Any) -> Iterator[Engine]:
+    with Engine(config_of(folder / "model", folder / "cache")) as engine:
+        yield engine
+
+
+def of_sound(sound: Any, **rest: Any) -> dict[str, Any]:
+    return {"encoder_prompt": {"multi_modal_data": {"audio": sound}}, **rest}
+
+
+def test_tokens_of_sounds_are_transformers(engine: Engine, model: Any) -> None:
+    sounds = [tone(1.0), tone(0.3, 200), tone(0.7, 900), tone(0.01)]
+    outputs = engine.generate([of_sound((one, RATE)) for one in sounds], GREEDY)
+    assert [output.error for output in outputs] == [None] * 4
+    assert [output.token_ids for output in outputs] == [greedy_of_sound(model, one, [3], 8) for one in sounds]
+    beginning = {"prompt_token_ids": [3, 20, 21], "multi_modal_data": {"audio": (sounds[0], RATE)}}
+    (output,) = engine.generate(beginning, GREEDY)
+    assert output.token_ids == greedy_of_sound(model, sounds[0], [3, 20, 21], 8)
+
+
+@pytest.mark.parametrize(("width", "channels"), [(2, 1), (4, 2)])
+def test_a_wav_file_is_read_as_its_samples(engine: Engine, model: Any, width: int, channels: int) -> None:
+    samples = np.round(tone(0.5) * 2**14) / 2**15
+    (output,) = engine.generate(of_sound(wav_of(samples, width, channels=channels)), GREEDY)
+    assert output.token_ids == greedy_of_sound(model, samples, [3], 8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (of_sound((np.zeros(0), RATE)), "N at least 1"),
+        (of_sound((np.array([0.0, np.nan]), RATE)), "no numbers"),
+        (of_sound((tone(1.1), RATE)), "reads at most 1"),
+        (of_sound((np.zeros(10), 0)), "0 samples a second"),
+        (of_sound((np.zeros(10), "x")), "whole number of samples"),
+        (of_sound((np.zeros((2, 2, 2)), RATE)), "got shape"),
+        (of_sound("x"), "expected samples"),
+        (of_sound(b"RIFF"), "no WAV file"),
+        (of_sound(b"\0" * (26 * 2**20)), "expected at most 26,214,400"),
+        (of_sound(wav_of(np.zeros(0))), "no samples"),
+        ([3, 20], "the encoder reads sounds"),
+        ("w20", "the encoder reads sounds"),
+        ({"encoder_prompt": {"multi_modal_data": {"image": 1}}}, "the encoder reads sounds"),
+    ],
+)
+def test_a_bad_sound_is_refused_and_hurts_no_other(engine: Engine, model: Any, prompt: Any, said: str) -> None:
+    sound = tone(0.4)
+    refused, served = engine.generate([prompt, of_sound((sound, RATE))], GREEDY)
+    assert (refused.finish_reason, refused.token_ids) == ("error", [])
+    assert said in (refused.error or "")
+    assert served.token_ids == greedy_of_sound(model, sound, [3], 8)
+
+
+def test_sounds_need_a_model_that_has_the_tokens_of_speech(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="only Whisper's models transcribe"):
+        engine.transcribe(tone(0.5))
+
+
+def test_long_sounds_are_cut_and_their_windows_answered_together(folder: Path, model: Any, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    save_speech_tokenizer(tmp_path / "model")
+    sound = np.concatenate([tone(0.9, hertz) for hertz in (200, 400, 800)])
+    with Engine(config_of(tmp_path / "model", tmp_path / "cache")) as engine:
+        first, second = engine.transcribe([(sound, RATE), wav_of(tone(0.5, rate=8000), rate=8000)])
+        with pytest.raises(RequestError, match="NaN"):
+            engine.transcribe(np.array([np.nan]))
+        with pytest.raises(RequestError, match="English alone"):
+            engine.transcribe(sound, language="de")
+    windows = cut(sound, RATE, RATE)
+    start = [100, 105]  # <|startoftranscript|><|notimestamps|>
+    expected = [greedy_of_sound(model, part, start, 62) for _, part in windows]
+    ended = [ids[: ids.index(3)] if 3 in ids else ids for ids in expected]
+    words = [one for segment in first.segments for one in segment.token_ids if one < 100]
+    assert words == [one for ids in ended for one in ids if one < 100]  # others are times, and no text
+    assert first.duration == pytest.approx(2.7)
+    assert first.segments[0].start == 0
+    assert all(one.start <= one.end <= 2.7 for one in first.segments)
+    assert (second.duration, second.language) == (0.5, None)
