@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mllm_compile.model.older_prediction import run_layer
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.tiny_vision import save_vision_model
@@ -123,7 +124,7 @@ class TransformersDrafts:
         for _ in range(count):
             shifted = torch.cat([ids[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=1)
             positions = torch.arange(shifted.shape[1])[None]
-            own = self.layer.forward_layer(0, hidden, positions, None, input_ids=shifted)
+            own = run_layer(self.layer, 0, hidden, positions, shifted)
             logits = self.layer._project_to_logits(own[0, -1])
             drafted.append(int(logits.argmax()) if known is None else known[int(logits[list(known)].argmax())])
             hidden = torch.cat([hidden, own[:, -1:]], dim=1)

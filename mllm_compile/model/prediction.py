@@ -25,6 +25,7 @@ from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel, compute_constants
 from mllm_compile.model.hidden_states import LAST
+from mllm_compile.model.older_prediction import check_names, conversions_of, run_layer
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.rope_hook import follow_rope
@@ -46,7 +47,7 @@ class PredictionModel(MtpModel):
         for other in {*range(count)} - {number}:
             self.layers[other] = torch.nn.Identity()
         # Transformers' rules go by the name of its own class.
-        self.weight_conversions = MtpModel(main_model, count).get_weight_conversions(main_model)
+        self.weight_conversions = conversions_of(MtpModel(main_model, count), main_model, count)
 
     def get_decoder(self) -> torch.nn.Module:
         """The module that gives what the head reads."""
@@ -78,7 +79,7 @@ class PredictionModel(MtpModel):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         if hidden_states is None:
             hidden_states = self.embed_tokens(input_ids)
-        hidden_states = self.forward_layer(self._number, hidden_states, position_ids, None, input_ids=input_ids)
+        hidden_states = run_layer(self, self._number, hidden_states, position_ids, input_ids)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=self._project_to_logits(hidden_states[:, kept, :]))
 
@@ -120,7 +121,7 @@ def read_prediction(
 
     Raises:
         CheckpointError: the checkpoint lacks the layer, or a part of it.
-        UnsupportedModelError: Transformers would compute a tensor from others while loading.
+        UnsupportedModelError: Transformers would compute a tensor from others while loading, or is too old.
     """
     names = [name for name in tensors.planned if is_of_prediction(main, name, number)]
     if not names:
@@ -128,6 +129,7 @@ def read_prediction(
             "speculative.method is mtp, and the checkpoint has no tensors of a layer for multi-token prediction. Take "
             "one that has them, or use another method."
         )
+    check_names(names[0])
     shared = dict(zip((EMBEDDING, HEAD), main.embedding_and_head(), strict=True))
     return read_part(tensors, names, {key: table[name] for key, name in shared.items()}, built.model)
 
