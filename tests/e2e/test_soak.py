@@ -11,13 +11,17 @@ NUM_ON_RANKS = 2000
 NUM_PAGES = 161  # 640 tokens, where 32 requests of 52 tokens on average want 1,664
 
 
+@pytest.mark.parametrize("method", ["none", "suffix"])
 @pytest.mark.parametrize("num_requests", [60, pytest.param(2000, marks=pytest.mark.slow)])
-def test_requests_that_come_go_and_are_preempted_all_end_and_leave_nothing_behind(eager_cache, num_requests):
+def test_requests_that_come_go_and_are_preempted_all_end_and_leave_nothing_behind(eager_cache, num_requests, method):
     runtime = {"max_running_requests": 32, "max_num_batched_tokens": 256, "max_model_len": 128, "page_size": 4}
-    config = tiny_config(eager_cache, compile={"backend": "eager"}, runtime=runtime)
+    speculative = {"method": method}
+    config = tiny_config(eager_cache, compile={"backend": "eager"}, runtime=runtime, speculative=speculative)
     with engine_of_pages(config, NUM_PAGES) as engine:
         result = run_soak(engine, num_requests, 3072, max_prompt=24, max_output=80, in_flight=64)
-    print(result)
+        drafts = engine.stats().drafts
+    print(result, drafts)
+    assert (drafts > 0) is (method != "none")
     assert result.preemptions > 0
     assert result.finished["abort"] > num_requests // 30
     assert result.host_mib < 32
