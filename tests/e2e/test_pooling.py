@@ -50,6 +50,8 @@ CLASSES = (
         "XLMRobertaXLModel",
     ),
     *("GPT2ForSequenceClassification", "UMT5EncoderModel", "MPNetModel", "ErnieModel", "Gemma3TextModel"),
+    # Attention that the model writes out: in both directions, causal by a mask, by the graph.
+    *("MegatronBertModel", "GPTJForSequenceClassification", "GPTNeoForTokenClassification"),
 )
 DENSE = 24
 

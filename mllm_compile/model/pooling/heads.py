@@ -55,7 +55,8 @@ def giving_rows(model: Any) -> Iterator[None]:
         pooler, rows = getattr(base, "pooler", None), _ROWS.said
         pooled = None if pooler is None else pooler(rows)
         if isinstance(pooler, torch.nn.Linear) and rows is not None:  # whose base takes the first row itself
-            pooled = base.pooler_activation(pooler(rows[:, 0]))
+            activation = base.pooler_activation if hasattr(base, "pooler_activation") else base.activation
+            pooled = activation(pooler(rows[:, 0]))
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=_ROWS.said, pooler_output=pooled)
 
     config = model.config.get_text_config()

@@ -9,12 +9,15 @@ import inspect
 from typing import Any
 
 import torch
+from torch import fx
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.pooling.build import body_of, kinds_of_tokens
 from mllm_compile.model.pooling.texts_hook import attending_to_texts
 from mllm_compile.model.towers.segments_hook import say_bounds
 from mllm_compile.model.trace import Trace, sized, trace_text
+from mllm_compile.model.written_attention.find import KNOWS_ITS_MASK
+from mllm_compile.passes.match.nodes import is_op, is_symbolic
 
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
 _SAMPLE_BOUNDS = 4
@@ -35,9 +38,40 @@ def trace_body(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
         trace = trace_text(
             hf_model, _PackedTexts(body, max_tokens, hf_model.position_offset), inputs, device, max_tokens
         )
+    attend_within_texts(trace.graph_module.graph)
     trace.graph_module.graph.eliminate_dead_code()
     trace.graph_module.recompile()
     return trace
+
+
+def attend_within_texts(graph: fx.Graph) -> None:
+    """Gives attention that was found written out in the trace the bounds of texts: it hides no key, or those behind.
+
+    A bias by distance stays what it was, and is refused (supported.py), as is a model whose masks hide more: none is
+    made in a trace, and the self-check compares with what its masks hide.
+    """
+    attention = [node for node in graph.nodes if is_op(node, "attention") and KNOWS_ITS_MASK in node.meta]
+    for node in attention:
+        q, k, v, _, scale, cap, left, refusals, slopes = node.args
+        if slopes or cap:
+            continue
+        right = 0 if node.meta[KNOWS_ITS_MASK] else -1
+        node.target = torch.ops.mllm.segment_attention.default
+        node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, None)
+
+
+def _bounds_of(graph: fx.Graph) -> fx.Node:
+    """The input of bounds, which a trace lacks whose attention was asked for none."""
+    inputs: dict[Any, fx.Node] = {node.meta.get("input_name"): node for node in graph.find_nodes(op="placeholder")}
+    if "cu_seqlens" in inputs:
+        return inputs["cu_seqlens"]
+    like = inputs["input_ids"].meta["val"]
+    sizes = [node.meta["val"] for node in graph.find_nodes(op="placeholder") if is_symbolic(node.meta["val"])]
+    (size,) = [one for one in sizes if one.node.expr != like.shape[0].node.expr]  # which the trace has kept
+    with graph.inserting_after(inputs["input_ids"]), like.fake_mode:
+        bounds = graph.placeholder("cu_seqlens")
+        bounds.meta |= {"input_name": "cu_seqlens", "val": like.new_empty((size,), dtype=torch.int32)}
+    return bounds
 
 
 def arguments_besides_ids(body: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.mask_probe import ObservedCall, observe_attention
 from mllm_compile.model.pooling.own_attention import attends_itself
+from mllm_compile.model.written_attention.find import KNOWS_ITS_MASK
 
 _FAR = 1 << 21
 _POWERS = [1 << exponent for exponent in range(3, 21)]
@@ -29,11 +30,17 @@ def fill_windows(attentions: list[fx.Node], model: Any, inputs: dict[str, Any], 
     """
     if any(attends_itself(module) for module in model.modules()):
         return []  # it asks for no mask but padding's, and attends in both directions
+    through_interface = [node for node in attentions if KNOWS_ITS_MASK not in node.meta]
     observed = observe_attention(model, device, inputs)
-    if len(observed.calls) != len(attentions):
-        return [f"it attends {len(observed.calls)} times, but {len(attentions)} calls are in the trace"]
+    if len(observed.calls) != len(through_interface):
+        return [f"it attends {len(observed.calls)} times, but {len(through_interface)} calls are in the trace"]
+    # Attention of a model's own does not say which of the masks it takes: all have to be alike.
+    without_mask = [node for node in attentions if node.meta.get(KNOWS_ITS_MASK) is False]
+    if without_mask and len({reach for mask in observed.masks if (reach := _reach_or_none(mask))}) > 1:
+        return ["it makes several masks, and its attention does not say which of them it takes"]
+    of_own = [(node, mask) for node in without_mask for mask in observed.masks]
     reasons = []
-    for node, call in zip(attentions, observed.calls, strict=True):
+    for node, call in [*zip(through_interface, observed.calls, strict=True), *of_own]:
         if call.mask is None and not call.is_altered:
             continue
         try:
@@ -61,6 +68,13 @@ def reach_of(call: ObservedCall) -> tuple[int, int]:
     if not is_window:
         raise UnsupportedModelError("its attention mask is no window around each token")
     return left, right
+
+
+def _reach_or_none(call: ObservedCall) -> tuple[int, int] | None:
+    try:
+        return reach_of(call)
+    except UnsupportedModelError:
+        return None
 
 
 def _farthest(call: ObservedCall, side: int) -> int:
