@@ -365,6 +365,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         *keys,
         "deterministic",
         "expert_parallel_size",
+        "pipeline_parallel_size",
         "kv_events_config",
         "kv_transfer_config",
         *_OF_TIERS,

@@ -11,6 +11,7 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import ConfigError
 from tests.kv_connectors import broken_stores
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_an_engine_finds_what_another_one_has_stored_and_computes_what_is_damage
     assert "came back damaged" in caplog.text
 
 
-@pytest.mark.parametrize("at", ["lookup", "load", "store"])
+@pytest.mark.parametrize("at", slow_but_a_sample(["lookup", "load", "store"], 1))
 def test_a_store_that_hangs_is_left_and_requests_are_answered(
     cache: Path, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_next_engine_finds_prefixes_and_one_of_other_numerics_does_not(
         assert all(output.num_host_tokens > 0 and not output.num_disk_tokens for output in outputs)
 
 
+@pytest.mark.slow
 def test_two_engines_share_no_memory_and_the_second_says_so(
     cache: Path, kept: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
