@@ -11,16 +11,15 @@ import os
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
-from mllm_compile.config.device import DeviceInfo, has_amx, has_panels
+from mllm_compile.config.device import DeviceInfo, has_amx
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.prediction_layer import num_prediction_layers
-from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve_graphs import resolve_graphs
+from mllm_compile.config.resolve_quantisation import resolve_quantization
 from mllm_compile.config.resolve_task import check_encoder_decoder, has_encoder, resolve_task
 from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer
 from mllm_compile.config.resolved import (
     AutoChoices,
-    Quantization,
     ResolvedCache,
     ResolvedCompile,
     ResolvedConfig,
@@ -91,10 +90,6 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 METHOD_KEY = "speculative.method"
 METHOD_WITHOUT_WEIGHTS: SpeculativeMethod = "suffix"
-_QUANTISING_PASS = "quantise_linears"
-_PANELS_PASS = "pack_linears"
-_INTEGERS = frozenset(("int4", "int8"))
-_IN_PANELS = _INTEGERS | {"mxfp4"}  # kinds of weights that lie in panels
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length"),
@@ -138,7 +133,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             load_format=choices.resolve(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
-            quantization=_quantization(config, model, device, dtype, task, choices),
+            quantization=resolve_quantization(config, model, device, dtype, task, choices),
             trust_remote_code=config.model.trust_remote_code,
             split_special_tokens=config.model.split_special_tokens,
             task=task,
@@ -218,90 +213,6 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
         lambda: (STRUCTURE_BACKENDS, "the second takes what the first refuses"),
     )
     return ResolvedStructuredOutputs(backends=backends if isinstance(backends, tuple) else (backends,), threads=threads)
-
-
-def _quantization(
-    config: EngineConfig,
-    model: ModelFolder,
-    device: DeviceInfo,
-    dtype: str,
-    task: ModelTask,
-    choices: AutoChoices,
-) -> Quantization:
-    asked = config.model.quantization
-    scheme = None if model.scheme is None or model.scheme.is_plain else model.scheme
-    is_left_out = _QUANTISING_PASS in config.compile.disable_passes
-
-    def choose() -> tuple[Quantization, str]:
-        if scheme is None:
-            return "none", "the weights are not quantised"
-        if task != "generate" or has_encoder(model):
-            return "dequantize", "linears of a model that pools or has an encoder compute in its type"
-        if why := _why_not_kept("keep", scheme, config, device):
-            return "dequantize", why
-        if not device.is_cuda and dtype != "float32" and not _INTEGERS.isdisjoint(scheme.kinds):
-            return "dequantize", f"a CPU is faster in {dtype} than with integers as they are stored"
-        return "keep", f"the checkpoint's, {scheme.name}"
-
-    chosen: Quantization = choices.resolve("model.quantization", asked, choose)
-    if chosen in ("keep", "keep_a8"):
-        _check_kept(chosen, scheme, config, device)
-        return chosen
-    if chosen == "none" and scheme is not None:
-        raise ConfigError(
-            f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
-            "dequantize, or set model.path to the original."
-        )
-    if chosen == "int8" and device.is_cuda:
-        raise ConfigError("model.quantization is int8, which is for CPUs. Set it to fp8, which a GPU is as fast with.")
-    if chosen not in ("fp8", "int8", "int4"):
-        return "none" if scheme is None else chosen
-    if is_left_out:
-        raise ConfigError(
-            f"model.quantization is {chosen}, but compile.disable_passes names {_QUANTISING_PASS}, which puts "
-            "quantised weights into the program. Leave one of them out."
-        )
-    if scheme is None:
-        return chosen
-    if scheme.kinds != (chosen,):
-        raise ConfigError(
-            f"model.quantization is {chosen}, but the checkpoint is quantised already ({scheme.name}). Set it to auto, "
-            f"or model.path to the original, which is quantised to {chosen} while it is read."
-        )
-    return "keep"
-
-
-def _check_kept(chosen: str, scheme: Scheme | None, config: EngineConfig, device: DeviceInfo) -> None:
-    if scheme is None:
-        raise ConfigError(
-            f"model.quantization is {chosen}, but the checkpoint is not quantised. Set it to auto, or to int8 or int4, "
-            "which quantise weights while they are read."
-        )
-    if why := _why_not_kept(chosen, scheme, config, device):
-        raise ConfigError(f"model.quantization is {chosen}, but {why}. Set it to auto or dequantize.")
-
-
-def _why_not_kept(chosen: str, scheme: Scheme, config: EngineConfig, device: DeviceInfo) -> str | None:
-    """Why linears do not compute with the checkpoint's weights as they are stored; None where they do."""
-    if _QUANTISING_PASS in config.compile.disable_passes:
-        return f"compile.disable_passes names {_QUANTISING_PASS}"
-    if not scheme.kinds:
-        return f"linears do not compute with {scheme.name}"
-    if chosen == "keep_a8" and _IN_PANELS.isdisjoint(scheme.kinds):
-        return f"linears do not multiply {scheme.name} with inputs of eight bits"
-    return _why_no_panels(config, device) if scheme.is_for_cpus or chosen == "keep_a8" else None
-
-
-def _why_no_panels(config: EngineConfig, device: DeviceInfo) -> str | None:
-    """Why linears do not compute from panels (passes/pack_linears.py); None where they do."""
-    if not has_panels(device.device):
-        return "linears compute from its blocks on a CPU with AVX2 alone"
-    if config.compile.backend == "eager":
-        return "with compile.backend: eager linears compute in the model's type"
-    if _PANELS_PASS in config.compile.disable_passes:
-        return f"compile.disable_passes names {_PANELS_PASS}"
-    are_cut = config.runtime.tensor_parallel_size * config.runtime.expert_parallel_size > 1
-    return "over ranks linears compute in the model's type" if are_cut else None
 
 
 def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:

@@ -870,7 +870,7 @@ GGUF = Scheme("gguf Q4_1", ("gguf q4_1",), kinds=("int4", "int8"), is_for_cpus=T
     ],
 )
 def test_linears_compute_from_blocks_of_gguf_on_a_cpu(device, sections, vectors, becomes, why, monkeypatch):
-    monkeypatch.setattr("mllm_compile.config.resolve.has_panels", lambda device: vectors)
+    monkeypatch.setattr("mllm_compile.config.resolve_quantisation.has_panels", lambda device: vectors)
     monkeypatch.setattr("mllm_compile.config.resolve.has_amx", lambda device: False)
     found = resolved_of(GGUF, device, **sections)
     assert found.model.quantization == becomes
@@ -900,7 +900,7 @@ def test_what_cannot_be_kept_is_refused(scheme, asked, device, message):
 
 
 def test_a_cpu_without_float32_dequantises_integers_unless_it_is_asked_to_keep_them(monkeypatch):
-    monkeypatch.setattr("mllm_compile.config.resolve.has_panels", lambda device: True)
+    monkeypatch.setattr("mllm_compile.config.resolve_quantisation.has_panels", lambda device: True)
     for asked, becomes in (("auto", "dequantize"), ("keep", "keep"), ("keep_a8", "keep_a8")):
         found = resolved_of(INT4, CPU, model={"dtype": "bfloat16", "quantization": asked})
         assert found.model.quantization == becomes
