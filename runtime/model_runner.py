@@ -161,7 +161,8 @@ class ModelRunner(RunnerSizes):
                 self.communicator = self._meet()
                 self.communicator.use_kernels(model.kernels, in_one_order=self.config.runtime.deterministic)
             if isinstance(self.communicator, StagedCommunicator) and model.stage is not None:
-                self.pipeline = Pipeline(self.communicator, model.stage, self.device)
+                most_tokens = self.config.runtime.max_num_batched_tokens
+                self.pipeline = Pipeline(self.communicator, model.stage, most_tokens, self.device)
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         interval_s = self.config.forward_times_interval_s

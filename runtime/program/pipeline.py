@@ -25,8 +25,14 @@ class Pipeline:
         is_last: this stage has the head.
     """
 
-    def __init__(self, communicator: StagedCommunicator, stage: StageProgram, device: torch.device) -> None:
-        self._stage, self._device = stage, device
+    def __init__(
+        self, communicator: StagedCommunicator, stage: StageProgram, most_tokens: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            most_tokens: of a step.
+        """
+        self._stage, self._most_tokens = stage, most_tokens
         self._before, self._behind = communicator.before, communicator.behind
         self.is_last = communicator.stage == communicator.num_stages - 1
         self._samples = communicator.rank_of_all == 0
@@ -36,7 +42,8 @@ class Pipeline:
             for rank, link in communicator.tokens.items()
             if communicator.num_stages - 1 - rank // width in stage.token_stages
         ]
-        self._places: dict[str, torch.Tensor] = {}  # flat, of the most tokens so far: captured pieces read them there
+        # Values of the most tokens, flat: captured pieces read them at these addresses.
+        self._places = {value.name: _flat(value, most_tokens, device) for value in stage.takes}
         # Rows of each step whose tokens rank 0 sends, and which have not been received.
         self._awaited: deque[np.ndarray] = deque()
         self._most_awaited = 2 * communicator.num_stages
@@ -50,12 +57,10 @@ class Pipeline:
         return taken
 
     def _place(self, value: HandedValue, num_tokens: int) -> torch.Tensor:
+        if num_tokens > self._most_tokens:
+            raise ValueError(f"a step of {num_tokens} tokens; expected at most {self._most_tokens}")
         shape = [num_tokens if size < 0 else size for size in value.shape]
-        count, flat = math.prod(shape), self._places.get(value.name)
-        if flat is None or flat.numel() < count:
-            dtype = getattr(torch, value.dtype)
-            flat = self._places[value.name] = torch.empty(count, dtype=dtype, device=self._device)
-        return flat[:count].view(shape)
+        return self._places[value.name][: math.prod(shape)].view(shape)
 
     def give(self, values: Sequence[torch.Tensor]) -> None:
         """Hands values on, which may be written over afterwards."""
@@ -83,3 +88,8 @@ class Pipeline:
         self._awaited.popleft()
         (link,) = self._token_links
         link.receive(last_tokens)
+
+
+def _flat(value: HandedValue, num_tokens: int, device: torch.device) -> torch.Tensor:
+    count = math.prod(num_tokens if size < 0 else size for size in value.shape)
+    return torch.empty(count, dtype=getattr(torch, value.dtype), device=device)
