@@ -65,6 +65,7 @@ def check_tiers(asked: RuntimeConfig) -> None:
     obstacles = {
         "pipeline_parallel_size": asked.pipeline_parallel_size > 1,
         "expert_parallel_size": asked.expert_parallel_size > 1,
+        "nnodes": asked.nnodes > 1,
         "routed_experts": asked.routed_experts,
         "enable_prefix_cache: false": not asked.enable_prefix_cache,
     }

@@ -283,11 +283,11 @@ _OF_TIERS = {
 }
 
 
-@pytest.mark.parametrize("key", ["expert_parallel_size", "pipeline_parallel_size", "routed_experts"])
+@pytest.mark.parametrize("key", ["expert_parallel_size", "pipeline_parallel_size", "nnodes", "routed_experts"])
 def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(key):
     assert resolved(runtime=_OF_TIERS).runtime.kv_offloading_size == 1.5
     with pytest.raises(ConfigError, match=f"kv_offloading_size is 1.5, which runtime.{key} excludes"):
-        resolved(runtime=_OF_TIERS | {key: 2 if "size" in key else True})
+        resolved(runtime=_OF_TIERS | {key: True if key == "routed_experts" else 2})
 
 
 @pytest.mark.parametrize(
