@@ -287,6 +287,8 @@ def decoder_prompts(
 def tower_of(runner: ModelRunner) -> Tower | str:
     """The tower that prompts with images are checked with, or why they are refused."""
     runtime, media = runner.config.runtime, runner.model.media
+    if runner.pipeline is not None:
+        return "runtime.pipeline_parallel_size is set, under which text alone is served"
     if media is None:
         return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
     if runtime.skip_compiled:

@@ -12,7 +12,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.errors import ConfigError, EngineDeadError, WeightUpdateError
+from mllm_compile.errors import ConfigError, EngineDeadError, RequestError, WeightUpdateError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.program.stages import stage_program
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
@@ -24,6 +24,7 @@ from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages, tiny_config
+from tests.tiny_vision import image, media_prompt, save_vision_model, vision_engine_config
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +230,17 @@ def test_what_stages_do_not_take_is_refused_by_name(name, cache):
     others = {key: value for key, value in sections.items() if key != "runtime"}
     with pytest.raises(ConfigError, match=why):
         load_or_compile(tiny_config(cache, compile={"backend": "eager"}, runtime=runtime, **others))
+
+
+@pytest.mark.slow
+def test_a_model_with_images_serves_its_text_and_refuses_images_by_name(tmp_path):
+    save_vision_model("qwen2_vl", tmp_path / "model")
+    found = []
+    for num_stages in (1, 2):
+        config = vision_engine_config(tmp_path / "model", tmp_path / "cache", pipeline_parallel_size=num_stages)
+        with Engine(config) as engine:
+            found.append(tokens(engine, [[3, 4, 5, 6, 7], [8, 9]]))
+            if num_stages == 2:
+                with pytest.raises(RequestError, match=r"runtime\.pipeline_parallel_size is set"):
+                    engine.generate(media_prompt([3, 4], image(1, (1, 4, 6)), [5]), GREEDY)
+    assert found[0] == found[1]
