@@ -138,6 +138,16 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
 
 
+def test_a_flush_behind_new_weights_removes_what_is_below_and_can_no_longer_be_hit() -> None:
+    sim, copies = simulation(Random(6), num_below=64)
+    sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.scheduler.weights_changed()
+    assert len(copies.below) == 5
+    sim.scheduler.flush_prefix_cache()
+    assert not copies.below
+
+
 def test_pages_that_another_engine_has_stored_are_found_by_a_lookup() -> None:
     shared: dict[tuple[bool, bytes], object] = {}
     for name in ("first", "second"):
