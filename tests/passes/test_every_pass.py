@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from mllm_compile.passes.add_lora import AddLora
 from mllm_compile.passes.base import (
+    NUM_STAGES,
     PACKED_WEIGHTS,
     VARIANTS,
     WEIGHT_SCHEMES,
@@ -72,6 +73,12 @@ def kernels_on_cpu() -> Iterator[None]:
 def layers() -> fx.GraphModule:
     builder, logits = model_of_layers(3)
     return builder.finish(logits)
+
+
+def layers_in_stages() -> fx.GraphModule:
+    gm = layers()
+    gm.meta[NUM_STAGES] = 2
+    return gm
 
 
 def no_layers() -> fx.GraphModule:
@@ -405,6 +412,7 @@ def decoder_in_fp8() -> fx.GraphModule:
 
 GRAPHS = (
     layers,
+    layers_in_stages,
     no_layers,
     in_place_neighbours,
     several_readers,
