@@ -174,6 +174,7 @@ def test_an_engine_of_stages_sleeps_and_wakes(cache, alone):
             engine.update_weights([])
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(cache, alone):
     before = set(followers())
     engine = engine_of_pages(config_of(cache, max_model_len=128, enable_prefix_cache=False), num_pages=9)
@@ -187,7 +188,8 @@ def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(
     assert set(followers()) == before
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache, how):
     before = set(followers())
     engine = Engine(config_of(cache))
