@@ -163,6 +163,9 @@ def serve_command(
         str | None,
         typer.Option(help="Of several models, how long one runs while others wait.", show_default="5s"),
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines of the model behind one port, each on devices of its own.")
+    ] = 1,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -198,7 +201,8 @@ def serve_command(
         return
     _check_packages()
     from mllm_compile.server.options import ModelsOptions, ServeOptions, bytes_of, seconds_of
-    from mllm_compile.server.serve import run_models, run_server
+    from mllm_compile.server.replicas.devices import devices_of
+    from mllm_compile.server.serve import run_models, run_replicas, run_server
 
     options = ServeOptions(
         model="" if are_several else models[0],
@@ -235,6 +239,11 @@ def serve_command(
     of_several = ModelsOptions.of(options, by_name, sources, given) if are_several else None
     if of_several is None and (max_awake is not None or turn is not None):
         raise ConfigError("--max-awake, --turn: expected several models, which take turns")
+    if replicas > 1:
+        if are_several:
+            raise ConfigError(f"--replicas {replicas}: expected one model, got {len(by_name)}. Serve each by itself")
+        options.check_replicas(replicas)
+    devices = devices_of(replicas, sources[""]) if replicas > 1 else ()
     for name, source in sources.items():
         if isinstance(source, EngineConfig):
             check_adapters(source, replace(options, served_names=(name,)) if are_several else options)
@@ -242,10 +251,12 @@ def serve_command(
         _print_checks(sources, reporter)
         return
     start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
-    if of_several is None:
-        run_server(options)
-    else:
+    if of_several is not None:
         run_models(options, of_several)
+    elif devices:
+        run_replicas(options, devices)
+    else:
+        run_server(options)
 
 
 def _check_packages() -> None:

@@ -95,7 +95,7 @@ _NAMES_ELSEWHERE = {
 
 # Options of vLLM's that ask for what there is not.
 _NOT_THERE = {
-    "data_parallel_size": "an engine is one replica; serve others on other GPUs, or spread a mixture's experts: "
+    "data_parallel_size": "an engine is one replica: serve several by --replicas, or spread a mixture's experts: "
     "runtime.expert_parallel_size",
     "all2all_backend": "tokens go to spread experts and back by NCCL",
     "disable_custom_all_reduce": "which sums over ranks are by kernels of ours is measured, not set (docs/parallel.md)",

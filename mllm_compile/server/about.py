@@ -20,11 +20,16 @@ def load(front: Front) -> Answer:
     """The requests in work, by vLLM's name, and of them those that have no slot yet."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        running, waiting = front.dispatcher.num_running(), front.admission.waiting
-        load = len(front.dispatcher.jobs) + len(front.pooling)
-        await respond_json(send, {"server_load": load, "running": running + len(front.pooling), "waiting": waiting})
+        await respond_json(send, load_of(front))
 
     return answer
+
+
+def load_of(front: Front) -> dict[str, int]:
+    """An engine's requests in work."""
+    running, waiting = front.dispatcher.num_running(), front.admission.waiting
+    load = len(front.dispatcher.jobs) + len(front.pooling)
+    return {"server_load": load, "running": running + len(front.pooling), "waiting": waiting}
 
 
 def server_info(front: Front) -> Answer:

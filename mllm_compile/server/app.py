@@ -29,7 +29,7 @@ from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
 from mllm_compile.server.http import Receive, Scope, client_of, header, key_of, respond, respond_error
-from mllm_compile.server.models.front import ModelsFront
+from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.paths import answers_of
 from mllm_compile.server.openapi import openapi
 from mllm_compile.server.options import ServeOptions
@@ -125,13 +125,13 @@ def make_app(front: Front) -> App:
     return _guarded(front, [(method, path, endpoint(front)) for method, path, endpoint in _routes_of(front.options)])
 
 
-def make_models_app(server: ModelsFront) -> App:
-    """The application of a server of several models."""
+def make_engines_app(server: EnginesFront[Any]) -> App:
+    """The application of a server of several engines."""
     description = openapi(paths_of(server.options), _bodies_of(server.options))
     return _guarded(server, answers_of(server, _ROUTES, description))
 
 
-def _guarded(front: Front | ModelsFront, answers: Sequence[tuple[str, str, endpoints.Answer]]) -> App:
+def _guarded(front: Front | EnginesFront[Any], answers: Sequence[tuple[str, str, endpoints.Answer]]) -> App:
     routes = [Route(path, _Raw(answer), methods=[method]) for method, path, answer in answers]
     # A redirect would be made of the Host header, and lead from TLS to plain HTTP behind a proxy.
     router = Router(routes, redirect_slashes=False)
@@ -150,7 +150,7 @@ def _guarded(front: Front | ModelsFront, answers: Sequence[tuple[str, str, endpo
 class _Guarded:
     """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
 
-    def __init__(self, app: Router, front: Front | ModelsFront) -> None:
+    def __init__(self, app: Router, front: Front | EnginesFront[Any]) -> None:
         options = front.options
         self._app = app
         self._front = front

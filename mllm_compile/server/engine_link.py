@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
@@ -44,6 +44,7 @@ class EngineLink:
         on_step: takes the frames of steps.
         on_event: takes all else that it tells.
         kept: memory that outlives it.
+        environment: its variables, beside this process's.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineLink:
         on_step: Callable[[bytes], None],
         on_event: Callable[[EngineEvent], None],
         kept: KeptMemory,
+        environment: Mapping[str, str],
     ) -> None:
         self._on_step = on_step
         self._on_event = on_event
@@ -68,7 +70,7 @@ class EngineLink:
                 self._process = ProcessGroup(
                     command,
                     stdin=subprocess.DEVNULL,
-                    env=child_python.environment() | kept.environment,
+                    env={**child_python.environment(), **kept.environment, **environment},
                     pass_fds=[descriptor, kept.descriptor],
                 )
         except BaseException:

@@ -107,6 +107,7 @@ class Front:
             on_session=lambda event: self.sessions.told(event),
             landlord=landlord,
             name=options.name_in_log,
+            environment=options.environment,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)

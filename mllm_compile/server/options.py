@@ -45,6 +45,7 @@ class ServeOptions:
         runtime: keys of the section runtime that options give.
         kv_events: how KV events are published; None: they are not.
         kv_event_ranks: ranks that have prefix caches of their own.
+        devices: of the engine, as CUDA_VISIBLE_DEVICES names them; None: those that this process sees.
         enable_rl: clients may pause the engine, and replace its weights.
         rl_hosts: hosts beside this machine whose groups the engine may join.
         rl_folders: below these folders are those that weights may be read from.
@@ -78,6 +79,7 @@ class ServeOptions:
     runtime: Mapping[str, Any] = field(default_factory=dict)
     kv_events: KVEventsSection | None = None
     kv_event_ranks: int = 1
+    devices: str | None = None
     enable_rl: bool = False
     rl_hosts: tuple[str, ...] = ()
     rl_folders: tuple[str, ...] = ()
@@ -132,6 +134,20 @@ class ServeOptions:
         """True if it listens at an address that only this machine reaches."""
         return self.uds is None and self.host in ("127.0.0.1", "::1", "localhost")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the engine's process, beside this one's."""
+        return {} if self.devices is None else {VISIBLE: self.devices}
+
+    def check_replicas(self, count: int) -> None:
+        """
+        Raises:
+            ConfigError: an option means one engine, and there are several of the model.
+        """
+        for option, (is_given, instead) in _OF_ONE_ENGINE.items():
+            if is_given(self):
+                raise ConfigError(f"{option}: expected one engine, got --replicas {count}. {instead}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
@@ -185,6 +201,16 @@ class ModelsOptions:
         )
 
 
+# Likewise, options that mean one engine.
+_OF_ONE_ENGINE: Mapping[str, tuple[Callable[[ServeOptions], object], str]] = {
+    "--sleep-after": (
+        lambda options: options.sleep_after_s,
+        "One that sleeps forgets its prefixes: leave it out",
+    ),
+    "--kv-events-config": (lambda options: options.kv_events, "Serve each by itself behind the router that reads them"),
+    "--enable-rl": (lambda options: options.enable_rl, "Serve each by itself: the trainer asks all"),
+    "--allow-runtime-lora": (lambda options: options.allow_runtime_lora, "Give adapters by --lora-modules"),
+}
 # Options that mean one model: by name, what says that one is given, and what to do instead.
 _OF_ONE_MODEL: Mapping[str, tuple[Callable[[ServeOptions], object], str]] = {
     "--served-model-name": (lambda options: options.served_names, "Give each as NAME=MODEL"),
@@ -195,6 +221,7 @@ _OF_ONE_MODEL: Mapping[str, tuple[Callable[[ServeOptions], object], str]] = {
     "--enable-rl": (lambda options: options.enable_rl, "Serve the model that is trained by itself"),
 }
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # A page's origin as a browser sends it: scheme, host and port; "null" for a page without them.
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")

@@ -23,13 +23,15 @@ import uvloop
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.kv_events.installed import make_publisher
-from mllm_compile.server.app import App, make_app, make_models_app
+from mllm_compile.server.app import App, make_app, make_engines_app
 from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, command_line
 from mllm_compile.server.front import Front
+from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.options import ModelsOptions, ServeOptions
+from mllm_compile.server.replicas.front import ReplicasFront
 from mllm_compile.server.telemetry.tracing import Tracing, make_tracing
 from mllm_compile.version import __version__
 
@@ -77,7 +79,30 @@ def run_models(
 
     async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
         server = ModelsFront(options, models, command_of, tracing, partial(_say, options))
-        await _serve(server, make_models_app(server), listener, _tell_models(server, _url(options, listener)))
+        await _serve(server, make_engines_app(server), listener, _tell_engines(server, _url(options, listener)))
+
+    _run(options, serve)
+
+
+def run_replicas(
+    options: ServeOptions,
+    devices: tuple[str | None, ...],
+    command_of: Callable[[ServeOptions], CommandLine] = command_line,
+) -> None:
+    """Serves a model by several engines until a signal ends it.
+
+    Args:
+        options: of the server, and of each engine but for its devices.
+        devices: of each engine, as CUDA_VISIBLE_DEVICES names them; None: those that this process sees.
+        command_of: the command line of each engine.
+
+    Raises:
+        MllmError: the port cannot be had, or no engine can be started.
+    """
+
+    async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
+        server = ReplicasFront(options, devices, command_of, tracing, partial(_say, options))
+        await _serve(server, make_engines_app(server), listener, _tell_engines(server, _url(options, listener)))
 
     _run(options, serve)
 
@@ -188,7 +213,7 @@ class _Stop:
 
 
 async def _serve(
-    front: Front | ModelsFront, app: App, listener: socket.socket, tell_ready: Coroutine[Any, Any, None]
+    front: Front | EnginesFront[Any], app: App, listener: socket.socket, tell_ready: Coroutine[Any, Any, None]
 ) -> None:
     options = front.options
     stop = _Stop()
@@ -258,10 +283,10 @@ async def _tell_ready(front: Front, url: str) -> None:
         _collect_seldom()
 
 
-async def _tell_models(server: ModelsFront, url: str) -> None:
+async def _tell_engines(server: EnginesFront[Any], url: str) -> None:
     with contextlib.suppress(Exception):
         await server.begun.wait()
-        for line in models_banner_lines(server, url):
+        for line in engines_banner_lines(server, url):
             _say(server.options, line)
         _collect_seldom()
 
@@ -308,12 +333,13 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
     ]
 
 
-def models_banner_lines(server: ModelsFront, url: str) -> list[str]:
-    """The lines of the banner of several models."""
+def engines_banner_lines(server: EnginesFront[Any], url: str) -> list[str]:
+    """The lines of the banner of several engines."""
     states = server.states()
-    name = next((name for name, state in states.items() if state != "failed"), "")
+    cards = {card["id"]: card.get("state") for card in server.cards()}
+    name = next((name for name, state in cards.items() if state != "failed"), "")
     return [
-        f"mllm-compile {__version__}  {len(states)} models",
+        f"mllm-compile {__version__}  {len(states)} {server.kind}s",
         *(f"  {name:<24}  {state}" for name, state in states.items()),
         f"  ready     {url}/v1",
         f"""  try       curl {url}/v1/completions -H 'content-type: application/json' -d '{{"model": "{name}", """

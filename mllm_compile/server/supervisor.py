@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mllm_compile.engine.stats import HistogramSnapshot
@@ -80,6 +81,7 @@ class Supervisor:
         on_session: told of sessions that were asked for.
         landlord: shares the device out; None: it is the engine's alone.
         name: of the model, where a server has several.
+        environment: variables of the engine's process.
 
     Attributes:
         failure: why there will be no engine.
@@ -107,6 +109,7 @@ class Supervisor:
         on_session: Callable[[SessionTold], None],
         landlord: Landlord | None = None,
         name: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._command_of = command_of
         self._sleep_after_s = sleep_after_s
@@ -122,6 +125,7 @@ class Supervisor:
         self._on_pages = on_pages
         self._on_session = on_session
         self._landlord = landlord
+        self._environment = environment
         self._engine = f"the engine of {name}" if name else "the engine"
         self._refusal: tuple[int, ApiError | None] = (0, None)  # how many there were, and the last one
         self.failure: str | None = None
@@ -274,7 +278,7 @@ class Supervisor:
         self.stage, self.stage_since_s = "start", time.monotonic()
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
-        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event, kept)
+        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event, kept, self._environment)
         link.send(Begin(None if self.facts is None else self._adapters(), self._landlord is not None))
         try:
             if not await self._started(link, self._hello):

@@ -1,44 +1,42 @@
-"""The front of a server of several models: theirs by name, its brokers, its life.
-
-Each model has a front and a supervisor of its own, as a server of one has. Here is what they share.
-"""
+"""The front of a server of several models: theirs by name, and its brokers."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
 
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.server.api.errors import ApiError, bad_request
+from mllm_compile.server.api.fields import members_of
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine
-from mllm_compile.server.flow.memory import Memory
-from mllm_compile.server.http import Bodies
+from mllm_compile.server.http import Scope
 from mllm_compile.server.models.broker import Broker
+from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.options import ModelsOptions, ServeOptions
-from mllm_compile.server.supervisor import EngineFailedError
-from mllm_compile.server.telemetry.request_log import request_refused
 from mllm_compile.server.telemetry.tracing import Tracing
 
-logger = logging.getLogger("mllm_compile.server")
+_MOST_OF_QUERY = 4096  # bytes
+_OF_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-class ModelsFront:
+class ModelsFront(EnginesFront[Tenant]):
     """The models of one server.
-
-    Attributes:
-        begun: set once each model is served or has failed.
 
     Args:
         options: of the server, and of each model but for its name and source.
         command_of: an engine's command line, of its model's options.
         say: tells the operator a line.
     """
+
+    kind = "model"
 
     def __init__(
         self,
@@ -48,19 +46,15 @@ class ModelsFront:
         tracing: Tracing | None,
         say: Callable[[str], None],
     ) -> None:
-        self.options, self._models, self._say = options, models, say
-        self.memory = Memory()
-        self.bodies = Bodies(options.most_body_bytes)
-        self.is_draining = False
+        super().__init__(options, say)
+        self._models = models
         self.brokers: list[Broker] = []
-        self.tenants: dict[str, Tenant] = {}
-        self.begun = asyncio.Event()
         self._changed = asyncio.Event()
         for name, source in models.sources.items():
             own = replace(options, model=source, served_names=(name,), name_in_log=name)
             tenant = Tenant(name, own, command_of(own), tracing, self.memory, name in models.pinned, self._changed.set)
             tenant.front.on_ready = partial(self._ready, tenant)
-            self.tenants[name] = tenant
+            self.engines[name] = tenant
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -70,14 +64,14 @@ class ModelsFront:
         Raises:
             ApiError: it names none, or an adapter of two.
         """
-        known = ", ".join(self.tenants)
+        known = ", ".join(self.engines)
         if model is None:
             raise bad_request(f"model: expected one of {known}, as this server has several", "model")
         if not isinstance(model, str):
             raise bad_request(f"model: expected a name, one of {known}", "model")
-        if model in self.tenants:
-            return self.tenants[model]
-        with_it = [one for one in self.tenants.values() if one.front.names.adapter(model) is not None]
+        if model in self.engines:
+            return self.engines[model]
+        with_it = [one for one in self.engines.values() if one.front.names.adapter(model) is not None]
         if len(with_it) == 1:
             return with_it[0]
         if with_it:
@@ -91,95 +85,49 @@ class ModelsFront:
         Raises:
             ApiError: requests mean another model by it, or an adapter of another model.
         """
-        others = [one for one in self.tenants.values() if one is not tenant]
-        if name in self.tenants or any(one.front.names.adapter(name) is not None for one in others):
+        others = [one for one in self.engines.values() if one is not tenant]
+        if name in self.engines or any(one.front.names.adapter(name) is not None for one in others):
             raise bad_request(f"lora_name: {short_repr(name)} means another model of this server; take another name")
 
-    def refused(self, error: ApiError, path: str, client: str) -> None:
-        """Logs and counts a request that came to no model; the first one's figures have it."""
-        request_refused(error, next(iter(self.tenants.values())).front.metrics, path, client)
+    def engine_of_body(self, scope: Scope, path: str, body: bytes) -> Tenant:
+        members = members_of(body)
+        tenant = self.find(_text_of(members, "model"))
+        if path in _OF_ADAPTERS:
+            self.check_adapter_name(tenant, _text_of(members, "lora_name"))
+        return tenant
 
-    # State ------------------------------------------------------------------------------------------------------------
+    def engine_of_query(self, scope: Scope) -> Tenant:
+        query = parse_qs(scope.get("query_string", b"")[:_MOST_OF_QUERY].decode("latin-1"))
+        return self.find(query["model"][-1] if "model" in query else None)
 
-    def states(self) -> dict[str, str]:
-        """Name → running, parked, loading or failed."""
-        return {name: one.state for name, one in self.tenants.items()}
+    def cards(self) -> list[dict[str, Any]]:
+        return [card for one in self.engines.values() for card in _cards(one)]
 
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        """True unless no model will be served: an engine that is lost or stuck starts again by itself."""
-        states = self.states()
-        is_well = any(state != "failed" for state in states.values())
-        return is_well, {"state": self._state(), "models": states}
+    def card(self, name: str) -> dict[str, Any]:
+        return next(card for card in _cards(self.find(name)) if card["id"] == name)
 
-    def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """True once each model is served or has failed, and one is served."""
-        is_up = self.begun.is_set()
-        is_ready = is_up and self.health()[0] and not self.is_draining
-        return is_ready, {"state": self._state(), "models": self.states()}
+    # Memory -----------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> str:
-        if self.is_draining:
-            return "draining"
-        return "ready" if self.begun.is_set() else "starting"
+    def devices(self) -> dict[str, Any]:
+        return {one.name: {"bytes": one.num_bytes, "given_bytes": one.given_bytes} for one in self.brokers}
 
-    def _look_whether_begun(self) -> None:
-        if all(self._has_begun(one) for one in self.tenants.values()):
-            self.begun.set()
+    def _ready(self, engine: Tenant, facts: EngineFacts) -> None:
+        engine.ready(facts.hello.held_bytes)
+        super()._ready(engine, facts)
 
-    @staticmethod
-    def _has_begun(tenant: Tenant) -> bool:
-        return tenant.front.supervisor.facts is not None or tenant.state == "failed"
+    def _failed(self, engine: Tenant) -> None:
+        self._changed.set()
 
-    def _ready(self, tenant: Tenant, facts: EngineFacts) -> None:
-        tenant.ready(facts.hello.held_bytes)
-        hello = facts.hello
-        self._say(f"{tenant.name}: {hello.kv_tokens:,} KV tokens, ready in {hello.seconds:.1f} s")
-        self._look_whether_begun()
-
-    # Life -------------------------------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Runs all models until `close`.
-
-        Raises:
-            EngineFailedError: none of them can be served.
-        """
-        works: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(self._share_out()),
-            asyncio.gather(*(self._run(one) for one in self.tenants.values())),
-        ]
-        try:
-            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-            if works[0].done():
-                works[0].result()  # brokers end by a fault of their own alone
-            failures = await works[1]
-        finally:
-            for work in works:
-                work.cancel()
-            await asyncio.gather(*works, return_exceptions=True)  # engines are killed by then
-        if all(failures):
-            raise EngineFailedError(
-                "; ".join(f"{name}: {why}" for name, why in zip(self.tenants, failures, strict=True))
-            )
-
-    async def _run(self, tenant: Tenant) -> str | None:
-        """Runs a model; returns why it cannot be served."""
-        try:
-            await tenant.front.supervisor.run()
-        except EngineFailedError as error:
-            self._say(f"{tenant.name}: failed: {error}")
-            self._changed.set()
-            self._look_whether_begun()
-            return str(error)
-        return None
+    def _beside(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._share_out()]
 
     async def _share_out(self) -> None:
         """Waits for all needs, and then gives memory for as long as it runs."""
-        while any(one.needs is None and one.state != "failed" for one in self.tenants.values()):
+        while any(one.needs is None and one.state != "failed" for one in self.engines.values()):
             self._changed.clear()
             await self._changed.wait()
         devices: dict[str, list[Tenant]] = {}
-        for one in self.tenants.values():
+        for one in self.engines.values():
             if one.needs is not None and one.state != "failed":  # one may have died while it waited for the others
                 devices.setdefault(one.needs.device, []).append(one)
         self.brokers = [
@@ -194,22 +142,14 @@ class ModelsFront:
                     broker.changed()
                 await self._changed.wait()
 
-    async def sweep(self) -> None:
-        """Ends requests that wait too long, until it is cancelled."""
-        await asyncio.gather(*(one.front.sweep() for one in self.tenants.values()))
 
-    async def drain(self) -> None:
-        """Takes no more requests; lets those that run end, within the time that they have."""
-        self.is_draining = True
-        await asyncio.gather(*(one.front.drain() for one in self.tenants.values()))
+def _cards(tenant: Tenant) -> list[dict[str, Any]]:
+    return [card | {"state": tenant.state} for card in tenant.front.names.cards()]
 
-    def end(self) -> None:
-        """Ends the requests that still run."""
-        self.is_draining = True
-        for one in self.tenants.values():
-            one.front.end()
 
-    def close(self) -> None:
-        """Ends the engines, and `run`, soon."""
-        for one in self.tenants.values():
-            one.front.supervisor.close()
+def _text_of(members: Mapping[str, msgspec.Raw], name: str) -> Any:
+    """A member's value; None: it is not there."""
+    try:
+        return msgspec.json.decode(members[name], type=str | None) if name in members else None
+    except msgspec.MsgspecError:
+        raise bad_request(f"{name}: expected a text", name) from None

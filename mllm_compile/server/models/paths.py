@@ -1,7 +1,7 @@
-"""The paths of a server of several models.
+"""The paths of a server of several engines.
 
-Whatever acts on one engine goes to the front of the model that the request names: a POST in its body, others in
-their query. What is about the server is answered here.
+Whatever acts on one engine goes to the front of the one that the request means. What is about the server is answered
+here.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import parse_qs
 
-import msgspec
-
-from mllm_compile.server.about import NOT_TOLD, engine_info
+from mllm_compile.server.about import NOT_TOLD, engine_info, load_of
 from mllm_compile.server.api import anthropic_answers
-from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
-from mllm_compile.server.api.fields import members_of, read_object
+from mllm_compile.server.api.errors import ApiError, openai_refusal
+from mllm_compile.server.api.fields import read_object
 from mllm_compile.server.endpoints import Answer, Endpoint, page, request_ids, version
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.http import (
@@ -28,19 +25,16 @@ from mllm_compile.server.http import (
     respond_error,
     respond_json,
 )
+from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.figures import figures
-from mllm_compile.server.models.front import ModelsFront
-from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.telemetry.metrics import CONTENT_TYPE
 from mllm_compile.version import __version__
 
-_MOST_OF_QUERY = 4096  # bytes
-_OF_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-Own = Callable[[ModelsFront, Answer], Answer]  # the second: of /openapi.json
+Own = Callable[[EnginesFront[Any], Answer], Answer]  # the second: of /openapi.json
 Routes = tuple[tuple[str, str, Endpoint], ...]
 
 
-def answers_of(server: ModelsFront, routes: Routes, description: Answer) -> list[tuple[str, str, Answer]]:
+def answers_of(server: EnginesFront[Any], routes: Routes, description: Answer) -> list[tuple[str, str, Answer]]:
     """Method, path and answer of each path of a server of one model.
 
     Args:
@@ -50,24 +44,24 @@ def answers_of(server: ModelsFront, routes: Routes, description: Answer) -> list
         (
             method,
             path,
-            OF_SERVER[path](server, description) if path in OF_SERVER else _of_model(server, method, path, endpoint),
+            OF_SERVER[path](server, description) if path in OF_SERVER else _of_engine(server, method, path, endpoint),
         )
         for method, path, endpoint in routes
     ]
 
 
-def _of_model(server: ModelsFront, method: str, path: str, endpoint: Endpoint) -> Answer:
-    answers = {name: endpoint(tenant.front) for name, tenant in server.tenants.items()}
+def _of_engine(server: EnginesFront[Any], method: str, path: str, endpoint: Endpoint) -> Answer:
+    answers = {name: endpoint(engine.front) for name, engine in server.engines.items()}
     refusal = anthropic_answers.refusal if path.startswith("/v1/messages") else openai_refusal
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if method != "POST":
-                tenant = server.find(_model_of_query(scope))
+                engine = server.engine_of_query(scope)
             else:
                 with server.memory.share() as share:
                     body = await server.bodies.read(receive, share)
-                    tenant = _tenant_of(server, path, body)
+                    engine = server.engine_of_body(scope, path, body)
                 receive = _again(body, receive)
         except ClientGoneError:
             return
@@ -75,30 +69,10 @@ def _of_model(server: ModelsFront, method: str, path: str, endpoint: Endpoint) -
             server.refused(error, path, client_of(scope))
             await respond_error(send, error, refusal(error))
             return
-        await answers[tenant.name](scope, receive, send)
+        with server.serving(engine):
+            await answers[engine.name](scope, receive, send)
 
     return answer
-
-
-def _model_of_query(scope: Scope) -> str | None:
-    query = parse_qs(scope.get("query_string", b"")[:_MOST_OF_QUERY].decode("latin-1"))
-    return query["model"][-1] if "model" in query else None
-
-
-def _tenant_of(server: ModelsFront, path: str, body: bytes) -> Tenant:
-    members = members_of(body)
-    tenant = server.find(_text_of(members, "model"))
-    if path in _OF_ADAPTERS:
-        server.check_adapter_name(tenant, _text_of(members, "lora_name"))
-    return tenant
-
-
-def _text_of(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """A member's value; None: it is not there."""
-    try:
-        return msgspec.json.decode(members[name], type=str | None) if name in members else None
-    except msgspec.MsgspecError:
-        raise bad_request(f"{name}: expected a text", name) from None
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -114,10 +88,10 @@ def _again(body: bytes, receive: Receive) -> Receive:
 # Of the server -------------------------------------------------------------------------------------------------------
 
 
-def _told(tell: Callable[[ModelsFront, Scope], Any]) -> Own:
+def _told(tell: Callable[[EnginesFront[Any], Scope], Any]) -> Own:
     """The answer that `tell` gives, or raises."""
 
-    def own(server: ModelsFront, description: Answer) -> Answer:
+    def own(server: EnginesFront[Any], description: Answer) -> Answer:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 told = tell(server, scope)
@@ -132,60 +106,51 @@ def _told(tell: Callable[[ModelsFront, Scope], Any]) -> Own:
     return own
 
 
-def _health(server: ModelsFront, scope: Scope) -> tuple[int, dict[str, Any]]:
+def _health(server: EnginesFront[Any], scope: Scope) -> tuple[int, dict[str, Any]]:
     is_well, state = server.health()
     return 200 if is_well else 503, state
 
 
-def _readiness(server: ModelsFront, scope: Scope) -> tuple[int, dict[str, Any]]:
+def _readiness(server: EnginesFront[Any], scope: Scope) -> tuple[int, dict[str, Any]]:
     is_ready, state = server.readiness()
     return 200 if is_ready else 503, state
 
 
-def _cards(tenant: Tenant) -> list[dict[str, Any]]:
-    return [card | {"state": tenant.state} for card in tenant.front.names.cards()]
+def _models(server: EnginesFront[Any], scope: Scope) -> dict[str, Any]:
+    return {"object": "list", "data": server.cards()}
 
 
-def _models(server: ModelsFront, scope: Scope) -> dict[str, Any]:
-    return {"object": "list", "data": [card for one in server.tenants.values() for card in _cards(one)]}
+def _model(server: EnginesFront[Any], scope: Scope) -> dict[str, Any]:
+    return server.card(scope["path_params"]["name"])
 
 
-def _model(server: ModelsFront, scope: Scope) -> dict[str, Any]:
-    name = scope["path_params"]["name"]
-    tenant = server.find(name)
-    return next(card for card in _cards(tenant) if card["id"] == name)
+def _load(server: EnginesFront[Any], scope: Scope) -> dict[str, Any]:
+    loads = {name: load_of(one.front) for name, one in server.engines.items()}
+    return {"server_load": sum(one.pop("server_load") for one in loads.values()), f"{server.kind}s": loads}
 
 
-def _load(server: ModelsFront, scope: Scope) -> dict[str, Any]:
-    models = {
-        name: {"running": one.front.dispatcher.num_running(), "waiting": one.front.admission.waiting}
-        for name, one in server.tenants.items()
-    }
-    return {"server_load": sum(len(one.front.dispatcher.jobs) for one in server.tenants.values()), "models": models}
-
-
-def _server_info(server: ModelsFront, scope: Scope) -> dict[str, Any]:
+def _server_info(server: EnginesFront[Any], scope: Scope) -> dict[str, Any]:
     options = dataclasses.asdict(server.options)
     return {
         "version": __version__,
         "state": server.readiness()[1]["state"],
         "server": {name: value for name, value in options.items() if name not in NOT_TOLD},
-        "devices": {one.name: {"bytes": one.num_bytes, "given_bytes": one.given_bytes} for one in server.brokers},
-        "models": {
+        "devices": server.devices(),
+        f"{server.kind}s": {
             name: {"state": one.state, "failure": one.front.supervisor.failure, "engine": engine_info(one.front)}
-            for name, one in server.tenants.items()
+            for name, one in server.engines.items()
         },
     }
 
 
-def _metrics(server: ModelsFront, description: Answer) -> Answer:
+def _metrics(server: EnginesFront[Any], description: Answer) -> Answer:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, figures(server), headers=[(b"content-type", CONTENT_TYPE.encode())])
 
     return answer
 
 
-def _abort(server: ModelsFront, description: Answer) -> Answer:
+def _abort(server: EnginesFront[Any], description: Answer) -> Answer:
     """Requests' ids are of no model: each front is asked."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,15 +163,15 @@ def _abort(server: ModelsFront, description: Answer) -> Answer:
             server.refused(error, scope["path"], client_of(scope))
             await respond_error(send, error)
             return
-        fronts = [one.front for one in server.tenants.values()]
+        fronts = [one.front for one in server.engines.values()]
         await respond_json(send, {"aborted": [name for front in fronts for name in front.dispatcher.abort(asked)]})
 
     return answer
 
 
 def _of_any(endpoint: Endpoint) -> Own:
-    """The answer of the first model's front, as all have the same."""
-    return lambda server, description: endpoint(next(iter(server.tenants.values())).front)
+    """The answer of the first engine's front, as all have the same."""
+    return lambda server, description: endpoint(server.first.front)
 
 
 OF_SERVER: Mapping[str, Own] = {

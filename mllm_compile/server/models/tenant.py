@@ -12,9 +12,10 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.engine_link import CommandLine
 from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.front import Front
+from mllm_compile.server.models.engines import ServedEngine
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.supervisor import PARKED, READY
+from mllm_compile.server.supervisor import PARKED
 from mllm_compile.server.telemetry.tracing import Tracing
 from mllm_compile.server.wire.messages import Needs
 
@@ -23,7 +24,7 @@ _LOOK_S = 1.0  # between two looks at a start
 _MOST_S = 300.0  # of a park or a wake: the first park takes the host's memory, about 10 GB a second
 
 
-class Tenant:
+class Tenant(ServedEngine):
     """One model; for one event loop.
 
     Args:
@@ -50,10 +51,10 @@ class Tenant:
         is_pinned: bool,
         on_change: Callable[[], None],
     ) -> None:
-        self.name, self.is_pinned = name, is_pinned
+        super().__init__(name, Front(options, command_of, tracing, landlord=self, memory=memory))
+        self.is_pinned = is_pinned
         self._is_always_pinned = is_pinned
         self._on_change = on_change
-        self.front = Front(options, command_of, tracing, landlord=self, memory=memory)
         self.needs: Needs | None = None
         self.share: Share | str | None = None
         self.waits_since: float | None = None
@@ -61,14 +62,6 @@ class Tenant:
         self.has_turn_since = 0.0
         self.switches = 0
         self._ended = asyncio.Event()  # a start, by a ready engine or by its end
-
-    @property
-    def state(self) -> str:
-        """running, parked, loading or failed."""
-        supervisor = self.front.supervisor
-        if supervisor.failure is not None:
-            return "failed"
-        return {READY: "running", PARKED: "parked"}.get(supervisor.state, "loading")
 
     @property
     def is_idle(self) -> bool:

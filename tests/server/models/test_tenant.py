@@ -175,13 +175,13 @@ def test_a_model_that_died_before_memory_is_given_gets_none():
     async def work() -> None:
         several = ModelsOptions(sources={"a": "a", "b": "b"})
         server = ModelsFront(ServeOptions(model=""), several, lambda own: lambda descriptor: [], None, print)
-        for tenant in server.tenants.values():
+        for tenant in server.engines.values():
             tenant.needs = Needs("cuda:0", 100, 100, 100, 0, 90, 1, 10, 10)
-        server.tenants["a"].front.supervisor.failure = "its process ended"
+        server.engines["a"].front.supervisor.failure = "its process ended"
         sharing = asyncio.ensure_future(server._share_out())
         await asyncio.sleep(0)
         (broker,) = server.brokers
-        assert broker.tenants == [server.tenants["b"]]
+        assert broker.tenants == [server.engines["b"]]
         sharing.cancel()
 
     asyncio.run(work())

@@ -1,0 +1,132 @@
+"""The choice of a request's engine among several: where its prefix is cached, unless others have much less to do.
+
+What an engine has cached is known from what was sent to it. A prefix is the blocks of a request's text that are whole,
+each hashed with the one before it. An engine's blocks are forgotten in the order of their last use, the later ones of a
+text first: so those that are known of a text are always its first ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+BLOCK = 512  # bytes of a text: about two pages of 64 tokens
+_MOST_BLOCKS = 4096  # of a request that are looked at: 2 MiB
+_TOKEN_BYTES = 4  # of text that a token stands for, at about the least of prose and code
+_MOST_SESSIONS = 1 << 16
+# An engine has much more to do where both hold of its requests beside those of the one that has least.
+AHEAD = 8
+TIMES = 1.5
+# Of a text's blocks, so many are worth its going to where they are.
+_WORTH = 0.5
+
+
+def blocks_of(*texts: bytes) -> list[int]:
+    """The hash of each block of a request's texts, chained."""
+    text = b"\0".join(texts)[: _MOST_BLOCKS * BLOCK]
+    blocks: list[int] = []
+    chain = 0
+    for start in range(0, len(text) - BLOCK + 1, BLOCK):
+        chain = hash((chain, text[start : start + BLOCK]))
+        blocks.append(chain)
+    return blocks
+
+
+class _Known:
+    """The front's knowledge of one engine."""
+
+    def __init__(self) -> None:
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.most_blocks = _MOST_BLOCKS
+        self.load = 0
+        self.chosen = 0  # the number of the last choice of it
+
+    def matched(self, blocks: Sequence[int]) -> int:
+        """The number of these that it has cached, from the first one on."""
+        return bisect_left(blocks, True, key=lambda block: block not in self.blocks)
+
+    def take(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        while len(self.blocks) > self.most_blocks:
+            self.blocks.popitem(last=False)
+
+
+class Routing:
+    """The choice of engines.
+
+    Args:
+        names: of the engines.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._known = {name: _Known() for name in names}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._count = 0
+
+    @property
+    def loads(self) -> Mapping[str, int]:
+        """Requests that each engine has."""
+        return {name: known.load for name, known in self._known.items()}
+
+    def started(self, name: str, kv_tokens: int) -> None:
+        """An engine is ready with an empty cache of so many tokens."""
+        known = self._known[name]
+        known.blocks.clear()
+        known.most_blocks = max(1, kv_tokens * _TOKEN_BYTES // BLOCK)
+
+    @contextmanager
+    def serving(self, name: str) -> Iterator[None]:
+        """Counts a request for as long as an engine has it."""
+        self._known[name].load += 1
+        try:
+            yield
+        finally:
+            self._known[name].load -= 1
+
+    def home_of(self, session: str) -> str | None:
+        """The engine of a session; None: it has none."""
+        return self._sessions.get(session)
+
+    def choose(
+        self, usable: Collection[str], blocks: Sequence[int] = (), session: str | None = None, hint: str | None = None
+    ) -> str:
+        """The engine that a request goes to, which then has its prefix.
+
+        Args:
+            usable: engines that take requests; not empty.
+            blocks: as `blocks_of` makes them.
+            session: it stays with its engine for as long as that is usable.
+            hint: likewise, unless that engine has much more to do.
+        """
+        known = {name: self._known[name] for name in usable}
+        matched = {name: one.matched(blocks) for name, one in known.items()}
+        home = self._sessions.get(session or hint or "")
+        if home not in known or (session is None and self._is_overloaded(home, known)):
+            home = self._by_prefix(known, matched, len(blocks))
+        if session is not None or hint is not None:
+            self._note(session or hint or "", home)
+        self._count += 1
+        known[home].chosen = self._count
+        known[home].take(blocks)
+        return home
+
+    def _by_prefix(self, known: Mapping[str, _Known], matched: Mapping[str, int], num_blocks: int) -> str:
+        best = max(known, key=lambda name: (matched[name], -known[name].load))
+        if matched[best] > 0 and matched[best] >= _WORTH * num_blocks and not self._is_overloaded(best, known):
+            return best
+        return min(known, key=lambda name: (known[name].load, -matched[name], known[name].chosen))
+
+    @staticmethod
+    def _is_overloaded(name: str, known: Mapping[str, _Known]) -> bool:
+        least = min(one.load for one in known.values())
+        return known[name].load > max(least + AHEAD, least * TIMES)
+
+    def _note(self, session: str, home: str) -> None:
+        self._sessions[session] = home
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _MOST_SESSIONS:
+            self._sessions.popitem(last=False)
