@@ -191,6 +191,7 @@ class Supervisor:
 
     def grant(self, kv_tokens: int) -> None:
         """Lets an engine that waits for memory start, with a KV cache of so many tokens."""
+        self.stage_since_s = time.monotonic()  # the wait is over; no stage of the start is known yet
         self.send(Grant(kv_tokens))
 
     def refuse_start(self, why: str) -> None:
