@@ -30,6 +30,8 @@ def fake_numbers(ids: Sequence[int], count: int) -> np.ndarray:
 class FakePooling:
     """A runner; see the module's header."""
 
+    is_asynchronous = False
+
     def __init__(self, facts: PoolingFacts) -> None:
         self._facts = facts
 

@@ -52,6 +52,11 @@ class PoolingRunner:
         """Lets go of the model; nothing runs any more."""
         self._body, self._head, self.graphs = cast(Any, None), None, None
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if a step that is launched runs beside the host."""
+        return self._device.type == "cuda"
+
     def run(self, texts: Sequence[PackedText]) -> Answers:
         """The answer to each text: [D] or [labels] float32, or [n, …] for its tokens."""
         return self.launch(texts)()

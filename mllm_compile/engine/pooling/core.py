@@ -33,6 +33,10 @@ _OF_GENERATION = (
 class Runner(Protocol):
     """Runs steps; mllm_compile.runtime.pooling.runner.PoolingRunner does."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if a step that has begun runs beside the thread that began it; False: it is over by then."""
+
     def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
         """Begins a step; what it returns waits for the answers. The next step may begin before it is called."""
 
@@ -165,6 +169,9 @@ class PoolingCore:
                 if begun is not None:
                     self._end(begun)
                 begun = following
+                if begun is not None and not self._runner.is_asynchronous:  # else its clients wait for the next one too
+                    self._end(begun)
+                    begun = None
             if begun is not None:
                 self._end(begun)
         except BaseException as fault:

@@ -18,6 +18,8 @@ PARAMS = PoolingParams("embed", ("mean",))
 
 
 class _Runner:
+    is_asynchronous = True
+
     def __init__(self, run: Callable[[Sequence[PackedText]], Answers]) -> None:
         self.steps: list[list[int]] = []
         self._run = run
@@ -104,6 +106,8 @@ def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
     events: list[str] = []
 
     class Runner:
+        is_asynchronous = True
+
         def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
             number = int(texts[0].ids[0])
             events.append(f"begin {number}")
@@ -122,8 +126,29 @@ def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
     core.close()
 
 
+def test_answers_that_are_there_do_not_wait_for_the_next_step() -> None:
+    done: list[bool] = []
+
+    class Runner:
+        is_asynchronous = False
+
+        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+            if texts[0].ids[0] == 2:
+                done.append(first.done())
+            return lambda: _as_they_are(texts)
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    first, second = core.submit(_texts(1)), core.submit(_texts(2))
+    core.start()
+    assert _values(second) == [2]
+    assert done == [True]
+    core.close()
+
+
 def test_a_step_that_cannot_begin_fails_its_calls_and_no_other() -> None:
     class Runner:
+        is_asynchronous = True
+
         def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
             if texts[0].ids[0] == 2:
                 raise RuntimeError("broken")
