@@ -359,6 +359,8 @@ def test_a_request_for_texts_holds_its_place_until_it_is_over():
             with pytest.raises(ApiError, match="5 prompts wait"):
                 admission.place()
     assert (admission.waiting, admission.refused) == (0, 2)
+    with admission.place(), pytest.raises(ApiError, match="The request has 9: send them in parts"):
+        admission.enter(9)
     with admission.place() as place:
         place.hold(9)
         assert admission.waiting == 9, "a long list is taken when nothing else waits"

@@ -78,14 +78,15 @@ class Admission:
         if self.waiting and self.waiting + count > self.most:
             most = self.most + max(0, self._max_running - self._num_running())
             if self.waiting + count > most:
-                self._refuse(most)
+                self._refuse(count, most)
         self.waiting += count
 
-    def _refuse(self, most: int) -> NoReturn:
+    def _refuse(self, count: int, most: int) -> NoReturn:
         self.refused += 1
+        fits = "Ask again later." if count <= most else f"The request has {count}: send them in parts."
         raise ApiError(
             429,
-            f"{self.waiting} prompts wait, of at most {most}. Ask again later.",
+            f"{self.waiting} prompts wait, of at most {most}. {fits}",
             code="queue_full",
             retry_after_s=self._retry_after(),
         )
