@@ -11,6 +11,7 @@ import msgspec
 from mllm_compile.server.api.errors import ApiError, bad_request
 from mllm_compile.server.api.fields import read_fields
 from mllm_compile.server.endpoints import Answer, ToldBytes, from_body
+from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.front import Front
 
 logger = logging.getLogger("mllm_compile.server")
@@ -73,7 +74,7 @@ def unload(front: Front) -> Answer:
 
 
 def _changing(front: Front, change: Callable[[bytes], Coroutine[Any, Any, tuple[str, list[str]]]]) -> Answer:
-    async def told(body: bytes, client: str) -> ToldBytes:
+    async def told(body: bytes, client: str, share: Share) -> ToldBytes:
         if not front.options.allow_runtime_lora:
             raise ApiError(403, f"adapters are as the server was started with: {_NOT_ALLOWED}", code=_NOT_OPEN)
         text, unknown = await change(body)

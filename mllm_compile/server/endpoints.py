@@ -17,6 +17,7 @@ from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import chat_text
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front, ignored_headers
 from mllm_compile.server.http import (
@@ -247,7 +248,7 @@ def _json(
 ) -> Answer:
     """An endpoint from a JSON body to a JSON answer."""
 
-    async def encoded(body: bytes, client: str) -> ToldBytes:
+    async def encoded(body: bytes, client: str, share: Share) -> ToldBytes:
         data, unknown = await answer_to(body)
         return msgspec.json.encode(data), unknown
 
@@ -256,30 +257,31 @@ def _json(
 
 def from_body(
     front: Front,
-    answer_to: Callable[[bytes, str], Coroutine[Any, Any, ToldBytes]],
+    answer_to: Callable[[bytes, str, Share], Coroutine[Any, Any, ToldBytes]],
     headers: Headers,
     refusal: Callable[[ApiError], bytes] = openai_refusal,
 ) -> Answer:
     """An endpoint from a body to an answer with these headers.
 
     Args:
-        answer_to: takes the body, and the client's name for the log; cancelled where the client goes.
+        answer_to: takes the body, the client's name for the log, and the share of the memory that the request has
+            until its answer is sent; cancelled where the client goes.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with front.memory.share() as share:
+        with front.memory.share() as share:
+            try:
                 body = await front.bodies.read(receive, share)
-                data, unknown = await unless_gone(answer_to(body, client_of(scope)), receive)
+                data, unknown = await unless_gone(answer_to(body, client_of(scope), share), receive)
                 front.check_ignored(unknown)
-        except ClientGoneError:
-            return
-        except (ApiError, MllmError) as error:
-            refused = error if isinstance(error, ApiError) else of_error(error, None)
-            front.refused(refused, scope["path"], client_of(scope))
-            await respond_error(send, refused, refusal(refused))
-        else:
-            await respond(send, data, headers=[*headers, *ignored_headers(unknown)])
+            except ClientGoneError:
+                return
+            except (ApiError, MllmError) as error:
+                refused = error if isinstance(error, ApiError) else of_error(error, None)
+                front.refused(refused, scope["path"], client_of(scope))
+                await respond_error(send, refused, refusal(refused))
+            else:
+                await respond(send, data, headers=[*headers, *ignored_headers(unknown)])
 
     return answer
 

@@ -22,6 +22,7 @@ from mllm_compile.server.api.fields import members_of, read_fields
 from mllm_compile.server.endpoints import Answer, Endpoint, ToldBytes, from_body
 from mllm_compile.server.flow.admission import Place
 from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.front import Front
 from mllm_compile.server.pooling import answers
 from mllm_compile.server.pooling.fields import (
@@ -42,6 +43,7 @@ T = TypeVar("T")
 _MOST_NUMBERS = 1 << 23  # of an answer: as JSON some 180 MB
 _FEW_NUMBERS = 1 << 12  # as JSON in less than a millisecond
 _BYTES_OF_NUMBER = 20  # as JSON
+_HELD_OF_NUMBER = 8 + _BYTES_OF_NUMBER  # as the engine sends it, as an array, and as JSON
 _CUT = -1  # as many tokens as the model takes
 
 
@@ -51,12 +53,14 @@ class Asking:
 
     Attributes:
         place: in the queue.
+        share: of the memory.
         num_numbers: of the answers that came.
     """
 
     front: Front
     model: PoolingFront
     place: Place
+    share: Share
     num_bytes: int
     priority: int = 0
     cut_to: int | None = None
@@ -78,9 +82,11 @@ class Asking:
         """The engine's answers."""
         facts = self.rules.facts
         rows = answers.num_tokens(texts) if params.is_of_tokens else len(texts)
-        numbers = rows * (params.dimensions or max(facts.width, facts.outputs))
+        is_of_labels = params.task in ("classify", "token_classify")
+        numbers = rows * (facts.outputs if is_of_labels else params.dimensions or max(facts.width, facts.outputs))
         if numbers > _MOST_NUMBERS:
             raise ApiError(413, f"the answer would have {numbers:,} numbers; expected at most {_MOST_NUMBERS:,}")
+        self.share.hold(self.share.num_bytes + _HELD_OF_NUMBER * numbers)
         self.place.hold(len(texts))
         await self.front.facts(None)  # it may have begun to sleep, or to start again, while the texts were read
         made = await self.front.pooling.run(texts, params, self.priority)
@@ -126,7 +132,7 @@ def _endpoint(
     """
 
     def of(front: Front) -> Answer:
-        async def told(body: bytes, client: str) -> ToldBytes:
+        async def told(body: bytes, client: str, share: Share) -> ToldBytes:
             has_texts = with_texts is not None and "texts" in members_of(body)
             fields, unknown = read_fields(with_texts if with_texts is not None and has_texts else kind, body)
             front.check_open()
@@ -134,7 +140,7 @@ def _endpoint(
             try:
                 async with asyncio.timeout(limit_s):
                     with front.admission.place() as place:
-                        make, asking = await asked(fields, place, len(body))
+                        make, asking = await asked(fields, place, share, len(body))
                         return await asking.work(lambda: msgspec.json.encode(make())), unknown
             except TimeoutError:
                 assert limit_s is not None, "else there is no limit"
@@ -142,11 +148,11 @@ def _endpoint(
             except MllmError as error:
                 raise of_error(error, None) from None
 
-        async def asked(fields: Any, place: Place, num_bytes: int) -> tuple[Callable[[], Any], Asking]:
+        async def asked(fields: Any, place: Place, share: Share, num_bytes: int) -> tuple[Callable[[], Any], Asking]:
             facts = await front.facts_of_texts(getattr(fields, "model", None))
             if facts.pooling is None:
                 raise ApiError(404, GENERATES, code=UNSUPPORTED)
-            asking = Asking(front, facts.pooling, place, num_bytes, _priority(fields), _cut_to(fields))
+            asking = Asking(front, facts.pooling, place, share, num_bytes, _priority(fields), _cut_to(fields))
             return await answer(asking, fields), asking
 
         return from_body(front, told, JSON)

@@ -13,6 +13,7 @@ from mllm_compile.server.api.errors import ApiError, bad_request
 from mllm_compile.server.api.fields import read_fields
 from mllm_compile.server.endpoints import Answer, Endpoint, ToldBytes, from_body
 from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import Receive, Scope
@@ -72,7 +73,7 @@ def endpoint(handler: Handler) -> Endpoint:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             query = parse_qs(scope.get("query_string", b"")[:_MOST_OF_QUERY].decode("latin-1"))
 
-            async def told(body: bytes, client: str) -> ToldBytes:
+            async def told(body: bytes, client: str, share: Share) -> ToldBytes:
                 calls = front.rollouts
                 assert calls is not None, "without --enable-rl there is no such path"
                 await front.facts(None)

@@ -20,6 +20,7 @@ from mllm_compile.server import about
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.backend.pooling import PoolingCommands
 from mllm_compile.server.flow.admission import Admission
+from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.pooling.answers import _PIECE, numbers
@@ -88,9 +89,45 @@ def test_an_engine_that_began_to_sleep_while_texts_were_read_is_woken():
         rules=TaskRules(PoolingFacts(task="embed", rules=("mean",), width=1, outputs=1), False)
     )
     texts = [ReadText(np.array([1]))]
-    with Admission(None, lambda: 0).place() as place:
-        asyncio.run(Asking(front, model, place, 9).run(texts, PoolingParams("embed", ("mean",))))
+    with Admission(None, lambda: 0).place() as place, Memory().share() as share:
+        asyncio.run(Asking(front, model, place, share, 9).run(texts, PoolingParams("embed", ("mean",))))
     assert order == ["awake", "asked"]
+
+
+def _asked(facts: PoolingFacts, memory: Memory, texts: int, params: PoolingParams) -> ApiError | None:
+    """The error of a request for so many texts of one token; None: it is answered."""
+
+    async def facts_of(model: None) -> None: ...
+
+    async def run(*asked: Any) -> list[np.ndarray]:
+        return []
+
+    front: Any = SimpleNamespace(facts=facts_of, pooling=SimpleNamespace(run=run))
+    model: Any = SimpleNamespace(rules=TaskRules(facts, False))
+    with Admission(None, lambda: 0).place() as place, memory.share() as share:
+        try:
+            asyncio.run(Asking(front, model, place, share, 9).run([ReadText(np.array([1]))] * texts, params))
+        except ApiError as error:
+            return error
+    return None
+
+
+def test_answers_are_among_the_memory_that_requests_hold():
+    """Else clients that read slowly make a server hold any number of large ones."""
+    memory, facts = Memory(1 << 20), PoolingFacts(task="embed", rules=("mean",), width=1000, outputs=1000)
+    params = PoolingParams("embed", ("mean",))
+    with memory.share() as other:
+        other.hold(1)
+        assert _asked(facts, memory, 30, params) is None
+        refused = _asked(facts, memory, 40, params)
+    assert refused is not None and (refused.status, refused.code) == (429, "too_many_bytes")
+    assert _asked(facts, memory, 40, params) is None, "nobody else holds any"
+    assert memory.held == 0
+
+
+def test_a_score_is_one_number_whatever_the_models_width():
+    facts = PoolingFacts(task="classify", rules=("cls",), width=1000, outputs=1)
+    assert _asked(facts, Memory(), 9000, PoolingParams("classify", ("cls",))) is None
 
 
 @pytest.mark.parametrize(("count", "thread"), [(8, "MainThread"), (1 << 13, "mllm-texts"), (1 << 20, "mllm-long")])
