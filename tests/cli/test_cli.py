@@ -160,7 +160,6 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
             "--tensor-parallel-size is no option, but runtime.tensor_parallel_size of the config",
         ),
         (["serve", TINY, "--enable-expert-parallel"], "runtime: {expert_parallel_size: 2}} into a .yaml file"),
-        (["serve", TINY, "--nnodes", "2"], "there is no option --nnodes: ranks are of one machine"),
         (["serve", TINY, "--quantization", "awq"], "is no option, but model.quantization of the config"),
         (["inspect"], "Missing argument"),
     ],
