@@ -27,7 +27,7 @@ def load(front: Front) -> Answer:
 
 def load_of(front: Front) -> dict[str, int]:
     """An engine's requests in work."""
-    running, waiting = front.dispatcher.num_running(), front.admission.waiting
+    running, waiting = front.dispatcher.num_running(), front.num_waiting
     load = len(front.dispatcher.jobs) + len(front.pooling)
     return {"server_load": load, "running": running + len(front.pooling), "waiting": waiting}
 

@@ -117,7 +117,7 @@ class Front:
         self.metrics = Metrics(
             lambda: self.names.first or "",
             {
-                "requests_waiting": ("Prompts that wait.", "num_requests_waiting", lambda: self.admission.waiting),
+                "requests_waiting": ("Prompts that wait.", "num_requests_waiting", lambda: self.num_waiting),
                 "connections_generating": ("Requests in work.", None, lambda: len(self.dispatcher.jobs)),
                 "requests_refused_total": (
                     "Requests that a full queue refused.",
@@ -164,6 +164,11 @@ class Front:
         """Tells the requests that wait for a parked engine, and those within it, that it cannot run now."""
         self.supervisor.refuse(error)
         self.dispatcher.end_all(error)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that no step has taken, as far as is known here: of texts a step takes as many as can run."""
+        return self.admission.waiting - min(self.pooling.num_texts, self.admission.max_running)
 
     @property
     def is_idle(self) -> bool:

@@ -52,11 +52,16 @@ class Admission:
     Args:
         most: how many may; None: a multiple of those that can run.
         num_running: of completions that the engine has begun, and not ended.
+
+    Attributes:
+        most: how many may wait, beside those that can run.
+        max_running: prompts that can run.
+        waiting, refused: prompts.
     """
 
     def __init__(self, most: int | None, num_running: Callable[[], int]) -> None:
         self._num_running = num_running
-        self._max_running = _BEFORE_READY
+        self.max_running = _BEFORE_READY
         self._asked = most
         self.most = most or 0
         self.waiting = 0
@@ -65,7 +70,7 @@ class Admission:
 
     def engine_ready(self, max_running: int) -> None:
         """Takes the bound from an engine."""
-        self._max_running = max_running
+        self.max_running = max_running
         self.most = self._asked or _TIMES_RUNNING * max_running
 
     def enter(self, count: int) -> None:
@@ -76,7 +81,7 @@ class Admission:
             ApiError: too many wait.
         """
         if self.waiting and self.waiting + count > self.most:
-            most = self.most + max(0, self._max_running - self._num_running())
+            most = self.most + max(0, self.max_running - self._num_running())
             if self.waiting + count > most:
                 self._refuse(count, most)
         self.waiting += count

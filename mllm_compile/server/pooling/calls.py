@@ -22,10 +22,14 @@ class PoolingRequests:
 
     Args:
         send: sends a command to the engine.
+
+    Attributes:
+        num_texts: in the engine.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
+        self.num_texts = 0
         self._replies = Replies(send, "requests for texts wait", _MOST)
 
     def __len__(self) -> int:
@@ -48,6 +52,7 @@ class PoolingRequests:
             made.append(key)
             return pool_command(key, texts, params, priority)
 
+        self.num_texts += len(texts)
         try:
             event: Pooled = await self._replies.ask(command)
         except asyncio.CancelledError:
@@ -55,6 +60,8 @@ class PoolingRequests:
                 self._replies.forget(key)
                 self._send(Abort(key))
             raise
+        finally:
+            self.num_texts -= len(texts)
         return answers_of(event)
 
     def over(self, event: Pooled) -> None:

@@ -63,13 +63,18 @@ async def _load(front: Front) -> Any:
 def test_the_end_of_a_server_ends_requests_for_texts():
     async def end() -> None:
         front = Front(ServeOptions(model="m"), lambda descriptor: [])
-        work = front.pooling.run([ReadText(np.array([1]))], PoolingParams("embed", ("mean",)), 0)
-        asked = asyncio.ensure_future(work)
-        await asyncio.sleep(0)
-        assert await _load(front) == {"server_load": 1, "running": 1, "waiting": 0}
-        front.end()
-        with pytest.raises(ApiError, match="shutting down"):
-            await asked
+        front.admission.engine_ready(2)
+        texts = [ReadText(np.array([1]))] * 3
+        with front.admission.place() as place:
+            place.hold(3)
+            assert await _load(front) == {"server_load": 0, "running": 0, "waiting": 3}
+            asked = asyncio.ensure_future(front.pooling.run(texts, PoolingParams("embed", ("mean",)), 0))
+            await asyncio.sleep(0)
+            assert await _load(front) == {"server_load": 1, "running": 1, "waiting": 1}, "a step takes two"
+            front.end()
+            with pytest.raises(ApiError, match="shutting down"):
+                await asked
+        assert await _load(front) == {"server_load": 0, "running": 0, "waiting": 0}
 
     asyncio.run(end())
 
