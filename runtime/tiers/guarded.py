@@ -55,7 +55,7 @@ class GuardedConnector:
     ) -> None:
         self._timeout_s, self._name = timeout_s, name
         self.takes_writes = True
-        self._seal = Seal()
+        self._seal = Seal(bytes.fromhex(namespace.name))  # the store may mix them up
         sizes = (size + HEADER_BYTES if size else 0 for size in (namespace.page_bytes, namespace.state_bytes))
         stored = Namespace(namespace.name, namespace.facts, *sizes)
         made = self._call("its constructor", lambda: check_made(make(stored, options)))

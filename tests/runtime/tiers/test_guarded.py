@@ -49,6 +49,14 @@ def test_a_value_of_another_place_is_not_taken() -> None:
     assert loaded(store)[0] == [True, False]
 
 
+def test_a_value_of_another_model_is_not_taken_from_a_store_that_mixes_them_up() -> None:
+    guarded("ForgetsNamespaces").store(PLACES, [DATA.data] * 2)
+    other = Namespace.of({"model": "another"}, DATA.nbytes, 0)
+    store = GuardedConnector(broken_stores.ForgetsNamespaces, other, {}, 60.0, "a store")
+    assert store.lookup(PLACES) == [True, True]
+    assert loaded(store)[0] == [False, False]
+
+
 def test_errors_of_calls_are_lines_and_the_store_stays(caplog: pytest.LogCaptureFixture) -> None:
     store = guarded("Raises")
     assert store.lookup(PLACES) == [False, False]
