@@ -14,6 +14,11 @@ def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
     """
     found = KVTransferSection(**asked.model_dump())
     path = found.import_path
+    for key in ("kv_connector_module_path", "kv_connector_extra_config"):
+        if getattr(found, key) and not path:
+            raise ConfigError(
+                f"runtime.kv_transfer_config.{key} is set, and kv_connector is not: there is no store. Name its class."
+            )
     if path and "." not in path:
         raise ConfigError(
             f"runtime.kv_transfer_config.kv_connector is {path}, without a module: vLLM's own connectors are not here. "

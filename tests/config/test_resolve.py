@@ -312,6 +312,8 @@ _STORE = {"kv_connector": "package.module.Store", "trust_local_code": True}
     ("store", "changes", "message"),
     [
         (_STORE | {"trust_local_code": False}, {}, "package.module.Store, which is imported and run as this user"),
+        ({"kv_connector_module_path": "package.module"}, {}, "module_path is set, and kv_connector is not"),
+        ({"kv_connector_extra_config": {"a": 1}}, {}, "extra_config is set, and kv_connector is not"),
         (_STORE | {"kv_connector": "NixlConnector"}, {}, "NixlConnector, without a module: vLLM's own"),
         (_STORE, {"kv_offloading_size": 0.0}, "kv_transfer_config is set, and runtime.kv_offloading_size is 0"),
         (_STORE, {"skip_compiled": True}, "kv_transfer_config and runtime.skip_compiled"),
