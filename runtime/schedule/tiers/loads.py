@@ -101,7 +101,8 @@ class Loads:
             self._waits[request] = on_its_way
             on_its_way.waiting.add(request)
             return True
-        if shelves.asks_below and shelves.below and shelves.copies.takes_writes:
+        asks = shelves.asks_below and shelves.below and shelves.copies.takes_writes
+        if asks and not self._lookups.has_asked(request):  # once: a path of many pages takes its time at each step
             path = self._path(known, parent, keys.chain(parent, rest))
             if self._lookups.holds_back(request, path):
                 return True

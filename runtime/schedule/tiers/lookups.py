@@ -31,6 +31,10 @@ class Lookups:
         """True if the request waits for an answer."""
         return request in self._waiting
 
+    def has_asked(self, request: Request) -> bool:
+        """True if the request has had its lookup."""
+        return request in self._answered
+
     def holds_back(self, request: Request, path: Sequence[Entry]) -> bool:
         """True if a request waits for an answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.schedule.tiers.gain import Gain
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
+from mllm_compile.runtime.schedule.tiers.loads import Loads
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_config, make_request, prompt_of
 from tests.runtime.schedule.tiers.fake_copies import FakeCopies
@@ -174,6 +176,29 @@ def test_a_request_waits_for_its_lookup_alone_and_one_that_leaves_is_forgotten()
     copies.ends = 1.0
     settled(sim)
     sim.check_all_returned()
+
+
+def test_a_request_that_waits_for_room_behind_its_lookup_is_not_gone_through_for_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim, copies = simulation(Random(12), ends=1.0, num_below=64, shared={}, num_pages=9)
+    sim.add(make_request("first", prompt_of(20), max_tokens=8, **FREE))
+    sim.step()
+    gone_through: list[int] = []
+    path = Loads._path
+
+    def counted(loads: Loads, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
+        gone_through.append(len(keys))
+        return path(loads, known, parent, keys)
+
+    monkeypatch.setattr(Loads, "_path", counted)
+    late = sim.add(make_request("late", prompt_of(24, first=5), max_tokens=2, **FREE))
+    for _ in range(5):
+        sim.step()
+    assert not late.output_token_ids
+    settled(sim)
+    sim.check_answers()
+    assert (copies.num_lookups, len(gone_through)) == (2, 1)
 
 
 def test_pages_that_a_store_has_forgotten_since_the_lookup_are_computed() -> None:
