@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 
@@ -70,8 +71,14 @@ def put_tiers_behind(
         return
     namespace = cache(partial(_namespace, runners, pages, states, factors))  # sums of weights are made where needed
     store, found, below = _store(runtime, namespace, pages, states, reporter)
-    kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)
-    copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store, kept)
+    with ExitStack() as opened:  # given back where the memory is refused: a second try finds them free
+        if store is not None:
+            opened.callback(store.close)
+        kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)
+        if kept is not None:
+            opened.callback(kept.close)
+        copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store, kept)
+        opened.pop_all()
     indices = None
     if below is not None:
         index_of = partial(TierIndex, owns_content=not isinstance(store, GuardedConnector))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, DeviceMemoryError
 from tests.kv_connectors import broken_stores
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages, tiny_config
@@ -83,3 +83,16 @@ def test_a_store_that_refuses_is_a_line_and_one_that_is_none_ends_the_start(
         answers(engine)
     with pytest.raises(ConfigError, match="has no class Nothing"):
         served(cache, "tests.kv_connectors.broken_stores.Nothing", {})
+
+
+def test_a_start_without_enough_memory_lets_the_folder_behind_it_go(cache: Path, tmp_path: Path) -> None:
+    runtime = {"kv_offloading_disk_path": str(tmp_path / "kv"), "kv_offloading_disk_size": 0.05, "max_model_len": 128}
+
+    def started(size: float) -> Engine:
+        sections = {"runtime": runtime | {"kv_offloading_size": size}, "compile": {"backend": "eager"}}
+        return engine_of_pages(tiny_config(cache, **sections), 60)
+
+    with pytest.raises(DeviceMemoryError, match="kv_offloading_size needs"):
+        started(60_000.0)
+    with started(0.05) as engine:
+        assert [tier.name for tier in engine.stats().tiers] == ["host", "disk"]
