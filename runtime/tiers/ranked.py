@@ -36,27 +36,46 @@ class RankedCopies(SlotCopies):
     """Rank 0's, of a tier without a store below; as SlotCopies.
 
     Args:
-        tell: sends the other ranks a message, on the engine's thread.
+        tell: sends the other ranks a message, on the engine's thread. Where it fails a rank is lost, and no copy is
+            over any more: each call fails from then on.
         slots: of pages and of states.
     """
 
     def __init__(self, tell: Tell, layouts: tuple[SlotLayout, SlotLayout], slots: tuple[int, int], device: Any) -> None:
         super().__init__(*layouts, slots[0], slots[1], device)
         self._tell = tell
-        tell(_packed("open", slots=list(slots)))
+        self._lost: Exception | None = None
+        self._say(_packed("open", slots=list(slots)))
 
     def begin(self, ticket: Ticket) -> None:
         """See TierCopies.begin."""
         arrays = ticket.slots, ticket.pages.astype(np.int64)
-        self._tell(_packed("begin", *arrays, kind=ticket.kind, is_state=ticket.is_state))
+        self._say(_packed("begin", *arrays, kind=ticket.kind, is_state=ticket.is_state))
         super().begin(ticket)
 
     def finished(self) -> list[Ticket]:
         """See TierCopies.finished."""
         over = super().finished()
         for kind, count in Counter(ticket.kind for ticket in over).items():
-            self._tell(_packed("over", kind=kind, count=count))
+            self._say(_packed("over", kind=kind, count=count))
         return over
+
+    def wait(self) -> None:
+        """See TierCopies.wait."""
+        self._check()
+        super().wait()
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _say(self, message: Iterable[memoryview]) -> None:
+        self._check()
+        try:
+            self._tell(message)
+        except Exception as error:
+            self._lost = error
+            raise
 
 
 class FollowedCopies:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.errors import MllmError
+from mllm_compile.errors import DeviceError, MllmError
 from tests.e2e.test_ranks import followers
 from tests.tiny_model import engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 BEGINNINGS = [[first, *range(3, 90)] for first in range(5)]
 TURNS = [[*BEGINNINGS[number % 5][: 40 + 9 * (number % 6)], 7, number] for number in range(20)]
+
+
+def _lost(message: object) -> None:
+    raise DeviceError("rank 1 was lost")
 
 
 def engine(cache: Path, num_ranks: int, num_pages: int | None, **runtime: Any) -> Engine:
@@ -48,3 +53,17 @@ def test_tokens_of_two_ranks_with_hits_are_those_of_one_rank_and_a_lost_rank_end
         with pytest.raises(MllmError):
             for _ in range(100):
                 tokens(ranks)
+
+
+def test_a_rank_that_is_lost_amid_copies_leaves_no_process_and_no_thread(eager_cache: Path) -> None:
+    before, threads = set(followers()), set(threading.enumerate())
+    ranks = engine(eager_cache, 2, 50, kv_offloading_size=0.002)
+    copies = ranks.core._scheduler.tiers._copies  # type: ignore[union-attr]
+    ranks.core.between_steps(lambda: setattr(copies, "_tell", _lost))
+    with pytest.raises(MllmError, match="rank 1 was lost"):
+        for _ in range(100):  # a request may have its tokens before its pages are stored
+            tokens(ranks)
+    ranks.close()
+    assert set(followers()) == before
+    left = set(threading.enumerate()) - threads
+    assert not [one for one in left if one.name.startswith("mllm-tier")]

@@ -208,10 +208,10 @@ class Loads:
         load.waiting.add(request)
         self._waits[request] = load
         for ticket in load.tickets:
+            shelves.copies.begin(ticket)
             self._loads[ticket] = load
             if not ticket.is_state:
                 self._loading |= {entry.key: load for entry in ticket.entries}
-            shelves.copies.begin(ticket)
         return True
 
     def _on_host(self, entries: Sequence[Entry], is_state: bool) -> list[tuple[Entry, bool]]:

@@ -52,9 +52,9 @@ class Lookups:
             ]
             if unknown:
                 ticket = Ticket("lookup", unknown, is_state=is_state)
+                shelves.copies.begin(ticket)
                 self._asked[ticket] = request
                 self._waiting[request] = self._waiting.get(request, 0) + 1
-                shelves.copies.begin(ticket)
         return self.is_for(request)
 
     def leave(self, request: Request) -> None:

@@ -147,11 +147,11 @@ class Stores:
         if not entries:
             return
         ticket = Ticket("store", entries, np.array(pages, dtype=np.int32), is_state)
+        self._shelves.copies.begin(ticket)  # ahead of the rest: none waits for one that did not begin
         self._cache.lock(run)
         self._stores[ticket] = run
         if not is_state:
             self._storing.update(entry.key for entry in entries)
-        self._shelves.copies.begin(ticket)
 
     def over(self, ticket: Ticket) -> None:
         """Takes a copy in that is over."""
@@ -222,11 +222,11 @@ class Stores:
         if not held:
             below.give_back(slots)
             return
+        ticket = Ticket("write", held, is_state=is_state)
+        self._shelves.copies.begin(ticket)
         for entry in held:
             entry.users += 1
-        ticket = Ticket("write", held, is_state=is_state)
         self._writes[ticket] = slots
-        self._shelves.copies.begin(ticket)
 
     def _write_over(self, ticket: Ticket) -> None:
         shelves, below, counts = self._shelves, self._shelves.below[ticket.is_state], self._shelves.counts[1]

@@ -12,6 +12,7 @@ before writes them. The step that is being planned is not: it may not read what 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 
@@ -28,6 +29,8 @@ from mllm_compile.runtime.schedule.tiers.loads import Loads
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.stores import Stores
 from mllm_compile.runtime.schedule.tiers.ticket import TierCopies
+
+logger = logging.getLogger("mllm_compile.tiers")
 
 
 class Tiers:
@@ -58,7 +61,7 @@ class Tiers:
         asks_below: bool = False,
     ) -> None:
         self._names = "host", name_below
-        self._has_left = False
+        self._has_left = self._is_closed = False
         upper = {False: host[0], True: host[1]}
         lower = {} if below is None else {False: below[0], True: below[1]}
         self._shelves = Shelves(pages, copies, secret, Gain(min_gain), upper, lower, asks_below=asks_below)
@@ -187,12 +190,19 @@ class Tiers:
         return tuple(found)
 
     def close(self) -> None:
-        """Ends copies for good; what the host's memory has is written below first."""
-        self._copies.wait()
-        self.advance()
-        self.settle()
-        self._stores.write_all(self._rounds())
-        self._copies.close()
+        """Ends copies for good, once or often; what the host's memory has is written below first."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._copies.wait()
+            self.advance()
+            self.settle()
+            self._stores.write_all(self._rounds())
+        except Exception as error:  # of a device or a rank that is lost, and has ended the engine
+            logger.warning("not all pages were stored at the end: %s", error)
+        finally:
+            self._copies.close()
 
     def _rounds(self) -> Iterator[None]:
         while True:

@@ -218,6 +218,27 @@ def test_pages_that_a_store_has_forgotten_since_the_lookup_are_computed() -> Non
     sim.check_all_returned()
 
 
+@pytest.mark.parametrize("call", ["begin", "finished", "wait"])
+def test_a_device_that_is_lost_amid_copies_hinders_no_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, copies = simulation(Random(13), num_below=64)
+    tiers, closed = sim.scheduler.tiers, []
+    sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.add(make_request("second", prompt_of(20, first=5), max_tokens=2, **FREE))
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(copies, call, lost)
+    monkeypatch.setattr(copies, "close", lambda: closed.append(True))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        settled(sim)
+    assert tiers is not None
+    tiers.close()
+    tiers.close()
+    assert closed == [True]
+
+
 def test_pages_of_an_answer_are_stored_though_nobody_asks_for_more() -> None:
     sim, copies = simulation(Random(7), ends=0.0)
     sim.add(make_request("first", prompt_of(8), max_tokens=9, **FREE))
