@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import ConfigError, DeviceMemoryError
+from mllm_compile.process.timeline import Timeline
+from mllm_compile.server.backend.process import _hello
 from tests.kv_connectors import broken_stores
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages, tiny_config
@@ -96,3 +99,10 @@ def test_a_start_without_enough_memory_lets_the_folder_behind_it_go(cache: Path,
         started(60_000.0)
     with started(0.05) as engine:
         assert [tier.name for tier in engine.stats().tiers] == ["host", "disk"]
+
+
+def test_clients_are_not_told_what_a_store_is_reached_with(cache: Path) -> None:
+    with served(cache, "tests.kv_connectors.broken_stores.MemoryStore", {"password": "quiet"}) as engine:
+        told = _hello(engine, Timeline(), (0, 0)).config
+    assert told["runtime"]["kv_transfer_config"]["kv_connector"].endswith("MemoryStore")
+    assert "quiet" not in json.dumps(told)

@@ -64,6 +64,12 @@ logger = logging.getLogger("mllm_compile.server")
 PULSE_S = 0.5
 EXIT_MISTAKE = 2
 EXIT_DEAD = 3
+# Of a config: where things are on this machine, and what a store is reached with. Clients read the rest.
+_NOT_TOLD: Any = {
+    "cache": True,
+    "model": {"folder"},
+    "runtime": {"kv_transfer_config": {"kv_connector_extra_config"}},
+}
 
 # The bool: with the config's adapters. The function: of an engine that shares its device; takes what it needs, and
 # gives the tokens of its KV cache.
@@ -354,7 +360,7 @@ def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> H
         max_running_requests=limits.max_running_requests,
         kv_tokens=limits.usable_pages * limits.page_size,
         page_size=limits.page_size,
-        config={} if config is None else config.model_dump(mode="json", exclude={"cache": True, "model": {"folder"}}),
+        config={} if config is None else config.model_dump(mode="json", exclude=_NOT_TOLD),
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         default_params=messages.params_to_wire(engine.default_params),
