@@ -93,5 +93,7 @@ def _write(path: Path, value: bytes | memoryview, may_replace: bool = True) -> b
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     for sentence in check(lambda namespace: FolderStore(namespace, {"folder": sys.argv[1]})):
         print(f"holds: {sentence}")

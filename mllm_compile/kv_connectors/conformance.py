@@ -196,6 +196,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         options = json.loads(arguments[1]) if arguments[1:] else {}
+        if not isinstance(options, dict):
+            raise KVConnectorError(f"its options: got {arguments[1]}, expected an object of JSON")
         made = class_of(arguments[0])
         for sentence in check(lambda namespace: made(namespace, options)):
             print(f"holds: {sentence}")

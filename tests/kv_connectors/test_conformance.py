@@ -71,3 +71,18 @@ def test_what_is_no_store_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         told = capsys.readouterr().err
         assert message in told
         assert told.count("\n") == 1
+
+
+def test_options_that_are_no_object_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ("5", "[1]", "{"):
+        assert main(["examples.folder_store.FolderStore", options]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_example_without_a_folder_says_what_it_takes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "folder_store.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "python examples/folder_store.py /mnt/shared/kv" in done.stderr
+    assert "Traceback" not in done.stderr
