@@ -280,7 +280,9 @@ class Loads:
             shelves.host[is_state].give_back([entry.slot])
             if lower is not None and not lower.users:
                 shelves.below[is_state].drop(lower)
-        elif ticket.failed[place] and not entry.users and shelves.host[is_state].get(entry.key) is entry:
+        elif not ticket.failed[place]:
+            shelves.host[is_state].tell(entry.key)
+        elif not entry.users and shelves.host[is_state].get(entry.key) is entry:
             shelves.host[is_state].drop(entry)
 
     def _count(self, ticket: Ticket, bytes_each: int) -> None:

@@ -140,6 +140,25 @@ def test_new_weights_end_the_use_of_the_tier_below() -> None:
     assert [tier.name for tier in sim.scheduler.stats().tiers] == ["host"]
 
 
+def test_pages_of_an_engine_before_are_told_once_they_were_used() -> None:
+    first, before = simulation(Random(14))
+    first.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(first)
+    sim, copies = simulation(Random(14))
+    tiers, told = sim.scheduler.tiers, []
+    assert tiers is not None and first.scheduler.tiers is not None
+    copies.slots = before.slots
+    held = list(first.scheduler.tiers._shelves.host[False])
+    tiers._shelves.host[False].restore(held)
+    tiers.watch(lambda *one: told.append(one))
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.check_answers()
+    assert again.host_tokens == 16
+    used = [entry.key for entry in held if entry.depth <= again.host_tokens]
+    assert {one for one in told if one[1] in used} == {("host", key, True) for key in used}
+
+
 def test_a_flush_behind_new_weights_removes_what_is_below_and_can_no_longer_be_hit() -> None:
     sim, copies = simulation(Random(6), num_below=64)
     sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
