@@ -11,6 +11,9 @@ import json
 import os
 import secrets
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -20,7 +23,7 @@ from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.version import __version__
 
 VARIABLE = "MLLM_NODES_SECRET"
-HANDSHAKE_S = 10.0  # each end waits so long for the other's words
+HANDSHAKE_S = 10.0  # each end waits so long for all of the other's words
 _LEAST_SECRET = 16  # characters
 _GREETING = b"mllm-node 1\n"
 _NONCE, _MAC = 32, 32
@@ -105,56 +108,79 @@ def admit(connection: socket.socket, secret: bytes) -> Hello:
         WrongSecretError: the other end does not know the secret.
         OSError, EOFError, ValueError: it does not speak so, or is gone.
     """
+    until = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE)
     connection.sendall(_GREETING + ours)
-    theirs, proof = _exactly(connection, _NONCE), _exactly(connection, _MAC)
+    theirs, proof = _exactly(connection, _NONCE, until), _exactly(connection, _MAC, until)
     if not hmac.compare_digest(proof, _proof(secret, b"node", ours, theirs)):
         connection.sendall(_NO)
         raise WrongSecretError("it does not know the secret")
     connection.sendall(_YES + _proof(secret, b"rank 0", theirs, ours))
-    return from_json(Hello, parse_json(_line(connection)))
+    hello = from_json(Hello, parse_json(_line(connection, until)))
+    connection.settimeout(None)
+    return hello
 
 
 def answer(connection: socket.socket, refusal: str | None) -> None:
-    """Tells the other end whether it is let in, and leaves the connection to its words."""
+    """Tells the other end whether it is let in."""
     connection.sendall(json.dumps(asdict(Verdict(refusal))).encode() + b"\n")
-    connection.settimeout(None)
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
-    """Another host's end.
+    """Another host's end, ahead of `hear`.
 
     Raises:
         WrongSecretError: one end does not know the other's secret.
-        DeviceError: rank 0 refuses it, or is no rank 0.
+        DeviceError: rank 0 is gone, or is no rank 0.
     """
+    until = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
-    try:
-        if _exactly(connection, len(_GREETING)) != _GREETING:
+    with _told(hello.rank):
+        if _exactly(connection, len(_GREETING), until) != _GREETING:
             raise ValueError("it greets otherwise")
-        theirs, ours = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        theirs, ours = _exactly(connection, _NONCE, until), secrets.token_bytes(_NONCE)
         connection.sendall(ours + _proof(secret, b"node", theirs, ours))
-        if _exactly(connection, 1) != _YES:
+        if _exactly(connection, 1, until) != _YES:
             raise WrongSecretError(f"node 0 has another {VARIABLE}. Set the same on each node.")
-        if not hmac.compare_digest(_exactly(connection, _MAC), _proof(secret, b"rank 0", ours, theirs)):
+        if not hmac.compare_digest(_exactly(connection, _MAC, until), _proof(secret, b"rank 0", ours, theirs)):
             raise WrongSecretError(f"who listens at node 0's address does not know {VARIABLE}. Look who does.")
         connection.sendall(json.dumps(asdict(hello)).encode() + b"\n")
-        connection.settimeout(None)  # rank 0 answers when all nodes have come
-        verdict = from_json(Verdict, parse_json(_line(connection)))
-    except (OSError, EOFError, ValueError) as error:
-        raise DeviceError(f"node 0 did not let rank {hello.rank} in: {error}. Look at what node 0 says.") from error
+        connection.settimeout(None)
+
+
+def hear(connection: socket.socket, rank: int, within_s: float | None = None) -> None:
+    """Waits until a rank of another host is let in, which is when all nodes have come.
+
+    Raises:
+        DeviceError: rank 0 refuses it, is gone, or says nothing within that time.
+    """
+    until = None if within_s is None else time.monotonic() + within_s
+    with _told(rank):
+        verdict = from_json(Verdict, parse_json(_line(connection, until)))
     if verdict.refusal is not None:
         raise DeviceError(verdict.refusal)
+
+
+@contextmanager
+def _told(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:
+        raise DeviceError(f"node 0 did not let rank {rank} in: {error}. Look at what node 0 says.") from error
 
 
 def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(secret, role + b"\0" + first + second, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, until: float | None = None) -> bytes:
     data = b""
     while len(data) < size:
+        if until is not None and (left := until - time.monotonic()) > 0:
+            connection.settimeout(left)
+        elif until is not None:
+            raise TimeoutError("timed out")
         received = connection.recv(size - len(data))
         if not received:
             raise EOFError("the connection was closed")
@@ -162,12 +188,12 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _line(connection: socket.socket) -> bytes:
+def _line(connection: socket.socket, until: float | None = None) -> bytes:
     data = b""
     while not data.endswith(b"\n"):
         if len(data) >= _MOST_BYTES:
             raise ValueError(f"a line of more than {_MOST_BYTES} bytes")
-        data += _exactly(connection, 1)
+        data += _exactly(connection, 1, until)
     return data
 
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
@@ -14,7 +15,7 @@ from mllm_compile.config.device import detect_device
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.ranks.admission import Hello, introduce, node_secret
+from mllm_compile.ranks.admission import HANDSHAKE_S, Hello, hear, introduce, node_secret
 from mllm_compile.ranks.launch_local import FollowerProcess
 from mllm_compile.ranks.nodes import NODES_S, keep_alive
 from mllm_compile.store.opened import CompiledRuntime
@@ -50,11 +51,9 @@ def run_node(source: EngineConfig | Path, timeline: Timeline) -> None:
     count = runtime.num_ranks // runtime.nnodes
     ranks = range(runtime.node_rank * count, (runtime.node_rank + 1) * count)
     deadline = time.monotonic() + NODES_S
-    with timeline.stage("meet node 0"), ThreadPoolExecutor(count) as pool:  # all are let in together
-        address = runtime.master_addr, runtime.master_port
+    with timeline.stage("meet node 0"):
         hellos = [hello_of(compiled, rank) for rank in ranks]
-        coming = [pool.submit(_connected, address, deadline, secret, hello) for hello in hellos]
-        connections = [one.result() for one in coming]
+        connections = meet_node_0((runtime.master_addr, runtime.master_port), deadline, secret, hellos)
     processes: list[FollowerProcess] = []
     try:
         folders = [str(compiled.folder), str(compiled.weights_root)]
@@ -74,13 +73,40 @@ def run_node(source: EngineConfig | Path, timeline: Timeline) -> None:
             process.close()
 
 
-def _connected(address: tuple[str, int], deadline: float, secret: bytes, hello: Hello) -> socket.socket:
-    """A connection by which rank 0 has let a rank in."""
+def meet_node_0(
+    address: tuple[str, int], deadline: float, secret: bytes, hellos: Sequence[Hello]
+) -> list[socket.socket]:
+    """A connection for each rank of this host, which rank 0 lets in together.
+
+    Args:
+        deadline: of the first connection, by the monotonic clock.
+
+    Raises:
+        DeviceError: rank 0 is not there, or lets one not in.
+    """
+    with ExitStack() as opened:
+        connections: list[socket.socket] = []
+        for hello in hellos:
+            try:
+                connection = opened.enter_context(_connected(address, deadline if not connections else 0.0))
+                keep_alive(connection)
+                introduce(connection, secret, hello)
+            except DeviceError:
+                for told, earlier in zip(hellos, connections, strict=False):
+                    hear(earlier, told.rank, HANDSHAKE_S)  # node 0 may have refused that one, and be gone
+                raise
+            connections.append(connection)
+        for hello, connection in zip(hellos, connections, strict=True):
+            hear(connection, hello.rank)
+        opened.pop_all()
+    return connections
+
+
+def _connected(address: tuple[str, int], deadline: float) -> socket.socket:
     place = f"{address[0]}:{address[1]}"
     while True:
         try:
-            connection = socket.create_connection(address, timeout=_CONNECT_S)
-            break
+            return socket.create_connection(address, timeout=_CONNECT_S)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise DeviceError(
@@ -88,10 +114,3 @@ def _connected(address: tuple[str, int], deadline: float, secret: bytes, hello: 
                     "runtime.master_addr and master_port."
                 ) from error
             time.sleep(_POLL_S)
-    try:
-        keep_alive(connection)
-        introduce(connection, secret, hello)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

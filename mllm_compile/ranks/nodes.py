@@ -82,6 +82,8 @@ class Nodes:
         self._came: dict[int, RemoteRank] = {}
         self._refusal: str | None = None
         self._strangers: list[str] = []
+        self._is_waiting = True
+        self._meetings = threading.Semaphore(_MOST_WAITING)
         try:
             self._listener = socket.create_server((runtime.master_addr, runtime.master_port), backlog=_MOST_WAITING)
         except OSError as error:
@@ -108,28 +110,43 @@ class Nodes:
         deadline = time.monotonic() + NODES_S
         self._listener.settimeout(_POLL_S)
         try:
-            while wanted - set(self._came):
+            while lacking := wanted - self._here():
                 if self._refusal is not None:
                     raise DeviceError(self._refusal)
                 if time.monotonic() > deadline:
-                    raise DeviceError(self._lacking(wanted - set(self._came)))
+                    raise DeviceError(self._lacking(lacking))
                 with suppress(TimeoutError):
                     connection, (place, *_) = self._listener.accept()
-                    if threading.active_count() < _MOST_WAITING:
+                    if self._meetings.acquire(blocking=False):
                         threading.Thread(target=self._meet, args=(connection, place), daemon=True).start()
                     else:
                         connection.close()
-            for rank in self._came.values():
-                answer(rank.socket, None)
-            return self._came
+            for rank in (came := self._end_waiting()).values():
+                with suppress(OSError):  # it has ended: the group says so
+                    answer(rank.socket, None)
+            return came
         except BaseException as error:
-            for rank in self._came.values():
+            for rank in self._end_waiting().values():
                 with suppress(OSError):
                     answer(rank.socket, f"node 0 has given up: {error}")
                 rank.close()
             raise
         finally:
             self._listener.close()
+
+    def _here(self) -> set[int]:
+        """The ranks that have come; one that has ended since may come again."""
+        with self._lock:
+            for rank, process in list(self._came.items()):
+                if process.has_ended():
+                    self._came.pop(rank).close()
+            return set(self._came)
+
+    def _end_waiting(self) -> dict[int, RemoteRank]:
+        """The ranks that have come; from now on none is let in."""
+        with self._lock:
+            self._is_waiting = False
+            return dict(self._came)
 
     def _lacking(self, ranks: set[int]) -> str:
         nodes = sorted({rank // self.ranks_per_node for rank in ranks})
@@ -142,8 +159,8 @@ class Nodes:
 
     def _meet(self, connection: socket.socket, place: str) -> None:
         """Lets one rank in."""
-        keep_alive(connection)
         try:
+            keep_alive(connection)
             hello = admit(connection, self._secret)
         except WrongSecretError as error:
             self._stranger(connection, f"{place}: {error}")
@@ -151,9 +168,13 @@ class Nodes:
         except (OSError, EOFError, ValueError) as error:
             self._stranger(connection, f"{place}: {error or type(error).__name__}")
             return
+        finally:
+            self._meetings.release()
         with self._lock:
             refusal = difference(self._own, hello) or self._misplaced(hello)
             if refusal is None:
+                if hello.rank in self._came:  # it has ended
+                    self._came[hello.rank].close()
                 self._came[hello.rank] = RemoteRank(connection, hello, place)
                 return
             self._refusal = self._refusal or refusal
@@ -162,7 +183,9 @@ class Nodes:
         connection.close()
 
     def _misplaced(self, hello: Hello) -> str | None:
-        is_there = hello.rank in self._came
+        if not self._is_waiting:
+            return "node 0 does not wait for ranks any more. Start all nodes again."
+        is_there = hello.rank in self._came and not self._came[hello.rank].has_ended()
         if hello.rank // self.ranks_per_node == hello.node and 0 < hello.node < self._num_nodes and not is_there:
             return None
         return (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -16,11 +19,11 @@ import pytest
 
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.ranks import admission, node, nodes
-from mllm_compile.ranks.admission import Hello, introduce, node_secret
+from mllm_compile.ranks.admission import Hello, hear, introduce, node_secret
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
 from mllm_compile.runtime.ranks.ring import LAST, PART
 from mllm_compile.runtime.ranks.sent_ring import ReceivedRing, SentRing
-from tests.hang_guard import HANG_S
+from tests.hang_guard import HANG_S, until
 
 SECRET = b"a secret of two nodes"
 OWN = Hello(0, 0, 2, "CPU", {"torch": "2", "weights": "abc"}, hashlib.sha256(b"program").hexdigest())
@@ -57,6 +60,7 @@ class Coming(threading.Thread):
     def run(self) -> None:
         try:
             introduce(self.connection, *self._given)
+            hear(self.connection, self._given[1].rank)
         except Exception as error:
             self.error = error
 
@@ -143,6 +147,109 @@ def test_a_node_that_never_comes_is_named_and_those_that_came_are_told(monkeypat
     stranger.close()
 
 
+def test_a_node_that_was_ended_while_it_waited_may_come_again():
+    """Its command was started anew, say, before all others had come."""
+    runtime = runtime_of(free_port(), num_ranks=3)
+    runtime.nnodes = 3
+    own = replace(OWN, num_nodes=3)
+    waiting = Nodes(runtime, SECRET, own)
+    first = [Coming(waiting.port, hello=replace(own, node=1, rank=1))]
+
+    def come_again() -> None:
+        until(lambda: waiting._came, "its first coming")
+        first[0].connection.shutdown(socket.SHUT_RDWR)
+        first[0].ended()
+        first.extend(Coming(waiting.port, hello=replace(own, node=rank, rank=rank)) for rank in (1, 2))
+
+    threading.Thread(target=come_again, daemon=True).start()
+    came = waiting.wait()
+    assert sorted(came) == [1, 2]
+    assert "node 0 did not let rank 1 in" in str(first[0].ended())
+    assert [one.ended() for one in first[1:]] == [None, None]
+    for rank in came.values():
+        rank.close()
+
+
+def test_a_node_that_ends_as_it_is_let_in_is_the_groups_to_name(waiting, monkeypatch):
+    def answer(connection: socket.socket, refusal: str | None) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    coming = Coming(waiting.port)
+    monkeypatch.setattr(nodes, "answer", answer)
+    (rank,) = waiting.wait().values()
+    rank.close()
+    assert "node 0 did not let rank 1 in" in str(coming.ended())
+
+
+def test_a_node_that_proves_itself_when_node_0_has_given_up_is_told(waiting, monkeypatch):
+    monkeypatch.setattr(nodes, "NODES_S", -1.0)
+    late = Coming(waiting.port)  # in the listener's queue
+    connection, _ = waiting._listener.accept()
+    with pytest.raises(DeviceError, match="node 1 did not come"):
+        waiting.wait()
+    waiting._meetings.acquire()
+    waiting._meet(connection, "127.0.0.1")
+    assert "node 0 does not wait for ranks any more" in str(late.ended())
+
+
+def test_a_connection_that_says_one_byte_at_a_time_has_no_more_time_for_it(monkeypatch):
+    """Else a few of them would keep nodes out."""
+    monkeypatch.setattr(admission, "HANDSHAKE_S", 0.5)
+    ours, theirs = socket.socketpair()
+
+    def trickle() -> None:
+        with suppress(OSError):
+            while True:
+                theirs.send(b"x")
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=trickle, daemon=True)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        admission.admit(ours, SECRET)
+    ours.close()
+    thread.join(HANG_S)
+    theirs.close()
+
+
+def test_an_interrupt_ends_a_node_that_waits_for_the_others():
+    """Ctrl-C, or a supervisor's signal: node 0 may wait for others for minutes."""
+    ended: list[bytes] = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def interrupt() -> None:
+            connection, _ = listener.accept()
+            admission.admit(connection, SECRET)
+            connection.settimeout(HANG_S)
+            os.kill(os.getpid(), signal.SIGINT)
+            with suppress(TimeoutError):
+                ended.append(connection.recv(1))
+            connection.close()
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            node.meet_node_0(listener.getsockname(), 0.0, SECRET, [OTHER])
+        thread.join(HANG_S)
+    assert ended == [b""]
+
+
+def test_a_refusal_is_heard_where_a_second_rank_of_the_node_finds_nobody():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            admission.admit(connection, SECRET)
+            second, _ = listener.accept()
+            second.close()
+            admission.answer(connection, "node 1 runs something else")
+
+        threading.Thread(target=refuse, daemon=True).start()
+        hellos = [OTHER, replace(OTHER, rank=2)]
+        with pytest.raises(DeviceError, match="node 1 runs something else"):
+            node.meet_node_0(listener.getsockname(), 0.0, SECRET, hellos)
+
+
 def test_a_port_that_is_taken_and_an_address_of_another_host_are_refused_by_name():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
@@ -157,7 +264,7 @@ def test_a_port_that_is_taken_and_an_address_of_another_host_are_refused_by_name
 def test_a_node_0_that_is_not_there_is_named():
     port = free_port()
     with pytest.raises(DeviceError, match=rf"node 0 was not at 127\.0\.0\.1:{port} for 300 s: Connection refused"):
-        node._connected(("127.0.0.1", port), 0.0, SECRET, OTHER)
+        node.meet_node_0(("127.0.0.1", port), 0.0, SECRET, [OTHER])
 
 
 @pytest.mark.parametrize("secret", [None, "short"])
