@@ -97,10 +97,15 @@ class _Follower:
         self.looked = now
         return self.silent_s
 
+    @property
+    def name(self) -> str:
+        """The rank and where it is, for people."""
+        place = self.process.place if isinstance(self.process, RemoteRank) else f"(process {self.process.pid})"
+        return f"rank {self.rank} {place}"
+
     def end_of(self) -> str:
         """How its process ended, for people."""
-        process = "" if self.is_remote else f"(process {self.process.pid}) "
-        return f"rank {self.rank} {process}{self.process.end_of()}"
+        return f"{self.name} {self.process.end_of()}"
 
 
 class RankGroup:
@@ -417,9 +422,7 @@ class RankGroup:
                 return DeviceError(follower.end_of())
             most_s = _SILENT_S if self._is_ready else _SILENT_START_S
             if self._ring is not None and follower.silence(self._ring.beats, now) > most_s:
-                return DeviceError(
-                    f"rank {follower.rank} (process {follower.process.pid}) has not run for {most_s} s: it hangs"
-                )
+                return DeviceError(f"{follower.name} has not run for {most_s} s: it hangs")
         if told:
             self._told_since = self._told_since or now
             if len(told) == len(self._followers) or now - self._told_since >= _CAUSE_S:
@@ -438,7 +441,7 @@ class RankGroup:
             self._ring.end()
             deadline = time.monotonic() + _END_S
             self._is_closing = True
-            while time.monotonic() < deadline and not all(one.process.has_ended() for one in self._followers):
+            while time.monotonic() < deadline and not self._have_ended():
                 time.sleep(_POLL_S / 10)
         self._is_closing = True
         if self._joining is not None and self._failure is None:
@@ -455,6 +458,12 @@ class RankGroup:
         if self._nodes is not None:
             self._nodes.close()
         self._is_closed = True
+
+    def _have_ended(self) -> bool:
+        with self._lock:
+            for follower in self._followers:
+                follower.look()  # a connection is over when its last words are read
+            return all(follower.process.has_ended() for follower in self._followers)
 
 
 def _cpu_time(process: int) -> float:

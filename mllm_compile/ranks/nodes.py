@@ -24,6 +24,7 @@ class RemoteRank:
 
     Attributes:
         pid: 0, as it has none here.
+        place: its node, for people.
     """
 
     pid = 0
@@ -33,7 +34,7 @@ class RemoteRank:
         Args:
             place: the other end's address.
         """
-        self.socket, self._hello, self._place = connection, hello, place
+        self.socket, self.place = connection, f"on node {hello.node} ({place})"
         self._is_closed = False
 
     def has_ended(self) -> bool:
@@ -45,7 +46,7 @@ class RemoteRank:
             return True
 
     def end_of(self) -> str:
-        return f"on node {self._hello.node} ({self._place}) has ended: that node's command says why"
+        return "has ended: that node's command says why"
 
     def kill(self) -> None:
         with suppress(OSError):

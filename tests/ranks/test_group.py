@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ from mllm_compile.errors import ArtifactError, DeviceError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import communicators, group
 from mllm_compile.ranks.group import RankGroup
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines
+from mllm_compile.ranks.nodes import RemoteRank
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines
 from mllm_compile.runtime.collectives import gloo
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.ranks import ring
-from tests.hang_guard import until
+from tests.hang_guard import HANG_S, until
 from tests.ranks.test_early_start import runtime_without_a_config
 
 
@@ -254,6 +256,62 @@ def test_an_end_that_is_interrupted_is_made_again(start, joined, monkeypatch):
     ranks.close()
     assert follower.is_closed
     assert joined.is_closed
+
+
+@pytest.fixture
+def over_nodes(joined, monkeypatch) -> Iterator[tuple[RankGroup, socket.socket]]:
+    """A ready group with its one follower on another host, and that one's end of the connection."""
+    ours, theirs = socket.socketpair()
+    hello = SimpleNamespace(node=1, rank=1)
+    rank = RemoteRank(ours, hello, "10.0.0.2")  # type: ignore[arg-type]
+    nodes = SimpleNamespace(ranks_per_node=1, host="127.0.0.1", wait=lambda: {1: rank}, close=lambda: None)
+    monkeypatch.setattr(group, "_SILENT_S", HANG_S)
+    monkeypatch.setattr(group, "new_store", lambda host: SimpleNamespace(port=1))
+    ranks = RankGroup(2, 1, "cpu", "mp", Follower, Timeline(), nodes)  # type: ignore[arg-type]
+    lines = Lines(theirs)
+    lines.send(Answer(HERE))
+    joined.may.set()
+    ranks.communicator()
+    ranks.load(runtime_without_a_config(), num_pages=None)
+    lines.send(Answer(READY))
+    ranks.wait_ready()
+    yield ranks, theirs
+    ranks.close()
+    theirs.close()
+
+
+def test_a_rank_of_another_host_that_ends_behind_a_beat_is_not_waited_for(over_nodes, monkeypatch):
+    """Its last beat is read by nobody but `close`."""
+    ranks, theirs = over_nodes
+    end = ranks._ring.end
+
+    def end_behind_a_beat() -> None:
+        end()
+        with ranks._lock:  # nobody reads meanwhile
+            ranks._is_closing = True
+            Lines(theirs).send(Answer(BEAT))
+            theirs.shutdown(socket.SHUT_WR)
+
+    num_pauses = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal num_pauses
+        num_pauses += threading.current_thread() is threading.main_thread()
+        assert num_pauses < 10
+        time.sleep(seconds)
+
+    monkeypatch.setattr(ranks._ring, "end", end_behind_a_beat)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+        ranks.close()
+
+
+def test_a_rank_of_another_host_that_hangs_is_named_with_its_node(over_nodes, monkeypatch):
+    ranks, _ = over_nodes
+    monkeypatch.setattr(group, "_SILENT_S", 0.2)
+    until(lambda: ranks._failure is not None)
+    with pytest.raises(DeviceError, match=r"^rank 1 on node 1 \(10\.0\.0\.2\) has not run for 0\.2 s: it hangs"):
+        ranks.check()
 
 
 def test_a_start_that_is_interrupted_leaves_no_process(start, monkeypatch):

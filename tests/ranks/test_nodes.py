@@ -79,7 +79,7 @@ def test_a_rank_with_the_secret_and_the_same_runtime_is_let_in_and_seen_to_end(w
     assert not rank.has_ended() and rank.socket.recv(5) == b"news\n"
     coming.connection.close()
     assert rank.has_ended()
-    assert rank.end_of() == "on node 1 (127.0.0.1) has ended: that node's command says why"
+    assert f"{rank.place} {rank.end_of()}" == "on node 1 (127.0.0.1) has ended: that node's command says why"
     rank.close()
 
 
