@@ -16,11 +16,11 @@ import torch
 
 from mllm_compile.runtime.collectives.base import sum_by_gather
 from mllm_compile.runtime.collectives.plain import PlainCommunicator
+from mllm_compile.runtime.collectives.stages import MOST_SENT
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # a rank that hangs is seen by another way, and killed; a rank may be idle for long
-_MOST_SENT = 16  # values that are on their way before a sender waits: as many as any steps in flight have
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
 
@@ -148,7 +148,7 @@ class GlooLink:
 
     def send(self, x: torch.Tensor) -> None:
         with _told("a value's way"):
-            if len(self._sent) == _MOST_SENT:
+            if len(self._sent) == MOST_SENT:
                 self._sent.popleft()[0].wait()
             self._sent.append((self._group._group.send([_bytes_of(x)], self._other, 0), x))
 

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.collectives.choose import TokenChoice
     from mllm_compile.runtime.cuda.kernel import CudaKernel
 
+MOST_SENT = 16  # values on their way before a sender waits: as many as there may be stages, which each have a step
+
 
 class Link(Protocol):
     """One way between two ranks. Values arrive in the order in which they were sent."""
 
     def send(self, x: torch.Tensor) -> None:
-        """Sends a contiguous tensor, which nobody writes from now on. Waits neither for the device nor the other."""
+        """Sends a contiguous tensor, which nobody writes from now on. Waits for neither end, unless MOST_SENT are on
+        their way."""
 
     def receive(self, x: torch.Tensor) -> None:
         """Receives into a contiguous tensor of the same shape, in the order of the device's stream."""

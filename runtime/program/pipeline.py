@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mllm_compile.runtime.collectives.stages import StagedCommunicator
+from mllm_compile.runtime.collectives.stages import MOST_SENT, StagedCommunicator
 from mllm_compile.runtime.program.spec import HandedValue
 from mllm_compile.runtime.program.stages import StageProgram
 
@@ -46,7 +46,7 @@ class Pipeline:
         self._places = {value.name: _flat(value, most_tokens, device) for value in stage.takes}
         # Rows of each step whose tokens rank 0 sends, and which have not been received.
         self._awaited: deque[np.ndarray] = deque()
-        self._most_awaited = 2 * communicator.num_stages
+        self._most_awaited = min(2 * communicator.num_stages, MOST_SENT)
 
     def take(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """The values of the stage before for a step of so many tokens, until the next one."""

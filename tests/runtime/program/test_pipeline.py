@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from mllm_compile.config.schema import MAX_RANKS
+from mllm_compile.runtime.collectives.stages import MOST_SENT
 from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.program.spec import HandedValue
 from mllm_compile.runtime.program.stages import StageProgram
@@ -30,9 +32,12 @@ class Way:
         x.copy_(self.sent.popleft())
 
 
-def stage_of(stage: int, before: Way | None, behind: Way | None, tokens: dict[int, Way], **values: Any) -> Pipeline:
+def stage_of(
+    stage: int, before: Way | None, behind: Way | None, tokens: dict[int, Way], num_stages: int = 2, **values: Any
+) -> Pipeline:
+    rank = num_stages - 1 - stage
     communicator: Any = SimpleNamespace(
-        stage=stage, num_stages=2, size=1, rank_of_all=1 - stage, before=before, behind=behind, tokens=tokens
+        stage=stage, num_stages=num_stages, size=1, rank_of_all=rank, before=before, behind=behind, tokens=tokens
     )
     program = StageProgram(None, token_stages=frozenset([0]), **values)  # type: ignore[arg-type]
     return Pipeline(communicator, program, 8, torch.device("cpu"))
@@ -85,3 +90,13 @@ def test_tokens_that_nobody_needs_do_not_pile_up(two):
         last.sampled(np.array([1]), tokens)
         first.sampled(np.array([1]), tokens)
     assert len(way.sent) == 4
+
+
+def test_tokens_that_wait_are_never_more_than_a_sender_sends_ahead():
+    """Else rank 0 would wait for a stage that waits for rank 0's next steps."""
+    way, tokens = Way(), torch.zeros(4, dtype=torch.int64)
+    first, last = (stage_of(stage, None, None, {MAX_RANKS - 1: way}, MAX_RANKS) for stage in (0, MAX_RANKS - 1))
+    for _ in range(3 * MAX_RANKS):
+        first.sampled(np.array([1]), tokens)
+        last.sampled(np.array([1]), tokens)
+        assert len(way.sent) <= MOST_SENT
