@@ -193,7 +193,9 @@ def serve_command(
     own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
     sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
-    if not are_several and (settings := runtime_settings(sources[""])) is not None and settings.node_rank:
+    _check_nodes(sources, sleep_after)
+    is_node_0 = are_several or (settings := runtime_settings(sources[""])) is None or not settings.node_rank
+    if not is_node_0 and not check:
         start_log(logging.WARNING if quiet else logging.INFO, log, "%(asctime)s %(levelname)s %(message)s")
         from mllm_compile.ranks.node import run_node
 
@@ -257,6 +259,27 @@ def serve_command(
         run_replicas(options, devices)
     else:
         run_server(options)
+
+
+def _check_nodes(sources: Mapping[str, EngineConfig | Path], sleep_after: str | None) -> None:
+    """
+    Args:
+        sources: name → source, of one model without a name.
+
+    Raises:
+        ConfigError: an engine over nodes is one of several, or is to end and start again.
+    """
+    for name, source in sources.items():
+        settings = runtime_settings(source)
+        if settings is None or settings.nnodes == 1:
+            continue
+        if name:
+            raise ConfigError(f"runtime.nnodes is {settings.nnodes} for {name}: expected one model. Serve it by itself")
+        if sleep_after is not None:
+            raise ConfigError(
+                f"--sleep-after: the other nodes would end with the engine, and not start again, as runtime.nnodes is "
+                f"{settings.nnodes}. Leave it out"
+            )
 
 
 def _check_packages() -> None:

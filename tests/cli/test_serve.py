@@ -28,11 +28,25 @@ TINY = "configs/tiny.yaml"
         ([TINY, "--host", "no.such.host.invalid"], "cannot be listened at"),
         ([TINY, "--log", "xml"], "--log: expected text or json, got 'xml'"),
         ([TINY, "--quiet", "--verbose"], "give one of them"),
+        ([TINY, "--nnodes", "2", "--sleep-after", "5m"], "--sleep-after: the other nodes would end with the engine"),
+        ([f"a={TINY}", f"b={TINY}", "--nnodes", "2"], "nnodes is 2 for a: expected one model. Serve it by itself"),
+        ([TINY, "--nnodes", "2", "--node-rank", "1", "--check"], "nnodes is 2 and runtime.pipeline_parallel_size 1"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(capsys, arguments, says):
     assert run(["serve", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_check_on_a_further_node_runs_no_rank(monkeypatch):
+    from mllm_compile.cli import serve
+    from mllm_compile.ranks import node
+
+    checked: list[str] = []
+    monkeypatch.setattr(node, "run_node", lambda *_: pytest.fail("it was to be checked"))
+    monkeypatch.setattr(serve, "_print_checks", lambda sources, reporter: checked.extend(sources))
+    assert run(["serve", TINY, "--nnodes", "2", "--node-rank", "1", "--check"]) == 0
+    assert checked == [""]
 
 
 def test_keys_come_from_options_the_environment_and_a_file(monkeypatch, tmp_path):
