@@ -76,24 +76,16 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if b"ranks.follower" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_two_nodes_give_one_ranks_tokens_and_end_together(caches):
+def test_two_nodes_give_one_ranks_tokens_until_one_is_lost_which_is_told_by_name_and_by_both_commands(caches):
     port = free_port()
     with Engine(config_of(caches[0], pipeline_parallel_size=1, nnodes=1)) as alone:
         expected = tokens(alone)
     with node_1(caches[1], port) as other:
-        with Engine(config_of(caches[0], master_port=port)) as engine:
+        engine = Engine(config_of(caches[0], master_port=port))
+        try:
             assert tokens(engine) == expected
             drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True, logprobs=2)
             assert all(output.error is None for output in engine.generate(PROMPTS, drawn))
-        _, said = other.communicate(timeout=HANG_S)
-        assert other.returncode == 0, said
-
-
-def test_a_node_that_is_lost_ends_every_request_with_its_name_and_both_commands(caches):
-    port = free_port()
-    with node_1(caches[1], port) as other:
-        engine = Engine(config_of(caches[0], master_port=port))
-        try:
             (rank,) = ranks_of(other)
             os.kill(rank, signal.SIGSTOP)  # so no request can end before it
             endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -109,6 +101,16 @@ def test_a_node_that_is_lost_ends_every_request_with_its_name_and_both_commands(
         _, said = other.communicate(timeout=HANG_S)
         assert other.returncode != 0
         assert "rank 1 was ended by signal 9" in said
+
+
+@pytest.mark.slow
+def test_two_nodes_end_together(caches):
+    port = free_port()
+    with node_1(caches[1], port) as other:
+        with Engine(config_of(caches[0], master_port=port)) as engine:
+            tokens(engine)
+        _, said = other.communicate(timeout=HANG_S)
+        assert other.returncode == 0, said
 
 
 @pytest.mark.slow

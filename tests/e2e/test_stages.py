@@ -22,7 +22,6 @@ from mllm_compile.store.source import ArtifactSource
 from tests.e2e.test_ranks import GREEDY, PROMPTS, followers, tokens
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
-from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages, tiny_config
 from tests.tiny_vision import image, media_prompt, save_vision_model, vision_engine_config
 
@@ -148,10 +147,8 @@ MEETS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "sections"),
-    [*slow_but_a_sample(MEETS, 1), pytest.param(2, {"compile": {"backend": "inductor"}}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_stages", "sections"), [*MEETS, (2, {"compile": {"backend": "inductor"}})])
 def test_what_meets_stages_gives_one_ranks_tokens(num_stages, sections, eager_cache):
     found = []
     for runtime in ({}, {"pipeline_parallel_size": num_stages} | sections.get("runtime", {})):

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import admission, node, nodes
 from mllm_compile.ranks.admission import Hello, hear, introduce, node_secret
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
@@ -232,6 +233,38 @@ def test_an_interrupt_ends_a_node_that_waits_for_the_others():
             node.meet_node_0(listener.getsockname(), 0.0, SECRET, [OTHER])
         thread.join(HANG_S)
     assert ended == [b""]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_nodes_command_ends_with_its_ranks_and_names_the_one_that_failed(code, monkeypatch):
+    codes, closed = iter([None, None, code]), []
+
+    class Process:
+        def __init__(self, rank: int, connection: socket.socket, folders: list[str]) -> None:
+            self.rank, self.code = rank, None
+
+        def has_ended(self) -> bool:
+            self.code = next(codes, code) if self.code is None else self.code
+            return self.code is not None
+
+        def end_of(self) -> str:
+            return f"ended with code {self.code}"
+
+        def close(self) -> None:
+            closed.append(self.rank)
+
+    runtime = SimpleNamespace(num_ranks=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1)
+    compiled = SimpleNamespace(config=SimpleNamespace(runtime=runtime), folder="runtime", weights_root="weights")
+    ours, theirs = socket.socketpair()
+    monkeypatch.setenv("MLLM_NODES_SECRET", SECRET.decode())
+    monkeypatch.setattr(node, "FollowerProcess", Process)
+    monkeypatch.setattr(node, "load_or_compile", lambda *_: compiled)
+    monkeypatch.setattr(node, "hello_of", lambda *_: OTHER)
+    monkeypatch.setattr(node, "meet_node_0", lambda *_: [ours])
+    with pytest.raises(DeviceError, match="rank 1 ended with code 3") if code else nullcontext():
+        node.run_node(SimpleNamespace(), Timeline())  # type: ignore[arg-type]
+    assert closed == [1] and ours.fileno() < 0, "the connection is its rank's"
+    theirs.close()
 
 
 def test_a_refusal_is_heard_where_a_second_rank_of_the_node_finds_nobody():
