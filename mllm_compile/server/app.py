@@ -34,6 +34,7 @@ from mllm_compile.server.models.paths import answers_of
 from mllm_compile.server.openapi import openapi
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.pooling import endpoints as pooling
+from mllm_compile.server.render import SUFFIX, render
 from mllm_compile.server.rl import paths as rl
 
 logger = logging.getLogger("mllm_compile.server")
@@ -85,6 +86,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": adapters.LoadFields,
     "/v1/unload_lora_adapter": adapters.UnloadFields,
     **{kind.path: kind for kind in (CompletionFields, ChatFields, ResponseFields, MessagesFields)},
+    **{kind.path + SUFFIX: kind for kind in (CompletionFields, ChatFields)},
     "/v1/messages/count_tokens": MessagesFields,
     **pooling.BODIES,
     "/tokenize": endpoints.TokenizeFields,
@@ -95,6 +97,8 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", ChatFields.path, _generating(ChatRequest)),
     ("POST", ResponseFields.path, _generating(ResponsesRequest)),
     ("POST", MessagesFields.path, _generating(MessagesRequest)),
+    ("POST", CompletionFields.path + SUFFIX, render(CompletionRequest)),
+    ("POST", ChatFields.path + SUFFIX, render(ChatRequest)),
     *endpoints.ENDPOINTS,
     *pooling.ENDPOINTS,
     ("POST", "/v1/load_lora_adapter", adapters.load),

@@ -101,6 +101,8 @@ def test_what_is_of_no_engine_does_not_wake_one(server):
     before = switches(server, "b")
     tokens = server.post("/tokenize", {"model": "b", "prompt": "def f():"}).json["tokens"]
     assert server.post("/detokenize", {"model": "b", "tokens": tokens}).json["prompt"] == "def f():"
+    rendered = server.post("/v1/completions/render", {"model": "b", "prompt": "def f():"}).json
+    assert [one["token_ids"] for one in rendered] == [tokens]
     assert server.get("/tokenizer_info?model=b").status == 200
     assert server.get("/tokenizer_info").status == 400
     assert server.post("/v1/embeddings", {"model": "b", "input": "def"}).status == 404, "it generates"

@@ -94,6 +94,7 @@ def test_the_server_is_one_model_with_figures_of_each_engine(server):
     assert server.get("/ready").status == server.get("/ping").status == 200
     tokens = server.post("/tokenize", {"prompt": "def f():"}).json["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json["prompt"] == "def f():"
+    assert server.post("/v1/completions/render", {"prompt": "def f():"}).json[0]["token_ids"] == tokens
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
