@@ -148,6 +148,7 @@ def _load(
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(load_text_parts, compiled, timeline)
         runner, plan, group = _start_runner(settings, compiled, timeline, early)
+        end: Callable[[], None] = partial(_shut_down, runner, group)
         try:
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
@@ -168,6 +169,7 @@ def _load(
                 if num_ranks == 1
                 else DataParallelScheduler(limits, num_ranks, speculation)
             )
+            end = partial(_in_turn, scheduler.close, end)
             if config.runtime.kv_offloading_size:
                 from mllm_compile.engine.tier_parts import put_tiers_behind
 
@@ -195,7 +197,7 @@ def _load(
                 default_params=default_params,
                 check_device=_device_check(runner.device, group),
                 check_idle=_nothing if group is None else group.check,
-                shutdown=partial(_in_turn, scheduler.close, partial(_shut_down, runner, group)),
+                shutdown=end,
                 prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
                 media=media_preprocessor(compiled, files, limits.max_model_len, tower),
@@ -215,7 +217,7 @@ def _load(
                 wait_ranks=_nothing if group is None else group.wait_taken,
             )
         except BaseException:  # also Ctrl-C
-            _shut_down(runner, group)
+            end()
             raise
 
 

@@ -88,15 +88,25 @@ def test_a_store_that_refuses_is_a_line_and_one_that_is_none_ends_the_start(
         served(cache, "tests.kv_connectors.broken_stores.Nothing", {})
 
 
-def test_a_start_without_enough_memory_lets_the_folder_behind_it_go(cache: Path, tmp_path: Path) -> None:
+def test_a_start_that_fails_lets_the_folder_behind_the_memory_go(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = {"kv_offloading_disk_path": str(tmp_path / "kv"), "kv_offloading_disk_size": 0.05, "max_model_len": 128}
 
     def started(size: float) -> Engine:
         sections = {"runtime": runtime | {"kv_offloading_size": size}, "compile": {"backend": "eager"}}
         return engine_of_pages(tiny_config(cache, **sections), 60)
 
+    def refused(*_: object) -> None:
+        raise ConfigError("no end of answers")
+
+    threads = set(threading.enumerate())
     with pytest.raises(DeviceMemoryError, match="kv_offloading_size needs"):
         started(60_000.0)
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="no end of answers"):
+        patched.setattr("mllm_compile.engine.assemble.ends_of_answers", refused)
+        started(0.05)
+    assert not [one for one in set(threading.enumerate()) - threads if one.name.startswith("mllm-tier")]
     with started(0.05) as engine:
         assert [tier.name for tier in engine.stats().tiers] == ["host", "disk"]
 
