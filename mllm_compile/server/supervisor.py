@@ -86,6 +86,7 @@ class Supervisor:
     Attributes:
         failure: why there will be no engine.
         stage, stage_since_s: of the start that is on.
+        stage_alive_s: when that start has shown a sign of life for the last time.
         stats: the engine's last figures.
         restarts: how often an engine was lost.
         worked_s: when it had work for the last time, by time.monotonic().
@@ -131,7 +132,7 @@ class Supervisor:
         self.failure: str | None = None
         self.state = STARTING
         self.stage = "start"
-        self.stage_since_s = time.monotonic()
+        self.stage_since_s = self.stage_alive_s = time.monotonic()
         self.stats: dict[str, object] = {}
         self.restarts = 0
         self.facts: EngineFacts | None = None
@@ -191,7 +192,7 @@ class Supervisor:
 
     def grant(self, kv_tokens: int) -> None:
         """Lets an engine that waits for memory start, with a KV cache of so many tokens."""
-        self.stage_since_s = time.monotonic()  # the wait is over; no stage of the start is known yet
+        self.stage_alive_s = time.monotonic()  # the wait is over; no stage of the start is known yet
         self.send(Grant(kv_tokens))
 
     def refuse_start(self, why: str) -> None:
@@ -363,7 +364,9 @@ class Supervisor:
             self._pulse_s = time.monotonic()
             self.stats = event.stats
         elif isinstance(event, Stage):
-            self.stage, self.stage_since_s = event.name, time.monotonic()
+            self.stage_alive_s = time.monotonic()
+            if event.name != self.stage:
+                self.stage, self.stage_since_s = event.name, self.stage_alive_s
         elif isinstance(event, AdaptersChanged):
             self._on_adapters(event)
         elif isinstance(event, PagesChanged):

@@ -14,9 +14,10 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mllm_compile.server")
 
 PULSE_S = 0.5
+_SIGN_S = 5.0  # between two signs of life of a stage
 EXIT_MISTAKE = 2
 EXIT_DEAD = 3
 # Of a config: where things are on this machine, and what a store is reached with. Clients read the rest.
@@ -76,17 +78,38 @@ _NOT_TOLD: Any = {
 MakeEngine = Callable[[Reporter, bool, Callable[[Needs], int] | None], "Engine"]
 
 
+class _LivingStage:
+    """A stage that shows life with each count."""
+
+    def __init__(self, stage: Stage, show_life: Callable[[], None]) -> None:
+        self._stage, self._show_life = stage, show_life
+
+    def advance(self, count: int = 1) -> None:
+        self._stage.advance(count)
+        self._show_life()
+
+
 class _StageTeller:
-    """A reporter that also tells the front which stage is on."""
+    """A reporter that also tells the front which stage is on; again while that counts: it may take long."""
 
     def __init__(self, reporter: Reporter, tell: Callable[[str], None]) -> None:
         self._reporter = reporter
         self._tell = tell
+        self._name, self._next_sign_s = "start", 0.0
 
-    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]:
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
         if threading.current_thread() is threading.main_thread():
+            self._name, self._next_sign_s = name, time.monotonic() + _SIGN_S
             self._tell(name)
-        return self._reporter.stage(name, total)
+        with self._reporter.stage(name, total) as stage:
+            yield _LivingStage(stage, self._show_life)
+
+    def _show_life(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_sign_s:
+            self._next_sign_s = now + _SIGN_S
+            self._tell(self._name)
 
     def note(self, text: str) -> None:
         self._reporter.note(text)

@@ -19,7 +19,7 @@ from mllm_compile.server.supervisor import PARKED
 from mllm_compile.server.telemetry.tracing import Tracing
 from mllm_compile.server.wire.messages import Needs
 
-_MOST_STAGE_S = 900.0  # of a start, whose longest one reads weights
+_MOST_STAGE_S = 900.0  # of a start, without a sign of life
 _LOOK_S = 1.0  # between two looks at a start
 _MOST_S = 300.0  # of a park or a wake: the first park takes the host's memory, about 10 GB a second
 
@@ -127,8 +127,8 @@ class Tenant(ServedEngine):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._ended.wait()
-            if not self._ended.is_set() and time.monotonic() - supervisor.stage_since_s > _MOST_STAGE_S:
-                supervisor.end_start(f"its start hangs: {supervisor.stage} takes more than {_MOST_STAGE_S:g} s")
+            if not self._ended.is_set() and time.monotonic() - supervisor.stage_alive_s > _MOST_STAGE_S:
+                supervisor.end_start(f"its start hangs: nothing of {supervisor.stage} for {_MOST_STAGE_S:g} s")
                 await self._ended.wait()
 
     def ready(self, held_bytes: tuple[int, int]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.answers import CompletionAnswers
 from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.backend import process
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
@@ -121,23 +123,37 @@ def test_a_start_that_hangs_is_ended_and_one_that_goes_on_is_not(hangs, monkeypa
 
         supervisor._link = SimpleNamespace(kill=kill, send=lambda command: None)  # type: ignore[assignment]
         supervisor._on_event(Stage("wait for memory"))
-        supervisor.stage_since_s = -1e9
+        supervisor.stage_alive_s = -1e9
         taking = asyncio.ensure_future(tenant.take())
         if not hangs:
             await _looks()
             assert not killed and not taking.done()
-            supervisor.stage_since_s = -1e9
-            supervisor._on_event(Stage("load weights"))
-            await _looks()
-            assert not killed and not taking.done()
+            for _ in range(2):  # a stage that goes on is named again
+                supervisor.stage_alive_s = -1e9
+                supervisor._on_event(Stage("load weights"))
+                await _looks()
+                assert not killed and not taking.done()
             tenant.ready((1, 1))
         await taking
         if hangs:
             assert supervisor._failure is not None
-            assert supervisor._failure.message == "its start hangs: wait for memory takes more than 0 s"
+            assert supervisor._failure.message == "its start hangs: nothing of wait for memory for 0 s"
 
     asyncio.run(work())
     assert killed == [True] * hangs
+
+
+def test_a_stage_that_counts_is_told_again(monkeypatch):
+    monkeypatch.setattr(process, "_SIGN_S", 0.0)
+    told: list[str] = []
+    reporter = process._StageTeller(NullReporter(), told.append)
+    with reporter.stage("load weights", 2) as stage:
+        stage.advance()
+        assert told == ["load weights"] * 2
+        monkeypatch.setattr(process, "_SIGN_S", 1e9)
+        stage.advance()
+        stage.advance()
+    assert told == ["load weights"] * 3, "not with each count"
 
 
 async def _looks() -> None:
