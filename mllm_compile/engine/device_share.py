@@ -65,7 +65,7 @@ def device_needs(source: EngineConfig, reporter: Reporter) -> DeviceNeeds:
     if runtime.num_ranks > 1:
         raise ConfigError(
             f"a server of many models has one device for each, and this one asks for {runtime.num_ranks} ranks. Leave "
-            "out runtime.tensor_parallel_size and runtime.expert_parallel_size, or serve it alone"
+            "out runtime.tensor_parallel_size, pipeline_parallel_size and expert_parallel_size, or serve it alone"
         )
     device = torch.device(runtime.device)
     give_back_unused(device)  # what a compile has left
