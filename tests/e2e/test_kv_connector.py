@@ -79,11 +79,14 @@ def test_a_store_that_hangs_is_left_and_requests_are_answered(
 
 
 def test_a_store_that_refuses_is_a_line_and_one_that_is_none_ends_the_start(
-    cache: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Timeline, "announce", lambda _, text: said.append(text))
     with served(cache, "tests.kv_connectors.broken_stores.Refuses", {}) as engine:
         assert [tier.name for tier in engine.stats().tiers] == ["host"]
         answers(engine)
+    assert "runtime.kv_transfer_config is not used: no server at 10.0.0.1:7" in said
     with pytest.raises(ConfigError, match="has no class Nothing"):
         served(cache, "tests.kv_connectors.broken_stores.Nothing", {})
 

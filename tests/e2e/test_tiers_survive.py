@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.kept_memory import KeptMemory
 from tests.hang_guard import until
 from tests.server.harness import running
@@ -78,8 +79,11 @@ def test_the_next_engine_finds_prefixes_and_one_of_other_numerics_does_not(
 def test_two_engines_share_no_memory_and_the_second_says_so(
     cache: Path, kept: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Timeline, "announce", lambda _, text: said.append(text))
     monkeypatch.setattr("mllm_compile.runtime.tiers.kept._LOCK_S", 0.0)
     with served(cache) as first, served(cache) as second:
+        assert any("do not outlive this engine" in line for line in said)
         first.generate(PROMPTS, GREEDY)
         assert not any(output.num_host_tokens for output in second.generate(PROMPTS, GREEDY))
 
