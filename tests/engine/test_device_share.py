@@ -1,4 +1,4 @@
-"""What a model needs of a device that several share, and which cannot be one of several."""
+"""The memory that a model needs of a device that several share, and models that cannot be one of several."""
 
 from __future__ import annotations
 
