@@ -6,6 +6,7 @@ import importlib.util
 import platform
 from dataclasses import dataclass
 
+from mllm_compile.config.schema import MAX_RANKS
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.process.cpp_compiler import compiler_command
 from mllm_compile.runtime.config_sections import RuntimeSection
@@ -127,11 +128,17 @@ def check_ranks(runtime: RuntimeSection) -> None:
                 "alone."
             )
     if runtime.device.startswith("cuda"):
-        check_gpus(runtime.device, num_ranks // runtime.nnodes, key)
+        sizes = ", ".join(f"runtime.{name}: {value}" for name in keys if (value := getattr(runtime, name)) > 1)
+        check_gpus(runtime.device, num_ranks // runtime.nnodes, sizes)
 
 
 def _check_nodes(runtime: RuntimeSection) -> None:
     given = f"runtime.nnodes is {runtime.nnodes}"
+    if (of_host := runtime.num_ranks // runtime.nnodes) > MAX_RANKS:
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size} and runtime.pipeline_parallel_size "
+            f"{runtime.pipeline_parallel_size}: {of_host} ranks of a host; expected at most {MAX_RANKS}. Set less."
+        )
     if runtime.node_rank >= runtime.nnodes:
         raise ConfigError(f"{given} and runtime.node_rank {runtime.node_rank}; expected 0 to {runtime.nnodes - 1}.")
     if runtime.pipeline_parallel_size % runtime.nnodes:
@@ -157,11 +164,11 @@ def _check_stages(runtime: RuntimeSection) -> None:
             raise ConfigError(f"{given} and runtime.{name} is set, but {why}. Set one of them alone.")
 
 
-def check_gpus(device: str, num_ranks: int, key: str = "tensor_parallel_size") -> None:
+def check_gpus(device: str, num_ranks: int, sizes: str = "") -> None:
     """Checks that there is a GPU for each rank, `device` and those behind it.
 
     Args:
-        key: where the number of ranks comes from, within runtime.
+        sizes: keys that the number of ranks comes from, with their values.
 
     Raises:
         DeviceError: there are fewer.
@@ -171,8 +178,8 @@ def check_gpus(device: str, num_ranks: int, key: str = "tensor_parallel_size") -
     first, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + num_ranks > count:
         raise DeviceError(
-            f"runtime.{key} is {num_ranks} from {device} on, which takes as many GPUs; torch "
-            f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
+            f"{sizes}: the {num_ranks} ranks of this host take as many GPUs from {device} on; torch sees {count}, "
+            f"cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
         )
 
 

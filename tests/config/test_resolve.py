@@ -496,6 +496,25 @@ def test_ray_is_refused_where_it_would_start_nothing():
     check_ranks(resolved(runtime={"distributed_executor_backend": "ray", "tensor_parallel_size": 2}).runtime)
 
 
+def test_gpus_that_stages_of_several_ranks_lack_are_told_with_each_size(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    runtime = resolved(runtime={"tensor_parallel_size": 2, "pipeline_parallel_size": 2}).runtime
+    with pytest.raises(
+        DeviceError,
+        match=r"^runtime.tensor_parallel_size: 2, runtime.pipeline_parallel_size: 2: the 4 ranks of this host take as "
+        r"many GPUs from cuda:0 on; torch sees 2",
+    ):
+        check_ranks(replace(runtime, device="cuda:0"))
+    check_ranks(replace(runtime, device="cuda:0", nnodes=2))
+
+
+def test_more_ranks_of_a_host_than_share_a_ring_are_refused():
+    runtime = resolved(runtime={"tensor_parallel_size": 16, "pipeline_parallel_size": 8}).runtime
+    with pytest.raises(ConfigError, match="128 ranks of a host; expected at most 16"):
+        check_ranks(runtime)
+    check_ranks(replace(runtime, nnodes=8))
+
+
 def test_the_eager_model_runs_without_graphs():
     assert resolved(H200, runtime={"skip_compiled": True}).cudagraph.mode == "none"
 
