@@ -65,6 +65,7 @@ class Routing:
     def __init__(self, names: Sequence[str]) -> None:
         self._known = {name: _Known() for name in names}
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._hints: OrderedDict[str, str] = OrderedDict()
         self._count = 0
 
     @property
@@ -104,11 +105,12 @@ class Routing:
         """
         known = {name: self._known[name] for name in usable}
         matched = {name: one.matched(blocks) for name, one in known.items()}
-        home = self._sessions.get(session or hint or "")
+        homes, name = (self._hints, hint or "") if session is None else (self._sessions, session)
+        home = homes.get(name, "")
         if home not in known or (session is None and self._is_overloaded(home, known)):
             home = self._by_prefix(known, matched, len(blocks))
-        if session is not None or hint is not None:
-            self._note(session or hint or "", home)
+        if name:
+            _note(homes, name, home)
         self._count += 1
         known[home].chosen = self._count
         known[home].take(blocks)
@@ -125,8 +127,9 @@ class Routing:
         least = min(one.load for one in known.values())
         return known[name].load > max(least + AHEAD, least * TIMES)
 
-    def _note(self, session: str, home: str) -> None:
-        self._sessions[session] = home
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > _MOST_SESSIONS:
-            self._sessions.popitem(last=False)
+
+def _note(homes: OrderedDict[str, str], name: str, home: str) -> None:
+    homes[name] = home
+    homes.move_to_end(name)
+    if len(homes) > _MOST_SESSIONS:
+        homes.popitem(last=False)

@@ -91,6 +91,14 @@ def test_a_session_stays_whatever_its_engine_has_to_do_and_a_hint_yields():
         assert routing.choose(NAMES, hint="h") not in (home, hinted)
 
 
+def test_a_hint_by_the_name_of_a_session_does_not_move_it():
+    routing = Routing(NAMES)
+    home = routing.choose(NAMES, session="s")
+    with loaded(routing, {home: 100}):
+        assert routing.choose(NAMES, hint="s") != home
+    assert routing.home_of("s") == home == routing.choose(NAMES, session="s")
+
+
 def test_what_is_known_is_bounded_by_the_engines_cache_and_stays_a_begin():
     routing = Routing(("0",))
     routing.started("0", 20 * BLOCK // 4)  # twenty blocks
