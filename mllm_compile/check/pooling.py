@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.check.compiled import linked_of_folder
 from mllm_compile.check.kernels import relative_errors
 from mllm_compile.check.program import TOLERANCE, hint
 from mllm_compile.check.weights import program_weights
@@ -24,10 +25,8 @@ from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.pooling.graphs import can_capture
 from mllm_compile.runtime.pooling.pool import pool
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
-from mllm_compile.runtime.program.link import current_device, link
-from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.program.link import current_device
 from mllm_compile.runtime.program.steps import PackedAttentionStep
-from mllm_compile.store.artifact import BINARIES, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
@@ -58,10 +57,7 @@ def check_pooling(lowered: Lowered, folder: Path, piece_suffix: str, device: str
     texts = _Texts(lowered, pooling.facts, device)
     with current_device(torch.device(device)), torch.no_grad():
         by_name = materialise(hf_model, device)
-        binaries = {path.stem: path.read_bytes() for path in (folder / BINARIES).glob("*")}
-        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
-        pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-        linked = link(program, pieces, binaries, torch.device(device))
+        linked = linked_of_folder(program, folder, piece_suffix, torch.device(device))
         with refusing(f"{model_type!r} does not run"):
             hidden, scores = texts.of_transformers(hf_model.model)
         try:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mllm_compile.check.adapters import AdapterCase
+from mllm_compile.check.compiled import linked_of_folder
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.check.media import (
     AddedToPrompts,
@@ -52,9 +53,7 @@ from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.program.executor import ProgramExecutor
-from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
-from mllm_compile.runtime.program.pieces import load_piece
-from mllm_compile.store.artifact import BINARIES, PIECES
+from mllm_compile.runtime.program.link import LinkedProgram, current_device
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
@@ -105,10 +104,7 @@ def self_check(
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
         by_name = quantise_weights(hf_model.model, materialise(hf_model, device), lowered.quantised)
-        binaries = {path.stem: path.read_bytes() for path in (folder / BINARIES).glob("*")}
-        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
-        pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-        linked = link(program, pieces, binaries, torch.device(device))
+        linked = linked_of_folder(program, folder, piece_suffix, torch.device(device))
         ranks = [
             linked.bind(program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)
         ]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mllm_compile.check.compiled import linked_of_folder
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.check.program import TOLERANCE, hint
 from mllm_compile.check.weights import program_weights
@@ -29,13 +30,11 @@ from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
-from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
+from mllm_compile.runtime.program.link import LinkedProgram, current_device
 from mllm_compile.runtime.program.loaded import SourceExecutors
-from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.sources import SourceEncoder
 from mllm_compile.runtime.program.steps import PackedAttentionStep
 from mllm_compile.runtime.sources.request import RequestSource
-from mllm_compile.store.artifact import BINARIES, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
@@ -69,10 +68,7 @@ def check_sources(
     cases = _Cases.of(lowered, device)
     with current_device(torch.device(device)), torch.no_grad():
         by_name = materialise(hf_model, device)
-        binaries = {path.stem: path.read_bytes() for path in (folder / BINARIES).glob("*")}
-        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
-        pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-        linked = link(program, pieces, binaries, torch.device(device))
+        linked = linked_of_folder(program, folder, piece_suffix, torch.device(device))
         with refusing(f"{model_type!r} does not run"):
             theirs = cases.of_transformers(hf_model.model)
         try:
