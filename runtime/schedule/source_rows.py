@@ -46,6 +46,8 @@ class SourceRows:
         if source is None:
             return
         own, salt = self._first + row, _of_sources(salt)
+        if self._shares:
+            self._salts[request] = salt
         if not count:
             self._pages.write_prefix(own)
             return
@@ -54,7 +56,6 @@ class SourceRows:
         if self._shares:
             num_tokens = count * self._pages.page_size
             self._pages.publish(own, source.keys(num_tokens), num_tokens, salt)
-            self._salts[request] = salt
 
     def num_encoded(self, request: Request) -> int:
         """States of a request's source that the encoder makes in the step that is being planned."""

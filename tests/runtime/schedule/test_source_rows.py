@@ -125,6 +125,17 @@ def test_the_encoder_takes_of_a_steps_budget() -> None:
     assert [request.request_id for request in batch.encoded] == ["0", "1"]
 
 
+def test_a_broken_request_takes_a_source_that_it_found_out_of_the_cache() -> None:
+    scheduler = scheduler_of()
+    run(scheduler, request_of("reader", 12))
+    scheduler.add(request_of("broken", 12))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert not batch.encoded
+    scheduler.update(batch, np.full(1, TOKEN, dtype=np.int64), broken_rows=(0,))
+    assert encoded(run(scheduler, request_of("again", 12))) == ["again"]
+
+
 @pytest.mark.parametrize(
     ("length", "max_tokens", "said"),
     [
