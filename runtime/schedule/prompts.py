@@ -131,8 +131,7 @@ class PromptQueue:
                 break
             plan.admitted.append(request)
             self._serve(plan, request)
-            # What the encoder reads beside the step takes as long as tokens of it.
-            plan.budget.tokens -= min(self._rows.sources.num_encoded(request), plan.budget.tokens)
+            plan.budget.tokens -= self._encoded(request, plan.budget)
 
     def _serve(self, plan: PromptPlan, request: Request) -> None:
         """Plan the next chunk of a prompt: all of it if the budget holds that, else with shorter ones beside it.
@@ -182,9 +181,16 @@ class PromptQueue:
                 return
             self._plan_chunk(plan, request, chunk, most=chunk)
             share.take(chunk, context)
+            encoded = self._encoded(request, share)
+            share.tokens -= encoded
+            plan.budget.tokens -= encoded
             if share.ms <= 0:
                 return
             least = 1
+
+    def _encoded(self, request: Request, budget: PromptBudget) -> int:
+        """Tokens of the budget that the encoder takes: what it reads beside the step takes as long as tokens of it."""
+        return min(self._rows.sources.num_encoded(request), max(budget.tokens, 0))
 
     def _shorter_than(self, first: Request) -> Iterator[Request]:
         """Prompts with less left than `first`, and of no lesser priority: those begun, and of the waiting some.

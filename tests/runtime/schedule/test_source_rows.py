@@ -125,6 +125,22 @@ def test_the_encoder_takes_of_a_steps_budget() -> None:
     assert [request.request_id for request in batch.encoded] == ["0", "1"]
 
 
+def test_the_encoder_takes_of_the_budget_beside_a_prompt_that_is_cut() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=40)
+    long = request_of("long", 4, prompt=60)
+    shorter = [request_of(str(number), 12, 20 + number, prompt=2) for number in range(4)]
+    for request in (long, *shorter):
+        scheduler.add(request)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [request.request_id for request in batch.encoded] == ["long", "0", "1"]  # 2 * (12 + 2) of half of 40
+    assert {request.request_id: int(new) for request, new in zip(batch.requests, batch.num_new, strict=True)} == {
+        "long": 20,
+        "0": 2,
+        "1": 2,
+    }
+
+
 def test_a_broken_request_takes_a_source_that_it_found_out_of_the_cache() -> None:
     scheduler = scheduler_of()
     run(scheduler, request_of("reader", 12))
