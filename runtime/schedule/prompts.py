@@ -254,7 +254,9 @@ class PromptQueue:
         )
         num_rows = 1
         if request is not self.waiting[0]:
-            num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(self.waiting[0]))
+            first = self.waiting[0]
+            of_source = self._config.pages_of_source(first.source)
+            num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(first)) + of_source
         return self._rows.num_free >= num_rows and self._try_admit(request, set_aside)
 
     def _try_admit(self, request: Request, set_aside: int = 0) -> bool:

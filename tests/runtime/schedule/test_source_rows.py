@@ -141,6 +141,17 @@ def test_the_encoder_takes_of_the_budget_beside_a_prompt_that_is_cut() -> None:
     }
 
 
+def test_a_shorter_prompt_leaves_the_pages_that_the_first_in_line_needs_for_its_source() -> None:
+    scheduler = scheduler_of(num_pages=21, max_num_batched_tokens=16, enable_prefix_cache=False)
+    long = request_of("long", 4, prompt=40)  # 1 + 10 of 20 pages
+    first, shorter = request_of("first", 20, 50, prompt=12), request_of("shorter", 8, 80, prompt=4)
+    for request in (long, first, shorter):  # first: 5 + 3, shorter: 2 + 1
+        scheduler.add(request)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [request.request_id for request in batch.requests] == ["long"]
+
+
 def test_a_broken_request_takes_a_source_that_it_found_out_of_the_cache() -> None:
     scheduler = scheduler_of()
     run(scheduler, request_of("reader", 12))
