@@ -19,6 +19,7 @@ MAX_BYTES = 25 * 2**20  # of a file, as OpenAI and vLLM have it
 MAX_SECONDS = 2 * 3600.0
 _RATES = (4000, 384000)
 _MAX_CHANNELS = 16
+_WIDTHS = (1, 2, 3, 4)  # bytes of a sample
 _HALF_TAPS = 32  # of the filter that resamples, on each side
 _BLOCK = 1 << 16  # samples that are resampled at once
 
@@ -34,12 +35,14 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
     try:
         with wave.open(io.BytesIO(data)) as file:
             channels, width, rate, frames = file.getparams()[:4]
+            if width not in _WIDTHS:
+                raise wave.Error(f"samples of {8 * width} bits; expected 8, 16, 24 or 32")
             _check(channels, rate, frames)
             raw = file.readframes(frames)
-    except (wave.Error, EOFError, OSError, ValueError) as error:
+    except (wave.Error, EOFError, OSError, ValueError, RuntimeError) as error:  # the last where a chunk ends early
         raise RequestError(
-            f"the sound is no WAV file of whole numbers ({error or 'it ends too early'}). Convert it: ffmpeg -i IN "
-            "-ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+            f"the sound is no WAV file of whole numbers ({str(error) or 'it ends too early'}). Convert it: ffmpeg -i "
+            "IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
         ) from None
     raw = raw[: len(raw) // (width * channels) * width * channels]
     if not raw:

@@ -1,0 +1,49 @@
+"""WAV files of strangers: whatever their bytes are, they are samples or are refused by a message."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from mllm_compile.errors import RequestError
+from mllm_compile.media.sound import read_wav
+
+HEADER_BYTES = 44
+
+
+def wav_of(bits: int, samples: int = 64) -> bytes:
+    width = (bits + 7) // 8
+    data = b"\1" * (width * samples)
+    told = struct.pack("<IHHIIHH", 16, 1, 1, 16000, 16000 * width, width, bits)
+    return (
+        b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + told + b"data" + struct.pack("<I", len(data)) + data
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+def test_whole_numbers_of_up_to_32_bits_are_read(bits: int) -> None:
+    samples, rate = read_wav(wav_of(bits))
+    assert (samples.shape, rate) == ((64,), 16000)
+
+
+@pytest.mark.parametrize("bits", [40, 64, 200])
+def test_other_widths_are_refused(bits: int) -> None:
+    with pytest.raises(RequestError, match=f"samples of {bits} bits; expected 8, 16, 24 or 32"):
+        read_wav(wav_of(bits))
+
+
+def test_changed_and_cut_files_are_read_or_refused() -> None:
+    whole, refusals = wav_of(16), set()
+    for seed in range(500):
+        numbers = random.Random(seed)
+        data = bytearray(whole[: numbers.randint(1, len(whole))])
+        for _ in range(numbers.randint(0, 4)):
+            data[numbers.randrange(min(HEADER_BYTES, len(data)))] = numbers.randrange(256)
+        try:
+            read_wav(bytes(data))
+        except RequestError as error:
+            refusals.add(str(error))
+    assert len(refusals) > 3
+    assert not any("()" in one for one in refusals)  # each says why
