@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -60,12 +62,14 @@ def test_the_decoder_is_told_language_task_and_times() -> None:
     ("vocab_size", "language", "task", "said"),
     [
         (51865, "xx", "transcribe", "got 'xx'"),
+        (51865, ["en"], "transcribe", "language: expected"),
+        (51865, "en", ["transcribe"], "task: expected"),
         (51865, "en", "sing", "task: expected transcribe or translate"),
         (51864, "de", "transcribe", "English alone"),
         (51864, None, "translate", "English alone"),
     ],
 )
-def test_what_the_model_cannot_be_told_is_refused(vocab_size: int, language: str | None, task: str, said: str) -> None:
+def test_what_the_model_cannot_be_told_is_refused(vocab_size: int, language: Any, task: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         SpeechTokens.of(Words(), vocab_size).beginning(language, task, timestamps=False, earlier=[])
 

@@ -56,7 +56,7 @@ class SpeechTokens:
         Raises:
             RequestError: there is no such language or task.
         """
-        if task not in self.tasks:
+        if not isinstance(task, str) or task not in self.tasks:
             raise RequestError(f"task: expected {' or '.join(self.tasks)}, got {short_repr(task)}")
         ids = [self.previous, *earlier[-_MOST_EARLIER:]] if earlier else []
         ids.append(self.start)
@@ -73,7 +73,7 @@ class SpeechTokens:
         Raises:
             RequestError: the model does not know it.
         """
-        if language not in self.languages:
+        if not isinstance(language, str) or language not in self.languages:
             raise RequestError(
                 f"language: expected a code that the model knows, such as en or de, got {short_repr(language)}"
             )
