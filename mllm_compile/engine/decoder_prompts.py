@@ -89,13 +89,20 @@ class DecoderPrompts:
             raise RequestError(f"{self.log_mel}. Give a model whose sounds are served.")
         if not isinstance(item, Mapping):
             raise RequestError(_NO_SOUND.format(typed_repr(item)))
-        of_encoder = item.get("encoder_prompt")
-        media = (of_encoder if isinstance(of_encoder, Mapping) else item).get("multi_modal_data")
+        given = {key: value for key, value in item.items() if value is not None}
+        of_encoder = given.pop("encoder_prompt", None)
+        beside = dict(of_encoder) if isinstance(of_encoder, Mapping) else {}
+        media = (given if of_encoder is None else beside).pop("multi_modal_data", None)
         if not isinstance(media, Mapping) or set(media) != {_SOUND}:
             raise RequestError(_NO_SOUND.format(typed_repr(item)))
-        told = {"encoder_prompt": [0], **{key: item.get(key) for key in DECODER_KEYS[1:]}}
+        given.pop("cache_salt", None)
+        told = {"encoder_prompt": [0], **{key: given.pop(key, None) for key in DECODER_KEYS[1:]}}
         if of_encoder is None and told["decoder_prompt"] is None:
-            told["decoder_prompt"] = item.get("prompt") or item.get("prompt_token_ids")
+            told["decoder_prompt"] = given.pop("prompt", None) or given.pop("prompt_token_ids", None)
+        rest = {**given, **beside}
+        unknown = next((key for key, value in rest.items() if value is not None and (key != "prompt" or value)), None)
+        if unknown is not None:
+            raise RequestError(f"a prompt with a sound has no use for {short_repr(unknown)}. Leave it out.")
         _, ids = self.split(told)
         return self.source_of(read_samples(media[_SOUND], self.log_mel.rate)), ids
 

@@ -209,6 +209,8 @@ class PromptReader:
             if decoder.source.is_sound:
                 source, ids = decoder.split_sound(item)
                 salt = item.get("cache_salt")
+                if (fault := _salt_fault(salt)) is not None:
+                    return Prepared(error=RequestError(fault))
                 return Prepared(None, ids, ids_of(ids), cache_salt=salt, decoder_ids=ids, source=source)
             item, decoder_ids = decoder.split(item)
         except RequestError as error:
@@ -240,8 +242,8 @@ class PromptReader:
             fault = f"a prompt's dict has prompt or prompt_token_ids, got {typed_repr(item)}"
         elif text is not None and not isinstance(text, str | MediaPrompt):
             fault = f"the prompt of a prompt's dict is a text, got {typed_repr(text)}"
-        elif salt is not None and (not isinstance(salt, str) or not salt):
-            fault = f"a prompt's cache_salt is a text that is not empty, got {typed_repr(salt)}"
+        elif (salt_fault := _salt_fault(salt)) is not None:
+            fault = salt_fault
         elif media is not None and isinstance(text, MediaPrompt):
             fault = "the prompt has its images already; got multi_modal_data beside it"
         else:
@@ -364,6 +366,12 @@ class PromptReader:
             except RequestError as error:
                 return error
         return None
+
+
+def _salt_fault(salt: Any) -> str | None:
+    if salt is None or (isinstance(salt, str) and salt):
+        return None
+    return f"a prompt's cache_salt is a text that is not empty, got {typed_repr(salt)}"
 
 
 def _text_fault(text: str) -> RequestError | None:
