@@ -148,13 +148,21 @@ def save_whisper(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def greedy_of_sound(model: Any, samples: Any, start: Sequence[int], count: int) -> list[int]:
-    """The likeliest tokens of a sound, by Transformers' own extractor and forward."""
+def greedy_of_sound(
+    model: Any,
+    samples: Any,
+    start: Sequence[int],
+    count: int,
+    suppressed: Sequence[int] = (),
+    at_begin: Sequence[int] = (),
+) -> list[int]:
+    """The likeliest tokens of a sound, by Transformers' own extractor and forward, without those that are suppressed,
+    or are at the beginning."""
     import transformers
 
     extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     features = extract(samples, sampling_rate=16000, return_tensors="pt").input_features
-    return _greedy(model, model.get_encoder()(features), start, count)
+    return _greedy(model, model.get_encoder()(features), start, count, suppressed, at_begin)
 
 
 @torch.no_grad()
@@ -163,9 +171,17 @@ def greedy(model: Any, source: Sequence[int], start: Sequence[int], count: int) 
     return _greedy(model, model.get_encoder()(torch.tensor([source])), start, count)
 
 
-def _greedy(model: Any, states: Any, start: Sequence[int], count: int) -> list[int]:
+def _greedy(
+    model: Any,
+    states: Any,
+    start: Sequence[int],
+    count: int,
+    suppressed: Sequence[int] = (),
+    at_begin: Sequence[int] = (),
+) -> list[int]:
     ids = list(start)
-    for _ in range(count):
+    for place in range(count):
         logits = model(encoder_outputs=states, decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logits[[*suppressed, *(() if place else at_begin)]] = -torch.inf
         ids.append(int(logits.argmax()))
     return ids[len(start) :]

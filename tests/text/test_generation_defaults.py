@@ -44,6 +44,25 @@ def test_a_file_that_says_nothing_leaves_the_defaults(tmp_path):
     assert defaults(tmp_path, {"transformers_version": "5.0"}).sampling == {}
 
 
+def test_what_generate_does_with_an_encoder_decoders_answers_is_sampled_so_or_named(tmp_path):
+    config = {"is_encoder_decoder": True, "eos_token_id": 3, "decoder_start_token_id": 2, "vocab_size": 50}
+    told = {"suppress_tokens": [7, 5, 99], "begin_suppress_tokens": [9, 3], "max_length": 40}
+    found = defaults(tmp_path, {**told, "forced_eos_token_id": 3, "num_beams": 1, "no_repeat_ngram_size": 3}, config)
+    assert found.sampling == {"logit_bias": {5: -100.0, 7: -100.0}, "min_tokens": 1, "max_tokens": 39}
+    assert found.not_applied == ("no_repeat_ngram_size", "forced_eos_token_id", "begin_suppress_tokens [9]")
+    (tmp_path / "generation_config.json").unlink()  # as of older checkpoints
+    assert defaults(tmp_path, None, config | told).sampling == found.sampling
+    assert defaults(tmp_path, {"max_length": 40, "max_new_tokens": 9}, config).sampling == {"max_tokens": 9}
+    of_another = defaults(tmp_path, {**told, "num_beams": 4}, config | {"is_encoder_decoder": False})
+    assert (of_another.sampling, of_another.not_applied) == ({}, ())
+
+
+@pytest.mark.parametrize("ids", ["7", [-1], [1.5], list(range(1025))])
+def test_suppressed_tokens_that_are_no_ids_are_refused(tmp_path, ids):
+    with pytest.raises(ConfigError, match=r"suppress_tokens (is|lists)"):
+        defaults(tmp_path, {"suppress_tokens": ids}, {"is_encoder_decoder": True})
+
+
 @pytest.mark.parametrize("eos", ["</s>", [1, -2], [True], 1.5])
 def test_end_tokens_that_are_no_ids_are_refused(tmp_path, eos):
     with pytest.raises(ConfigError, match="eos_token_id is"):

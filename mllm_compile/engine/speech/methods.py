@@ -26,6 +26,7 @@ class SpeechMethods:
     """The methods of Engine for speech."""
 
     decoder: DecoderPrompts | None
+    default_params: SamplingParams
 
     if TYPE_CHECKING:
 
@@ -64,6 +65,15 @@ class SpeechMethods:
         if isinstance(decoder.log_mel, str):
             raise RequestError(f"{decoder.log_mel}.")
         tokens = SpeechTokens.of(decoder.tokenizer, decoder.vocab_size)
+        # The tokens that the model's makers suppress; where a time comes first, the end is not among them.
+        usual = SamplingParams(
+            temperature=temperature,
+            max_tokens=None,
+            logit_bias=self.default_params.logit_bias,
+            min_tokens=0 if timestamps else self.default_params.min_tokens,
+            logprobs=0,
+            detokenize=False,
+        )
         speech = _Speech(self, tokens, decoder.log_mel, decoder.tokenizer, priority)
         given = list(sounds) if isinstance(sounds, list) else [sounds]
         if prompt is not None and not isinstance(prompt, str):
@@ -83,7 +93,7 @@ class SpeechMethods:
                 [_stripped(segment) for segment in segments],
             )
             for one, sound, segments in zip(
-                languages, samples, speech.segments(samples, beginnings, temperature), strict=True
+                languages, samples, speech.segments(samples, beginnings, usual), strict=True
             )
         ]
 
@@ -106,7 +116,7 @@ class _Speech:
         return [names[output.token_ids[0]] for output in self._answers(prompts, params)]
 
     def segments(
-        self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], temperature: float
+        self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], params: SamplingParams
     ) -> list[list[Segment]]:
         """The segments of each sound."""
         windows = [cut(one, self.log_mel.samples, self.log_mel.rate) for one in samples]
@@ -115,7 +125,6 @@ class _Speech:
             for parts, beginning in zip(windows, beginnings, strict=True)
             for _, part in parts
         ]
-        params = SamplingParams(temperature=temperature, max_tokens=None, logprobs=0, detokenize=False)
         outputs = iter(self._answers(prompts, params))
         return [
             [segment for at, part in parts for segment in self._of_window(next(outputs), at, part.size)]
