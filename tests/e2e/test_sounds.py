@@ -58,7 +58,8 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: Any) -> Iterator[Engine]:
-    with Engine(config_of(folder / "model", folder / "cache")) as engine:
+    config = config_of(folder / "model", folder / "cache", runtime={"max_model_len": 64})
+    with Engine(config) as engine:
         yield engine
 
 
