@@ -118,3 +118,20 @@ def test_frames_are_bounded(pair, monkeypatch):
     left._socket.sendall(struct.pack("=I", 101))
     assert right.wait(HANG_S) == []
     assert right.is_over
+
+
+def test_frames_that_a_full_socket_does_not_take_at_once_are_all_sent():
+    """uvloop makes a socket that it watches one which does not wait."""
+    end, other = socket.socketpair()
+    end.setblocking(False)
+    sender, receiver = Channel(end), Channel(other)
+    frames = [bytes([number]) * 60_000 for number in range(40)]
+    for frame in frames:
+        sender.send(frame)
+    found: list[bytes] = []
+    while len(found) < len(frames):
+        found += receiver.wait(HANG_S)
+        assert not receiver.is_over
+    assert found == frames
+    sender.close(linger_s=HANG_S)
+    receiver.close()

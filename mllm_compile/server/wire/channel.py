@@ -69,7 +69,7 @@ class Channel:
     def _send_rest(self) -> None:
         while True:
             try:
-                self._socket.sendall(self._unsent[0])
+                self._send_whole(self._unsent[0])
             except OSError:  # the other side is gone, or this one is closed
                 with self._lock:
                     self._unsent.clear()
@@ -78,6 +78,16 @@ class Channel:
                 self._unsent.popleft()
                 if not self._unsent:
                     return
+
+    def _send_whole(self, data: bytes) -> None:
+        rest = memoryview(data)
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:  # uvloop does not let sockets wait that it watches
+                writable.poll()
 
     def wait(self, seconds: float) -> list[bytes]:
         """The frames that have come, once there are any; none after so many seconds, or at the other side's end."""
