@@ -61,6 +61,7 @@ _SHAPING_ROOMS = (
     "runtime/program",
     "runtime/quantised",
     "runtime/sampling",
+    "runtime/sources",
     "runtime/state",
     "runtime/updates",
     "runtime/weights",

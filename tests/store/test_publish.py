@@ -232,7 +232,7 @@ def test_what_compilers_keep_is_removed_when_nothing_compiles_and_not_before(tmp
 
 def test_a_compile_holds_what_compilers_keep_while_its_workers_run(tmp_path):
     config = SimpleNamespace(
-        model=SimpleNamespace(pools=False),
+        model=SimpleNamespace(pools=False, has_encoder=False),
         compile=SimpleNamespace(backend="inductor"),
         runtime=SimpleNamespace(device="cpu", max_num_batched_tokens=512),
         cache=SimpleNamespace(dir=str(tmp_path)),
