@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -56,7 +56,14 @@ class DecoderPrompts:
         """The decoder's side of prompts as a server's engine tells it; None of another model."""
         if told is None:
             return None
-        return cls(tuple(told["start"]), vocab_size, from_json(SourceFacts, told["facts"]), tokenizer)
+        log_mel = told["log_mel"]
+        windows = log_mel if isinstance(log_mel, str) else from_json(LogMel, log_mel)
+        return cls(tuple(told["start"]), vocab_size, from_json(SourceFacts, told["facts"]), tokenizer, windows)
+
+    def told(self) -> dict[str, Any]:
+        """The form that `of` reads."""
+        log_mel = self.log_mel if isinstance(self.log_mel, str) else asdict(self.log_mel)
+        return {"facts": asdict(self.source), "start": self.start, "log_mel": log_mel}
 
     def split(self, item: Any) -> tuple[Any, list[int]]:
         """(the encoder's prompt, the ids that the decoder begins with) of a prompt as a caller gives it.
@@ -104,7 +111,10 @@ class DecoderPrompts:
         if unknown is not None:
             raise RequestError(f"a prompt with a sound has no use for {short_repr(unknown)}. Leave it out.")
         _, ids = self.split(told)
-        return self.source_of(read_samples(media[_SOUND], self.log_mel.rate)), ids
+        sound = media[_SOUND]
+        if isinstance(sound, RequestSource):  # a server's front has made its window
+            return sound, ids
+        return self.source_of(read_samples(sound, self.log_mel.rate)), ids
 
     def source_of(self, samples: np.ndarray) -> RequestSource:
         """The source that samples at the model's rate make.
@@ -119,7 +129,11 @@ class DecoderPrompts:
                 f"the sound has {seconds:.1f} s; the encoder reads at most {most:g}. Use Engine.transcribe, which cuts "
                 "it."
             )
-        return RequestSource.of_sound(self.log_mel.window(samples).ravel(), self.source.max_length)
+        return self.source_of_window(self.log_mel.window(samples).ravel())
+
+    def source_of_window(self, window: np.ndarray) -> RequestSource:
+        """The source of a window [bins * frames] float32."""
+        return RequestSource.of_sound(window, self.source.max_length)
 
     def _language(self, language: Any) -> int:
         if not isinstance(language, str) or self.tokenizer is None:

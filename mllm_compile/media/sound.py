@@ -20,6 +20,13 @@ MAX_SECONDS = 2 * 3600.0
 _RATES = (4000, 384000)
 _MAX_CHANNELS = 16
 _WIDTHS = (1, 2, 3, 4)  # bytes of a sample
+# By the first bytes of a file: those that clients send most.
+_OTHERS = {
+    b"fLaC": "FLAC",
+    **dict.fromkeys((b"ID3", b"\xff\xfb", b"\xff\xf3"), "MP3"),
+    b"OggS": "Ogg",
+    b"\x1aE\xdf\xa3": "WebM",
+}
 _HALF_TAPS = 32  # of the filter that resamples, on each side
 _BLOCK = 1 << 16  # samples that are resampled at once
 
@@ -32,6 +39,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
     """
     if len(data) > MAX_BYTES:
         raise RequestError(f"the sound has {len(data):,} bytes; expected at most {MAX_BYTES:,}. Cut it.")
+    other = next((kind for begin, kind in _OTHERS.items() if data.startswith(begin)), None)
     try:
         with wave.open(io.BytesIO(data)) as file:
             channels, width, rate, frames = file.getparams()[:4]
@@ -40,9 +48,10 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
             _check(channels, rate, frames)
             raw = file.readframes(frames)
     except (wave.Error, EOFError, OSError, ValueError, RuntimeError) as error:  # the last where a chunk ends early
+        why = f"it is {other}" if other else str(error) or "it ends too early"
         raise RequestError(
-            f"the sound is no WAV file of whole numbers ({str(error) or 'it ends too early'}). Convert it: ffmpeg -i "
-            "IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+            f"the sound is no WAV file of whole numbers ({why}). Convert it: ffmpeg -i IN -ac 1 -ar 16000 -c:a "
+            "pcm_s16le OUT.wav"
         ) from None
     raw = raw[: len(raw) // (width * channels) * width * channels]
     if not raw:

@@ -24,6 +24,7 @@ from mllm_compile.server.api.errors import GENERATES, UNSUPPORTED, ApiError, not
 from mllm_compile.server.api.fields import ChatFields, CompletionFields
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.api.responses import ResponseFields, ResponsesRequest
+from mllm_compile.server.audio import endpoints as audio
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front
@@ -54,7 +55,7 @@ _CACHE = "use the engine in process: flush_prefix_cache()"
 _ELSEWHERE = {
     **dict.fromkeys(("moderations", "encode"), GENERATES),
     "embeddings": "use /v1/embeddings",
-    **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), GENERATES),
+    **dict.fromkeys(("audio/speech", "images/generations"), GENERATES),
     **dict.fromkeys(("invocations", "api/generate"), "use /v1/completions"),
     **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
@@ -89,6 +90,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     **{kind.path + SUFFIX: kind for kind in (CompletionFields, ChatFields)},
     "/v1/messages/count_tokens": MessagesFields,
     **pooling.BODIES,
+    **audio.BODIES,
     "/tokenize": endpoints.TokenizeFields,
     "/detokenize": endpoints.DetokenizeFields,
 }
@@ -101,6 +103,7 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", ChatFields.path + SUFFIX, render(ChatRequest)),
     *endpoints.ENDPOINTS,
     *pooling.ENDPOINTS,
+    *audio.ENDPOINTS,
     ("POST", "/v1/load_lora_adapter", adapters.load),
     ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/v1/sessions/{name:path}", session_paths.tell),

@@ -49,6 +49,7 @@ T = TypeVar("T")
 _THREADS = 4  # that tokenize
 _LONG_THREADS = 2  # for those that would hold up others
 _LONG_BYTES = 1 << 20  # of a request
+_SOUND_THREADS = 2
 _IMAGE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
 _MOST_OF_NAME = 64  # characters
@@ -60,6 +61,7 @@ class Front:
 
     Attributes:
         on_ready: told of each engine that is ready.
+        forms: reads bodies with a sound; `sounds`: the threads that read these.
 
     Args:
         command_of: the engine's command line.
@@ -83,6 +85,7 @@ class Front:
         self.tracing = tracing
         self.names = ModelNames(options)
         self.bodies = Bodies(options.most_body_bytes)
+        self.forms = Bodies.of_sounds()
         self.memory = memory or Memory()
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
@@ -90,6 +93,7 @@ class Front:
         self._texts = Threads(_THREADS, "mllm-texts")
         self._long_texts = Threads(_LONG_THREADS, "mllm-long-texts")
         self._images = Threads(_IMAGE_THREADS, "mllm-images")
+        self.sounds = Threads(_SOUND_THREADS, "mllm-sounds")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
             command_of,
@@ -364,12 +368,21 @@ class Front:
             stream_interval=request.fields.stream_interval or 1,
             headers=[(b"x-request-id", name.encode()), *headers],
             form_field=request.fields.form_field or "tools",  # whose form is no field's
+            whole_headers=plan.whole_headers,
             cancel=self.dispatcher.cancel,
             on_over=lambda job: self._over(job, model, client, parent),
         )
         for prompt in plan.prompts:
             key = self.dispatcher.next_key()
-            run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media, prompt.decoder_ids)
+            run = PromptRun(
+                key,
+                prompt.token_ids,
+                prompt.text,
+                plan.is_only_echoed,
+                prompt.media,
+                prompt.decoder_ids,
+                prompt.window,
+            )
             job.add(run, plan.params, facts.tokenizer if plan.has_text else None, plan.make_parser)
         return job
 

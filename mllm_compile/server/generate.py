@@ -9,6 +9,7 @@ from typing import Protocol
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ApiRequest
 from mllm_compile.server.client_sessions import session_of
+from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
@@ -59,16 +60,21 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
             await refuse(error)
             return
         del request, starting  # an answer may take long, and needs neither the body nor what was parsed of it
-        this = asyncio.current_task()
-        assert this is not None, "a server runs each request in a task"
-        job.on_left = this.cancel
-        try:
-            await receive()  # the client's leave; comes also when the response is complete
-        except asyncio.CancelledError:
-            if not job.has_left:
-                raise
-        finally:
-            job.on_left = None
-            job.leave()
+        await until_over(job, receive)
 
     return endpoint
+
+
+async def until_over(job: Job, receive: Receive) -> None:
+    """Waits until a request's response is complete, or its client has left."""
+    this = asyncio.current_task()
+    assert this is not None, "a server runs each request in a task"
+    job.on_left = this.cancel
+    try:
+        await receive()  # the client's leave; comes also when the response is complete
+    except asyncio.CancelledError:
+        if not job.has_left:
+            raise
+    finally:
+        job.on_left = None
+        job.leave()

@@ -6,16 +6,19 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
+from mllm_compile.media.sound import MAX_BYTES
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.memory import Share, bytes_of_json
 from mllm_compile.server.flow.writer import Headers, Send
 
 T = TypeVar("T")
+
+_BESIDE_SOUND = 1 << 20  # bytes of a form
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -31,11 +34,25 @@ class Bodies:
     Args:
         most_bytes: of a body.
         most_s: a body that takes longer is given up: a few that never end would fill the room of all others.
+        held: the bytes of a body and what is parsed of it.
+        bound: what sets the bound.
     """
 
-    def __init__(self, most_bytes: int, most_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        most_s: float = 60.0,
+        held: Callable[[bytes], int] = bytes_of_json,
+        bound: str = "the server's --max-body sets the bound",
+    ) -> None:
         self._most_bytes = most_bytes
         self._most_s = most_s
+        self._held, self._bound = held, bound
+
+    @classmethod
+    def of_sounds(cls) -> Self:
+        """For forms with one sound, which has a bound of its own."""
+        return cls(MAX_BYTES + _BESIDE_SOUND, held=len, bound="cut the sound, or send fewer samples a second")
 
     async def read(self, receive: Receive, share: Share) -> bytes:
         """A request's body, whose share then holds what it will be when it is parsed.
@@ -61,13 +78,13 @@ class Bodies:
             if size > self._most_bytes:
                 whole = self._most_bytes % (1 << 20) == 0
                 most = f"{self._most_bytes >> 20} MiB" if whole else f"{self._most_bytes:,} bytes"
-                why = f"the body is larger than {most}; the server's --max-body sets the bound"
+                why = f"the body is larger than {most}; {self._bound}"
                 raise ApiError(413, why, code="body_too_large")
             share.hold(size)
             parts.append(part)
             if not message.get("more_body"):
                 body = b"".join(parts)
-                share.hold(bytes_of_json(body))
+                share.hold(self._held(body))
                 return body
 
 

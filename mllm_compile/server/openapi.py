@@ -54,7 +54,8 @@ def document(routes: Iterable[tuple[str, str]], bodies: Mapping[str, type[msgspe
         named = re.findall(r"\{(\w+)(?::path)?\}", path)
         operation |= {"parameters": [_parameter(name) for name in named]} if named else {}
         if path in bodies:
-            content = _json({"$ref": f"#/components/schemas/{bodies[path].__name__}"})
+            kind = getattr(bodies[path], "content_type", "application/json")
+            content = {kind: {"schema": {"$ref": f"#/components/schemas/{bodies[path].__name__}"}}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
     return {

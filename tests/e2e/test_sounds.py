@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,27 +15,10 @@ from mllm_compile.engine.speech.cuts import cut
 from mllm_compile.errors import RequestError
 from tests.e2e.test_encoder_decoders import config_of
 from tests.model.encoder_decoders import greedy_of_sound, save_speech_tokenizer, save_whisper
+from tests.sounds import RATE, tone, wav_of
 
-RATE = 16000
 SUPPRESSED = list(range(10, 40))  # what transcribe never writes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def tone(seconds: float, hertz: float = 440.0, rate: int = RATE) -> np.ndarray:
-    times = np.arange(round(seconds * rate)) / rate
-    noise = np.random.default_rng(0).standard_normal(times.size) * 0.1
-    return (np.sin(2 * np.pi * hertz * times) * np.minimum(1, times * 4) + noise).astype(np.float32)
-
-
-def wav_of(samples: np.ndarray, width: int = 2, rate: int = RATE, channels: int = 1) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(channels)
-        out.setsampwidth(width)
-        out.setframerate(rate)
-        whole = np.clip(np.round(samples * 2 ** (8 * width - 1)), -(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1)
-        out.writeframes(np.repeat(whole.astype({2: "<i2", 4: "<i4"}[width]), channels).tobytes())
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")

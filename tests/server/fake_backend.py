@@ -32,6 +32,7 @@ from mllm_compile.server.wire.messages import Needs
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice
 from tests.fake_pooling import fake_pooling_engine
+from tests.fake_speech import SPECIAL_TOKENS, SpeechAnswers, fake_speech_engine
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
 from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
 from tests.sleeping_arena import Machine
@@ -159,6 +160,10 @@ class Runner(FakeStepRunner):
         return Handle()
 
 
+class SpeechRunner(Runner, SpeechAnswers):
+    """Waits likewise, and writes down sounds."""
+
+
 def engine_of_adapters(folders: dict[str, str]) -> Engine:
     """An engine with places for two adapters, and some loaded."""
     device, runner = FakeDevice(), AdapterRunner()
@@ -210,6 +215,10 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         limits["speculation"] = make_speculation(section, tokenizer.vocab_size)
     if "pooling" in settings:
         return fake_pooling_engine(tokenizer if has_tokenizer else None, files, **settings["pooling"])
+    if settings.get("speech"):
+        files["tokenizer.json"] = with_special_tokens(files["tokenizer.json"], SPECIAL_TOKENS)
+        speech_tokenizer = load_tokenizer(TINY, HeldFiles(files))
+        return fake_speech_engine(SpeechRunner(delay_s=0.001), speech_tokenizer, files)
     if "adapters" in settings:
         return engine_of_adapters(settings["adapters"])
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))

@@ -27,6 +27,7 @@ class Words:
 
 def facts(has_encoder: bool = True) -> Any:
     told = {"start": [3, 7], "facts": {"max_length": 16, "vocab_size": 100, "bins": 0, "frames": 0}}
+    told["log_mel"] = "the encoder reads texts"
     decoder = DecoderPrompts.of(told if has_encoder else None, 100, Words())
     return SimpleNamespace(decoder=decoder)
 

@@ -74,7 +74,7 @@ def test_a_missing_path_is_reported_in_openais_shape(server):
     "path",
     [
         "/moderations", "/v1/moderations", "/embeddings", "/encode",
-        "/v1/audio/transcriptions", "/generate", "/wake_up", "/flush_cache", "/v1/files",
+        "/v1/audio/speech", "/generate", "/wake_up", "/flush_cache", "/v1/files",
         "/api/chat", "/get_server_info", "/v1/moderations/",
     ],
 )  # fmt: skip

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mllm_compile.engine.outputs import RequestOutput
+from mllm_compile.engine.speech.answers import (
+    ids_of_prompt,
+    params_of_language,
+    params_of_text,
+    segments_of,
+    transcript_of,
+)
 from mllm_compile.engine.speech.cuts import cut
 from mllm_compile.engine.speech.tokens import SpeechTokens
-from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
+from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
 from mllm_compile.media.sound import read_samples
@@ -59,43 +66,37 @@ class SpeechMethods:
             RequestError: a sound or an argument is refused, or the model transcribes nothing.
             MllmError: a step failed.
         """
-        decoder = self.decoder
-        if decoder is None or not decoder.source.is_sound:
-            raise RequestError("the model reads no sounds, which transcribe needs. Serve a model such as Whisper.")
-        if isinstance(decoder.log_mel, str):
-            raise RequestError(f"{decoder.log_mel}.")
-        tokens = SpeechTokens.of(decoder.tokenizer, decoder.vocab_size)
-        # The tokens that the model's makers suppress; where a time comes first, the end is not among them.
-        usual = SamplingParams(
-            temperature=temperature,
-            max_tokens=None,
-            logit_bias=self.default_params.logit_bias,
-            min_tokens=0 if timestamps else self.default_params.min_tokens,
-            logprobs=0,
-            detokenize=False,
-        )
-        speech = _Speech(self, tokens, decoder.log_mel, decoder.tokenizer, priority)
+        decoder, log_mel, tokens = speech_of(self.decoder)
+        usual = params_of_text(temperature, self.default_params, timestamps)
+        speech = _Speech(self, tokens, log_mel, decoder.tokenizer, priority)
         given = list(sounds) if isinstance(sounds, list) else [sounds]
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"prompt: expected a text, got {typed_repr(prompt)}")
-        samples = [read_samples(one, decoder.log_mel.rate) for one in given]
+        samples = [read_samples(one, log_mel.rate) for one in given]
         languages = [language] * len(samples)
         if language is None and tokens.languages:
             languages = speech.languages(samples)
-        earlier = speech.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False) if prompt else []
+        earlier = ids_of_prompt(speech.tokenizer, prompt)
         beginnings = [tokens.beginning(one, task, timestamps, earlier) for one in languages]
         return [
-            Transcript(
-                "".join(segment.text for segment in segments).strip(),
-                one,
-                sound.size / decoder.log_mel.rate,
-                task,
-                [_stripped(segment) for segment in segments],
-            )
+            transcript_of(segments, one, sound.size / log_mel.rate, task)
             for one, sound, segments in zip(
                 languages, samples, speech.segments(samples, beginnings, usual), strict=True
             )
         ]
+
+
+def speech_of(decoder: DecoderPrompts | None) -> tuple[DecoderPrompts, LogMel, SpeechTokens]:
+    """A model's way to transcribe: its decoder's prompts, windows and tokens.
+
+    Raises:
+        RequestError: it transcribes nothing.
+    """
+    if decoder is None or not decoder.source.is_sound:
+        raise RequestError("the model reads no sounds, which transcribe needs. Serve a model such as Whisper.")
+    if isinstance(decoder.log_mel, str):
+        raise RequestError(f"{decoder.log_mel}.")
+    return decoder, decoder.log_mel, SpeechTokens.of(decoder.tokenizer, decoder.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,9 @@ class _Speech:
 
     def languages(self, samples: Sequence[np.ndarray]) -> list[str | None]:
         """The likeliest language of each sound's first window."""
-        params = SamplingParams(
-            temperature=0, max_tokens=1, allowed_token_ids=list(self.tokens.languages.values()), detokenize=False
-        )
         prompts = [self._prompt(one[: self.log_mel.samples], [self.tokens.start]) for one in samples]
         names = {one: name for name, one in self.tokens.languages.items()}
-        return [names[output.token_ids[0]] for output in self._answers(prompts, params)]
+        return [names[output.token_ids[0]] for output in self._answers(prompts, params_of_language(self.tokens))]
 
     def segments(
         self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], params: SamplingParams
@@ -132,16 +130,8 @@ class _Speech:
         ]
 
     def _of_window(self, output: RequestOutput, at: int, count: int) -> list[Segment]:
-        rate, ids = self.log_mel.rate, output.token_ids
-        times = [self.tokens.seconds(one) for one in ids]
-        score = output.first.cumulative_logprob
-        mean = None if score is None or not ids else score / len(ids)
-        found = []
-        for first, end, start, last in segments_between(times, at / rate, (at + count) / rate):
-            text = self.tokenizer.decode(ids[first:end], skip_special_tokens=True)
-            if text:
-                found.append(Segment(start, last, text, ids[first:end], mean))
-        return found
+        rate, score = self.log_mel.rate, output.first.cumulative_logprob
+        return segments_of(self.tokens, self.tokenizer, output.token_ids, score, at / rate, (at + count) / rate)
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
         outputs = self.engine.generate(prompts, params, priority=self.priority)
@@ -153,7 +143,3 @@ class _Speech:
     def _prompt(self, samples: np.ndarray, beginning: list[int]) -> dict[str, Any]:
         sound = {"multi_modal_data": {"audio": (samples, self.log_mel.rate)}}
         return {"encoder_prompt": sound, "decoder_prompt": beginning}
-
-
-def _stripped(segment: Segment) -> Segment:
-    return Segment(segment.start, segment.end, segment.text.strip(), segment.token_ids, segment.avg_logprob)

@@ -210,7 +210,7 @@ def read_fields(kind: type[F], body: bytes, foreign: ForeignFields = FOREIGN) ->
     try:
         fields = msgspec.convert(given, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise _wrong_type(error) from None
+        raise wrong_type(error) from None
     for name in given.keys() - own:
         value = given[name]
         if name in foreign:
@@ -280,7 +280,7 @@ def _value(name: str, text: msgspec.Raw) -> Any:
         raise bad_request(f"{name}: it is no JSON: {error}", name) from None
 
 
-def _wrong_type(error: Exception) -> ApiError:
+def wrong_type(error: Exception) -> ApiError:
     """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``; or of a missing field."""
     what, _, place = str(error).partition(" - at `$.")
     if what.startswith(_LACKING) and not place:

@@ -26,8 +26,9 @@ from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import Prompt
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import PromptRun
-from mllm_compile.server.flow.job import AnswerFormat
+from mllm_compile.server.flow.job import JSON, AnswerFormat
 from mllm_compile.server.flow.memory import bytes_of_json
+from mllm_compile.server.flow.writer import Headers
 from mllm_compile.text.calls.parser import CallParser
 
 # Of a body that is planned where it is read: handing it to a thread, and getting it back, would take as long. To check
@@ -47,6 +48,7 @@ class AnswerPlan:
         make_parser: of the parser that reads an answer; None: it is its text.
         kept_bytes: of the request, that the answer needs beside prompts and parameters.
         has_text: the answer has a text, or its end depends on it.
+        whole_headers: of an answer that is no stream.
         unread: fields that the model's chat template does not read.
     """
 
@@ -58,6 +60,7 @@ class AnswerPlan:
     unread: tuple[str, ...] = ()
     kept_bytes: int = 0
     has_text: bool = True
+    whole_headers: Headers = dataclasses.field(default_factory=lambda: JSON)
 
     @property
     def num_bytes(self) -> int:

@@ -31,12 +31,13 @@ from mllm_compile.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt as the model sees it; `text` as the client gave it, None for token ids and messages. `decoder_ids` are
-    what a decoder begins with, whose encoder reads it."""
+    what a decoder begins with, whose encoder reads it, or `window`, float32 of a window of sound."""
 
     token_ids: list[int]
     text: str | None = None
     media: SharedPrompt | None = None
     decoder_ids: list[int] | None = None
+    window: bytes | None = None
 
 
 def prompt_items(prompt: Any) -> list[str | list[int]]:

@@ -341,6 +341,10 @@ def _submission(engine: Engine, command: Submit) -> Submission:
     if command.media is not None:
         shared = SharedPrompt(command.media.segment, command.prompt, command.media.is_feature, command.media.items)
         prompt = {"prompt": shared.take()}
+    if command.window is not None:
+        assert engine.decoder is not None, "the front asks a model that reads sounds alone"
+        source = engine.decoder.source_of_window(np.frombuffer(command.window, np.float32))
+        prompt = {"encoder_prompt": {"multi_modal_data": {"audio": source}}}
     if command.decoder_prompt is not None:
         prompt["decoder_prompt"] = np.frombuffer(command.decoder_prompt, np.int32).tolist()
     if command.cache_salt is not None:
@@ -396,7 +400,7 @@ def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> H
         stats=dataclasses.asdict(engine.stats()),
         adapters=_cards(engine),
         held_bytes=held_bytes,
-        encoder=None if decoder is None else {"facts": dataclasses.asdict(decoder.source), "start": decoder.start},
+        encoder=None if decoder is None else decoder.told(),
     )
 
 

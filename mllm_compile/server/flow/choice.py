@@ -33,6 +33,7 @@ class PromptRun:
         key: its number on the wire.
         text: as the client gave it, None for token ids.
         decoder_ids: what a decoder begins with, whose encoder reads the prompt; None: there is no encoder.
+        window: float32 of a window of sound, which the encoder reads, until it is sent.
         media: its images, whose memory is given back when its request is over.
         is_only_echoed: generate nothing (max_tokens 0); the engine makes one token, which is dropped.
         is_waiting: it has not been admitted yet.
@@ -47,8 +48,10 @@ class PromptRun:
         is_only_echoed: bool,
         media: SharedPrompt | None = None,
         decoder_ids: list[int] | None = None,
+        window: bytes | None = None,
     ) -> None:
         self.key = key
+        self.window = window
         self.decoder_ids = decoder_ids
         self.media = media
         self.token_ids = token_ids

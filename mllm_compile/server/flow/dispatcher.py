@@ -85,6 +85,7 @@ class Dispatcher:
                 submit.session = (session.id, session.retention, session.is_one_line)
             if prompt.decoder_ids is not None:
                 submit.decoder_prompt = array.array("i", prompt.decoder_ids).tobytes()
+            submit.window, prompt.window = prompt.window, None
             self._send(submit)
 
     def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:

@@ -65,6 +65,7 @@ class Job:
         cancel: tells the engine that these prompts are not wanted any more.
         on_over: called once, at the end.
         form_field: the field that asks for a form of the answer.
+        whole_headers: of an answer that is no stream, and no error.
 
     Attributes:
         scheduled_s, first_token_s, last_token_s: time.monotonic() of the first prompt to get there.
@@ -85,11 +86,13 @@ class Job:
         cancel: Callable[[Job, list[PromptRun]], None],
         on_over: Callable[[Job], None],
         form_field: str | None = None,
+        whole_headers: Headers = JSON,
     ) -> None:
         self.name = name
         self.format = format
         self.is_stream = is_stream
         self.form_field = form_field
+        self._whole_headers = whole_headers
         self.writer = Writer(outlet, self._free)
         self.prompts: list[PromptRun] = []
         self.choices: list[Choice] = []
@@ -238,12 +241,13 @@ class Job:
             self.writer.write(self.format.tail(self), more=False)
         else:
             timing = ";".join(f"{name}={value:g}" for name, value in self.timing().items())
-            self._respond(200, self.format.whole(self), [(b"x-mllm-timing", timing.encode())])
+            told = [*self._whole_headers, (b"x-mllm-timing", timing.encode())]
+            self._respond(200, self.format.whole(self), told)
         self._end()
 
     def _respond(self, status: int, body: bytes, headers: Headers) -> None:
         length = (b"content-length", str(len(body)).encode())
-        self.writer.begin(status, [*JSON, length, *headers, *self._headers])
+        self.writer.begin(status, [length, *headers, *self._headers])
         self.writer.write(body, more=False)
 
     def fail(self, error: ApiError) -> None:
@@ -254,7 +258,7 @@ class Job:
         if self.writer.has_begun:
             self.writer.write(self.format.failure(error), more=False)
         else:
-            self._respond(error.status, self.format.refusal(error), error.headers)
+            self._respond(error.status, self.format.refusal(error), [*JSON, *error.headers])
         self._end()
 
     def leave(self) -> None:

@@ -63,6 +63,7 @@ class EnginesFront(Generic[E]):
         self.options, self._say = options, say
         self.memory = Memory()
         self.bodies = Bodies(options.most_body_bytes)
+        self.forms = Bodies.of_sounds()
         self.is_draining = False
         self.engines: dict[str, E] = {}
         self.begun = asyncio.Event()

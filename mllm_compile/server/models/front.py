@@ -14,9 +14,11 @@ import msgspec
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.server.api.errors import ApiError, bad_request
 from mllm_compile.server.api.fields import members_of
+from mllm_compile.server.audio import endpoints as audio
+from mllm_compile.server.audio.fields import model_of
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine
-from mllm_compile.server.http import Scope
+from mllm_compile.server.http import Scope, header
 from mllm_compile.server.models.broker import Broker
 from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.tenant import Tenant
@@ -90,6 +92,8 @@ class ModelsFront(EnginesFront[Tenant]):
             raise bad_request(f"lora_name: {short_repr(name)} means another model of this server; take another name")
 
     def engine_of_body(self, scope: Scope, path: str, body: bytes) -> Tenant:
+        if path in audio.BODIES:
+            return self.find(model_of(header(scope, b"content-type"), body))
         members = members_of(body)
         tenant = self.find(_text_of(members, "model"))
         if path in _OF_ADAPTERS:

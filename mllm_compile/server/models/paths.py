@@ -14,6 +14,7 @@ from mllm_compile.server.about import NOT_TOLD, engine_info, load_of
 from mllm_compile.server.api import anthropic_answers
 from mllm_compile.server.api.errors import ApiError, openai_refusal
 from mllm_compile.server.api.fields import read_object
+from mllm_compile.server.audio import endpoints as audio
 from mllm_compile.server.endpoints import Answer, Endpoint, page, request_ids, version
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.http import (
@@ -52,6 +53,7 @@ def answers_of(server: EnginesFront[Any], routes: Routes, description: Answer) -
 
 def _of_engine(server: EnginesFront[Any], method: str, path: str, endpoint: Endpoint) -> Answer:
     answers = {name: endpoint(engine.front) for name, engine in server.engines.items()}
+    bodies = server.forms if path in audio.BODIES else server.bodies
     refusal = anthropic_answers.refusal if path.startswith("/v1/messages") else openai_refusal
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +62,7 @@ def _of_engine(server: EnginesFront[Any], method: str, path: str, endpoint: Endp
                 engine = server.engine_of_query(scope)
             else:
                 with server.memory.share() as share:
-                    body = await server.bodies.read(receive, share)
+                    body = await bodies.read(receive, share)
                     engine = server.engine_of_body(scope, path, body)
                 receive = _again(body, receive)
         except ClientGoneError:

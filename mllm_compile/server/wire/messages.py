@@ -46,6 +46,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     adapter: tuple[str, int] | None = None  # name and version
     session: tuple[str | None, str | None, bool] | None = None  # fields of a Session
     decoder_prompt: bytes | None = None  # int32 ids that a decoder begins with, whose encoder reads the prompt
+    window: bytes | None = None  # float32 of a window of sound, which the encoder reads in the prompt's place
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True):
@@ -160,7 +161,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     adapters: list[AdapterCard] = []
     held_bytes: tuple[int, int] = (0, 0)  # of a shared device: for good, and given back while the engine sleeps
     pooling: dict[str, Any] | None = None  # of a model that pools: PoolingFacts, and whether it has dense layers
-    encoder: dict[str, Any] | None = None  # of an encoder-decoder: SourceFacts, and ids that its decoder begins with
+    encoder: dict[str, Any] | None = None  # of an encoder-decoder: DecoderPrompts.told
 
 
 class Needs(msgspec.Struct, tag=8, array_like=True):

@@ -1,0 +1,78 @@
+"""Parameters for windows of sound, and the segments that their answers are; for the engine and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from mllm_compile.engine.speech.tokens import SpeechTokens
+from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+
+class SpeechTokenizer(Protocol):
+    """The methods of a tokenizer that are called here."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def params_of_language(tokens: SpeechTokens) -> SamplingParams:
+    """The parameters by which a model says the language of a window, whose decoder begins with the start token."""
+    languages = list(tokens.languages.values())
+    return SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=languages, detokenize=False)
+
+
+def params_of_text(temperature: float, defaults: SamplingParams, has_times: bool) -> SamplingParams:
+    """The parameters by which it writes down a window. The defaults name the tokens that the model's makers suppress;
+    where a time comes first, the end is not among them.
+
+    Raises:
+        RequestError: there is no such temperature.
+    """
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=None,
+        logit_bias=defaults.logit_bias,
+        min_tokens=0 if has_times else defaults.min_tokens,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def ids_of_prompt(tokenizer: SpeechTokenizer, prompt: str | None) -> list[int]:
+    """The tokens of what was said before."""
+    return tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False) if prompt else []
+
+
+def segments_of(
+    tokens: SpeechTokens,
+    tokenizer: SpeechTokenizer,
+    ids: Sequence[int],
+    logprob: float | None,
+    first: float,
+    last: float,
+) -> list[Segment]:
+    """The segments of a window's answer; their texts have the spaces between them.
+
+    Args:
+        logprob: of all its tokens.
+        first, last: seconds of the sound.
+    """
+    ids = list(ids)
+    mean = None if logprob is None or not ids else logprob / len(ids)
+    times = [tokens.seconds(one) for one in ids]
+    found = []
+    for begin, end, start, stop in segments_between(times, first, last):
+        text = tokenizer.decode(ids[begin:end], skip_special_tokens=True)
+        if text:
+            found.append(Segment(start, stop, text, ids[begin:end], mean))
+    return found
+
+
+def transcript_of(segments: Sequence[Segment], language: str | None, duration: float, task: str) -> Transcript:
+    """The transcript of a sound's segments, in their order."""
+    text = "".join(one.text for one in segments).strip()
+    alone = [Segment(one.start, one.end, one.text.strip(), one.token_ids, one.avg_logprob) for one in segments]
+    return Transcript(text, language, duration, task, alone)

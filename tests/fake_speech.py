@@ -1,0 +1,80 @@
+"""An engine of a fake Whisper, with windows of one second: it writes down the digest of each window that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.engine.decoder_prompts import DecoderPrompts
+from mllm_compile.engine.engine import Engine
+from mllm_compile.media.log_mel import LogMel
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.sources.facts import SourceFacts
+from mllm_compile.runtime.sources.request import RequestSource
+from mllm_compile.text.tokenizer import Tokenizer
+from tests.fakes import FakeStepRunner, fake_engine
+
+LOG_MEL = LogMel(bins=8, samples=16000)
+STATES = 50
+VOCAB = 51865  # from which on a Whisper knows languages
+NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
+SPECIAL_TOKENS = [f"<|{name}|>" for name in [*NAMES, *(f"{step / 50:.2f}" for step in range(51))]]
+LANGUAGE = "de"
+END_S = 0.5  # where a window with times says that its text ends
+
+
+def said_of(samples: np.ndarray) -> str:
+    """The text that is written down of a window's samples."""
+    return _said(RequestSource.of_sound(LOG_MEL.window(samples).ravel(), STATES))
+
+
+def _said(source: RequestSource) -> str:
+    return f" {source.digest.hex()[:6]}"
+
+
+class SpeechAnswers(FakeStepRunner):
+    """Answers the start token alone with a language, and what is longer with the window's text."""
+
+    tokenizer: Tokenizer
+
+    def submit(self, batch: ScheduledBatch) -> Any:
+        told = self.__dict__.setdefault("told", {})
+        for request in batch.admitted:
+            ids, source = request.all_token_ids.tolist(), request.source
+            assert source is not None and source.window is not None and source.window.size == 8 * 100
+            told[request.row] = self._answer(ids, source)
+        return super().submit(batch)
+
+    def _answer(self, ids: list[int], source: RequestSource) -> list[int]:
+        find: Callable[[str], int | None] = lambda name: self.tokenizer.token_to_id(f"<|{name}|>")  # noqa: E731
+        if ids == [find("startoftranscript")]:
+            return [find(LANGUAGE) or 0]
+        text = self.tokenizer.encode(_said(source), add_special_tokens=False)
+        times = [] if ids[-1] == find("notimestamps") else [find(f"{END_S:.2f}") or 0]
+        return [*text, *times, self.tokenizer.eos_token_id or 0]
+
+    def _run(self, token_ids: list[int], draft: list[int]) -> list[int]:
+        row = next(row for row, ids in self.slots.items() if ids is token_ids)
+        rest = self.__dict__["told"][row]  # none: a step that was begun before the end was known
+        token_ids.append(rest.pop(0) if rest else self.tokenizer.eos_token_id or 0)
+        return token_ids[-1:]
+
+
+def fake_speech_engine(runner: SpeechAnswers, tokenizer: Tokenizer, files: dict[str, bytes]) -> Engine:
+    runner.tokenizer = tokenizer
+    start = tokenizer.token_to_id("<|startoftranscript|>")
+    assert start is not None
+    facts = SourceFacts(max_length=STATES, bins=LOG_MEL.bins, frames=LOG_MEL.frames)
+    return fake_engine(
+        runner,
+        tokenizer=tokenizer,
+        tokenizer_files=files,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({tokenizer.eos_token_id or 0}),
+        decoder=DecoderPrompts((start,), VOCAB, facts, tokenizer, LOG_MEL),
+        max_source_len=STATES,
+        max_num_batched_tokens=512,
+        num_pages=2049,
+    )

@@ -1,0 +1,197 @@
+"""Sounds over HTTP: each window reaches the engine as it is, and answers have OpenAI's forms, also as a stream."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.media.sound import read_wav
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.audio.requests import Speech
+from tests.fake_speech import END_S, LANGUAGE, said_of
+from tests.server.audio.test_form import TYPE, form_of
+from tests.server.harness import Answer, Server, eventually, fake_server
+from tests.sounds import RATE, tone, wav_of
+
+PATH = "/v1/audio/transcriptions"
+SOUND = np.concatenate([tone(0.9, hertz) for hertz in (200, 400, 800)])
+WAV = wav_of(SOUND)
+
+
+def expected_of(wav: bytes) -> list[tuple[float, str]]:
+    """The begin, and the text, of each window."""
+    samples, _ = read_wav(wav)
+    return [(at / RATE, said_of(part)) for at, part in cut(samples, RATE, RATE)]
+
+
+TEXT = "".join(text for _, text in expected_of(WAV)).strip()
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, no step ends."""
+    return tmp_path_factory.mktemp("stuck") / "stuck"
+
+
+@pytest.fixture(scope="module")
+def server(stuck: Path) -> Iterator[Server]:
+    with fake_server(settings={"speech": True}, environment={"MLLM_FAKE_STUCK": str(stuck)}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def send(server: Server, *parts: tuple[str, bytes | str], path: str = PATH) -> Answer:
+    return server.post(path, form_of(*parts), headers={"content-type": TYPE})
+
+
+def test_openais_client_gets_the_text(client: openai.OpenAI) -> None:
+    assert len(expected_of(WAV)) == 3
+    answer = client.audio.transcriptions.create(file=("talk.wav", WAV), model="fake")
+    assert (answer.text, answer.usage.model_dump()) == (TEXT, {"type": "duration", "seconds": 3})  # type: ignore[union-attr]
+    english = client.audio.translations.create(file=("talk.wav", WAV), model="fake", prompt="names: Ann")
+    assert english.text == TEXT
+    plain: Any = client.audio.transcriptions.create(file=WAV, model="fake", response_format="text", language="en")
+    assert plain == TEXT + "\n"
+
+
+def test_openais_client_gets_segments(client: openai.OpenAI, server: Server) -> None:
+    told = client.audio.transcriptions.create(
+        file=("talk.wav", WAV), model="fake", response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (told.text, told.language, told.duration) == (TEXT, LANGUAGE, 2.7)
+    assert told.segments is not None
+    places = [(one.start, one.end, one.text) for one in told.segments]
+    assert places == [
+        (pytest.approx(at, abs=0.01), pytest.approx(at + END_S, abs=0.01), text.strip())
+        for at, text in expected_of(WAV)
+    ]
+    srt = send(server, ("file", WAV), ("response_format", "srt"))
+    assert srt.body.decode().count(" --> ") == 3
+    assert srt.headers["content-type"] == "text/plain; charset=utf-8"
+    vtt = send(server, ("file", WAV), ("response_format", "vtt"))
+    assert vtt.body.startswith(b"WEBVTT") and vtt.headers["content-type"].startswith("text/vtt")
+
+
+def test_a_stream_has_the_windows_in_their_order(client: openai.OpenAI) -> None:
+    events = list(client.audio.transcriptions.create(file=("talk.wav", WAV), model="fake", stream=True))
+    assert {one.type for one in events[:-1]} == {"transcript.text.delta"}
+    assert "".join(one.delta for one in events[:-1]) == TEXT  # type: ignore[union-attr]
+    assert (events[-1].type, events[-1].text) == ("transcript.text.done", TEXT)  # type: ignore[union-attr]
+
+
+def with_header(wav: bytes, at: int, number: int, form: str = "<I") -> bytes:
+    """A WAV file with another number in its header."""
+    return wav[:at] + struct.pack(form, number) + wav[at + struct.calcsize(form) :]
+
+
+SHORT = wav_of(tone(0.3))
+BAD = {
+    "no samples": (wav_of(np.zeros(0)), "no samples"),
+    "words": (b"hello", "no WAV file"),
+    "FLAC": (b"fLaC\0\0\0\x22", "it is FLAC"),
+    "MP3": (b"ID3\4\0\0", "it is MP3"),
+    "no channels": (with_header(SHORT, 22, 0, "<H"), "no WAV file|0 channels"),
+    "many channels": (with_header(SHORT, 22, 999, "<H"), "999 channels"),
+    "rate": (with_header(SHORT, 24, 0xFFFFFFFF), "samples a second"),
+    "no rate": (with_header(SHORT, 24, 0), "samples a second"),
+    "64 bits": (with_header(SHORT, 34, 64, "<H"), "samples of 64 bits"),
+    "gigabytes": (with_header(with_header(SHORT, 40, 0xFFFFFF00), 4, 0xFFFFFFFF), "expected at most 7,200"),
+    "floats": (with_header(SHORT, 20, 3, "<H"), "no WAV file"),
+    "cut": (SHORT[:30], "no WAV file"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_sound_is_refused_and_hurts_no_other(server: Server, kind: str) -> None:
+    wav, said = BAD[kind]
+    refused = send(server, ("file", wav))
+    assert refused.status == 400
+    assert any(one in refused.error["message"] for one in said.split("|")), refused.error
+    assert send(server, ("file", SHORT), ("language", "en")).json["text"] == expected_of(SHORT)[0][1].strip()
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "said"),
+    [
+        ((("file", SHORT), ("language", "xx")), 400, "language: expected a code"),
+        ((("file", SHORT), ("model", "other")), 404, "other"),
+        ((("file", SHORT), ("language", "en"), ("priority", "9" * 30)), 400, "priority"),
+        ((("file", b"\0" * (27 << 20)),), 413, "larger than 26 MiB"),
+    ],
+)
+def test_what_cannot_be_is_refused(server: Server, parts: Any, status: int, said: str) -> None:
+    refused = send(server, *parts)
+    assert refused.status == status
+    assert said in refused.error["message"]
+
+
+def test_a_truncated_file_is_read_as_far_as_it_goes(server: Server) -> None:
+    cut_off = SHORT[:-1001]
+    assert send(server, ("file", cut_off), ("language", "en")).json["text"] == expected_of(cut_off)[0][1].strip()
+
+
+def test_many_windows_reach_the_engine(server: Server) -> None:
+    long = wav_of(tone(60))
+    for _ in range(3):
+        text = send(server, ("file", long), ("language", "en")).json["text"]
+        assert text == "".join(one for _, one in expected_of(long)).strip()
+
+
+def test_requests_beside_each_other_get_their_own(server: Server) -> None:
+    wavs = [wav_of(tone(0.2 + 0.17 * number, 150.0 * (number + 1))) for number in range(12)]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        found[number] = send(server, ("file", wavs[number])).json["text"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(wavs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    texts = ["".join(text for _, text in expected_of(wav)).strip() for wav in wavs]
+    assert [found[number] for number in range(len(wavs))] == texts
+
+
+def test_the_model_is_listed_and_texts_are_refused_by_name(server: Server) -> None:
+    assert server.get("/v1/models").json["data"][0]["id"] == "fake"
+    refused = server.complete()
+    assert refused.status == 400 and "sounds" in refused.error["message"]
+    described = server.get("/openapi.json").json["paths"][PATH]["post"]["requestBody"]["content"]
+    assert list(described) == ["multipart/form-data"]
+
+
+@pytest.mark.parametrize("language", ["en", ""])
+def test_a_client_that_leaves_ends_its_windows(server: Server, stuck: Path, language: str) -> None:
+    stuck.touch()
+    try:
+        body = form_of(("file", wav_of(np.tile(SOUND, 4))), ("language", language))
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE}\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + body)
+            eventually(lambda: server.get("/load").json["server_load"] > 0, "its windows run")
+        eventually(lambda: server.get("/load").json == {"server_load": 0, "running": 0, "waiting": 0}, "they end")
+    finally:
+        stuck.unlink()
+    assert send(server, ("file", SHORT), ("language", "en")).json["text"]
+
+
+def test_another_model_refuses_sounds_by_name() -> None:
+    with pytest.raises(ApiError, match="reads no sounds") as caught:
+        Speech.of(SimpleNamespace(decoder=None, tokenizer=None))  # type: ignore[arg-type]
+    assert (caught.value.status, caught.value.param) == (400, "model")
