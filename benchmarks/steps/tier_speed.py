@@ -3,10 +3,10 @@
     python -m benchmarks.steps.tier_speed configs/qwen-8b-shape.yaml [--tokens 64000] [--host-gib 32] [--deterministic]
 
 The prefix cache lets go of all pages between two turns, as a sleep has it do; the memory behind it keeps them. First
-the bits of keys and values behind a load are compared with those before, and tokens with those before and computed
-anew: roundings of another batch change tokens too, but in the deterministic mode. Then come the link's rate, a hit from
-the host and one from the prefix cache beside a miss, decodes beside loads, and the cost of a miss with the memory and
-without, by turns.
+answers behind loads are compared bit by bit with those behind hits of the prefix cache (benchmarks/tiers/answers.py).
+Then come the link's rate, a hit from the host and one from the prefix cache beside a miss, decodes beside loads alone,
+beside requests behind loads, and beside as many behind hits of the prefix cache; and the cost of a miss with the memory
+and without, by turns. --deterministic compares answers in that mode, also of requests that wait while others run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-import torch
-
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.tiers.answers import compare_alone, compare_beside, compare_bits, compare_together
+from benchmarks.tiers.behind import drop_kv, forget_cached, link_rates, scheduler_of, without_tiers
+from benchmarks.tiers.loads import LoadsAlone
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime
-from mllm_compile.runtime.schedule.pages.watch import CacheWatcher
-from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.schedule.tiers.tiers import Tiers
-from mllm_compile.runtime.tiers.copies import SlotCopies
 
 _VOCABULARY = 100
 _TURN = 5_700  # new tokens of an agent's call
@@ -50,107 +45,22 @@ def seconds(engine: Engine, prompt: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def scheduler_of(engine: Engine) -> Scheduler:
-    scheduler = engine.core._scheduler
-    assert isinstance(scheduler, Scheduler), "tiers are of one rank"
-    return scheduler
-
-
-def drop_kv(engine: Engine) -> None:
-    """Lets go of all pages; what was published is stored first."""
-    engine.core.while_still(lambda requests: requests.drop_kv())
-
-
-@contextmanager
-def without_tiers(engine: Engine) -> Iterator[None]:
-    """Has an engine do meanwhile as if it had none."""
-    scheduler = scheduler_of(engine)
-    tiers, watchers = scheduler.tiers, list(scheduler.pages.cache.watchers)
-
-    def put(found: Tiers | None, watching: list[CacheWatcher]) -> None:
-        scheduler.drop_kv()
-        scheduler.tiers = scheduler.prompts.tiers = found
-        scheduler.pages.cache.watchers[:] = watching
-
-    engine.core.while_still(lambda requests: put(None, []))
-    try:
-        yield
-    finally:
-        engine.core.while_still(lambda requests: put(tiers, watchers))
-
-
-def kv_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """The bytes of all pages that the prefix cache has of prompts, [pages, n] of each layer's keys, and values."""
-    scheduler, found = scheduler_of(engine), list[torch.Tensor]()
-    copies = scheduler.tiers._copies if scheduler.tiers is not None else None
-    assert isinstance(copies, SlotCopies), "the script has put one behind it"
-    sections = copies._places[False][0].sections
-
-    def read() -> None:
-        matched = [scheduler.pages.cache.match_prefix(np.array(prompt, dtype=np.int64))[1] for prompt in prompts]
-        pages = torch.from_numpy(np.concatenate(matched).astype(np.int64))
-        found.extend(section.rows[pages.to(section.rows.device)].clone() for section in sections)
-
-    engine.core.while_still(lambda requests: read())
-    return found
-
-
-def check_bits(engine: Engine, longest: int) -> bool:
-    """Compares keys and values behind loads with those before, bit by bit."""
-    prompts = [prompt_of(random.randrange(longest // 2, longest)) for _ in range(4)]
-    engine.generate(prompts, greedy(1))
-    before = kv_of(engine, prompts)
-    drop_kv(engine)
-    loaded = sum(output.num_host_tokens for output in engine.generate(prompts, greedy(1)))
-    after = kv_of(engine, prompts)
-    wrong = sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    print(
-        f"keys and values of {before[0].shape[0]} pages, {loaded} tokens of them loaded: those of {wrong} of "
-        f"{len(before)} layers differ",
-        flush=True,
-    )
-    return not wrong and loaded > 0
-
-
-def check_tokens(engine: Engine, longest: int) -> bool:
-    """Compares tokens behind loads with those before, and those computed anew with them, beside running decodes."""
+def check_answers(engine: Engine, longest: int) -> bool:
+    """Compares answers behind loads with those behind hits of the prefix cache; tells, and whether all are right."""
     prompts = [prompt_of(random.randrange(longest // 8, longest)) for _ in range(8)]
-
-    def answers() -> list[list[int]]:
-        return [output.token_ids for output in engine.generate([*prompts, *_DECODES], greedy(48))]
-
-    first, warm = answers(), answers()
-    drop_kv(engine)
-    behind = answers()
-    (host, *_) = engine.stats().tiers
-    engine.flush_prefix_cache()
-    anew = answers()
-    alike, hits, control = (sum(map(list.__eq__, first, other)) for other in (behind, warm, anew))
-    print(
-        f"tokens behind loads: {alike} of {len(first)} answers alike; behind hits of the prefix cache {hits}; computed "
-        f"anew {control}; {host}",
-        flush=True,
-    )
-    return alike == len(first)
-
-
-def link_rates() -> tuple[float, float]:
-    """Bytes a second from the host and to it, of one large copy."""
-    if not torch.cuda.is_available():
-        return float("nan"), float("nan")
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    rates = []
-    for target, source in ((device, host), (host, device)):
-        times = []
-        for _ in range(4):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        rates.append(host.nbytes / min(times))
-    return rates[0], rates[1]
+    wrong, layers, loaded = compare_bits(engine, prompts[:4])
+    print(f"{loaded} tokens loaded: keys or values of {wrong} of {layers} layers differ", flush=True)
+    is_right = not wrong and loaded > 0
+    compared = {
+        "each alone, behind a load and behind a hit": compare_alone(engine, prompts),
+        "in one batch, behind loaded pages and computed ones": compare_together(engine, prompts, _DECODES),
+    }
+    if engine.config.runtime.deterministic:
+        compared["waiting for loads beside others, and computed"] = compare_beside(engine, prompts, _DECODES)
+    for what, found in compared.items():
+        print(f"answers {what}: {found}", flush=True)
+        is_right &= found.is_right
+    return is_right
 
 
 def measure_hits(engine: Engine, num_tokens: int, rounds: int) -> list[int]:
@@ -183,40 +93,60 @@ def measure_hits(engine: Engine, num_tokens: int, rounds: int) -> list[int]:
 
 
 def measure_decodes(engine: Engine, prompt: list[int], rounds: int) -> None:
-    """Times of decodes alone, and beside loads that follow each other without a pause."""
+    """Times of decodes alone, beside loads that follow each other, beside requests behind loads, and beside as many
+    behind hits of the prefix cache."""
 
     def taken() -> float:
         began = time.perf_counter()
-        engine.generate(_DECODES, greedy(256))
+        engine.generate(_DECODES, greedy(256), progress=False)
         return time.perf_counter() - began
 
-    ratios = []
+    num_pages = len(prompt) // scheduler_of(engine).pages.page_size
+    ratios: dict[str, list[float]] = {"loads alone": [], "requests behind loads": [], "requests behind hits": []}
     for _ in range(rounds):
-        alone, is_over, count = taken(), threading.Event(), 0
+        alone = taken()
+        forget_cached(engine)
+        began = time.perf_counter()
+        with LoadsAlone(engine, num_pages) as loads:
+            beside_copies = taken()
+        rate = loads.num_bytes / (time.perf_counter() - began)
+        forget_cached(engine)
+        beside_loads, count = beside(taken, lambda: seconds(engine, prompt), lambda: forget_cached(engine))
+        pause_s = beside_loads / max(count, 1)
+        beside_hits, hits = beside(taken, lambda: seconds(engine, prompt), lambda: None, pause_s)
+        print(
+            f"8 x 256 decodes alone {1e3 * alone:.0f} ms; beside loads alone at {rate / 1e9:.1f} GB/s "
+            f"{1e3 * beside_copies:.0f}; beside {count} requests behind loads {1e3 * beside_loads:.0f}, beside {hits} "
+            f"behind hits {1e3 * beside_hits:.0f}",
+            flush=True,
+        )
+        for times, one in zip(ratios.values(), (beside_copies, beside_loads, beside_hits), strict=True):
+            times.append(one / alone)
+    told = ", ".join(f"beside {what} {statistics.median(found):.3f} x" for what, found in ratios.items())
+    print(f"decodes {told} those alone", flush=True)
 
-        def ask(is_over: threading.Event = is_over) -> None:
-            nonlocal count
-            while not is_over.is_set():
-                engine.core.between_steps(lambda: forget_long(engine, prompt))
-                engine.generate([prompt], greedy(1))
-                count += 1
 
-        asker = threading.Thread(target=ask)
-        asker.start()
-        beside = taken()
-        is_over.set()
-        asker.join()
-        ratios.append(beside / alone)
-        print(f"8 x 256 decodes alone {1e3 * alone:.0f} ms; beside {count} loads {1e3 * beside:.0f} ms", flush=True)
-    print(f"decodes beside loads take {statistics.median(ratios):.3f} x those alone", flush=True)
+def beside(
+    taken: Callable[[], float], ask: Callable[[], object], prepare: Callable[[], None], each_s: float = 0.0
+) -> tuple[float, int]:
+    """Times `taken` beside calls of `ask`, each with its preparation, one in `each_s` at most; how many there were."""
+    is_over, count = threading.Event(), 0
 
+    def go_on() -> None:
+        nonlocal count
+        while not is_over.is_set():
+            due = time.perf_counter() + each_s
+            prepare()
+            ask()
+            count += 1
+            is_over.wait(max(0.0, due - time.perf_counter()))
 
-def forget_long(engine: Engine, prompt: list[int]) -> None:
-    """Lets the prefix cache go of what nobody uses; the memory behind it keeps its own."""
-    scheduler = scheduler_of(engine)
-    assert scheduler.tiers is not None, "the script has put one behind it"
-    scheduler.tiers.settle()
-    scheduler.rows.flush_prefix_cache()
+    asker = threading.Thread(target=go_on)
+    asker.start()
+    found = taken()
+    is_over.set()
+    asker.join()
+    return found, count
 
 
 def measure_misses(engine: Engine, length: int, rounds: int) -> None:
@@ -253,7 +183,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=64_000, help="of the long prompt (default: 64000)")
     parser.add_argument("--host-gib", type=float, default=32.0, help="of the host's memory (default: 32)")
     parser.add_argument("--rounds", type=positive, default=3, help="of each measurement (default: 3)")
-    parser.add_argument("--deterministic", action="store_true", help="compare tokens in the deterministic mode, alone")
+    parser.add_argument("--deterministic", action="store_true", help="compare answers in the deterministic mode, alone")
     args = parser.parse_args()
     random.seed(0)
     runtime = {
@@ -272,8 +202,7 @@ def measure(config: EngineConfig, args: Namespace) -> int:
     began = time.perf_counter()
     with Engine(config) as engine:
         print(f"{machine_line(str(engine.config.runtime.device))}; started in {time.perf_counter() - began:.1f} s")
-        is_right = check_bits(engine, min(6_000, args.tokens))
-        is_right &= check_tokens(engine, min(6_000, args.tokens)) or not args.deterministic
+        is_right = check_answers(engine, min(6_000, args.tokens))
         if args.deterministic or not is_right:
             return not is_right
         prompt = measure_hits(engine, args.tokens, args.rounds)

@@ -1,0 +1,1 @@
+"""Parts of scripts that measure memory behind the KV cache."""
