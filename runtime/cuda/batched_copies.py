@@ -27,20 +27,23 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def copy_batch(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, stream: int, device: int) -> None:
+def copy_batch(
+    targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, stream: int, device: int, at_once: int = _AT_ONCE
+) -> None:
     """Queues copies on a stream of its own, without waiting. They have no order among themselves.
 
     Args:
         targets, sources: [n] uint64, addresses on the device or in registered memory of the host, which stays.
         sizes: [n] uint64, bytes.
+        at_once: copies of a call of the driver.
 
     Raises:
         DeviceError: the driver refuses one.
     """
     arrays = [np.ascontiguousarray(one, dtype=np.uint64) for one in (targets, sources, sizes)]
     attributes = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
-    for start in range(0, sizes.size, _AT_ONCE):
-        parts = [one[start : start + _AT_ONCE] for one in arrays]
+    for start in range(0, sizes.size, at_once):
+        parts = [one[start : start + at_once] for one in arrays]
         call(
             "cuMemcpyBatchAsync",
             device,
