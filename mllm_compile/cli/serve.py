@@ -193,7 +193,7 @@ def serve_command(
     own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
     sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
-    _check_nodes(sources, sleep_after)
+    _check_nodes(sources, sleep_after, check)
     is_node_0 = are_several or (settings := runtime_settings(sources[""])) is None or not settings.node_rank
     if not is_node_0 and not check:
         start_log(logging.WARNING if quiet else logging.INFO, log, "%(asctime)s %(levelname)s %(message)s")
@@ -261,13 +261,14 @@ def serve_command(
         run_server(options)
 
 
-def _check_nodes(sources: Mapping[str, EngineConfig | Path], sleep_after: str | None) -> None:
+def _check_nodes(sources: Mapping[str, EngineConfig | Path], sleep_after: str | None, check: bool) -> None:
     """
     Args:
         sources: name → source, of one model without a name.
+        check: nothing is started, so that nodes need no secret.
 
     Raises:
-        ConfigError: an engine over nodes is one of several, or is to end and start again.
+        ConfigError: an engine over nodes is one of several, or is to end and start again; or there is no secret.
     """
     for name, source in sources.items():
         settings = runtime_settings(source)
@@ -280,6 +281,10 @@ def _check_nodes(sources: Mapping[str, EngineConfig | Path], sleep_after: str | 
                 f"--sleep-after: the other nodes would end with the engine, and not start again, as runtime.nnodes is "
                 f"{settings.nnodes}. Leave it out"
             )
+        if not check:
+            from mllm_compile.ranks.admission import node_secret
+
+            node_secret()  # told ahead of any address that is listened at
 
 
 def _check_packages() -> None:

@@ -1,7 +1,8 @@
 """How a rank of another host is let in: each end proves that it knows the secret, then says what it would run.
 
 The secret is MLLM_NODES_SECRET of both hosts. It is not sent: each end answers the other's random bytes by an HMAC.
-Behind that the connection is plain, as NCCL's and gloo's are: the network between nodes has to be private.
+From these follows the session's key, by which all that comes behind has a MAC (runtime/ranks/sealed.py). Nothing is
+encrypted, and NCCL's and gloo's own connections have neither: the network between nodes has to be private.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-import torch
-
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.version import __version__
@@ -25,10 +24,16 @@ from mllm_compile.version import __version__
 VARIABLE = "MLLM_NODES_SECRET"
 HANDSHAKE_S = 10.0  # each end waits so long for all of the other's words
 _LEAST_SECRET = 16  # characters
-_GREETING = b"mllm-node 1\n"
+_GREETING = b"mllm-node 2\n"
 _NONCE, _MAC = 32, 32
 _YES, _NO = b"\1", b"\0"
 _MOST_BYTES = 1 << 16  # of a line
+
+
+def _torch_version() -> str:
+    import torch  # only where ranks meet: the command line asks for the secret alone
+
+    return str(torch.__version__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Hello:
     factors: dict[str, str]
     program: str
     version: str = field(default=__version__)
-    torch_version: str = field(default=str(torch.__version__))
+    torch_version: str = field(default_factory=_torch_version)
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,8 @@ def difference(own: Hello, other: Hello) -> str | None:
     return None
 
 
-def admit(connection: socket.socket, secret: bytes) -> Hello:
-    """Rank 0's end, ahead of `answer`.
+def admit(connection: socket.socket, secret: bytes) -> tuple[Hello, bytes]:
+    """Rank 0's end, ahead of `answer`: who is there, and the session's key.
 
     Raises:
         WrongSecretError: the other end does not know the secret.
@@ -117,18 +122,19 @@ def admit(connection: socket.socket, secret: bytes) -> Hello:
         connection.sendall(_NO)
         raise WrongSecretError("it does not know the secret")
     connection.sendall(_YES + _proof(secret, b"rank 0", theirs, ours))
-    hello = from_json(Hello, parse_json(_line(connection, until)))
+    session = _proof(secret, b"session", theirs, ours)
+    hello = from_json(Hello, parse_json(_line(connection, session, Hello, until)))
     connection.settimeout(None)
-    return hello
+    return hello, session
 
 
-def answer(connection: socket.socket, refusal: str | None) -> None:
+def answer(connection: socket.socket, session: bytes, refusal: str | None) -> None:
     """Tells the other end whether it is let in."""
-    connection.sendall(json.dumps(asdict(Verdict(refusal))).encode() + b"\n")
+    _send_line(connection, session, Verdict(refusal))
 
 
-def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
-    """Another host's end, ahead of `hear`.
+def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> bytes:
+    """Another host's end, ahead of `hear`: the session's key.
 
     Raises:
         WrongSecretError: one end does not know the other's secret.
@@ -145,11 +151,13 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
             raise WrongSecretError(f"node 0 has another {VARIABLE}. Set the same on each node.")
         if not hmac.compare_digest(_exactly(connection, _MAC, until), _proof(secret, b"rank 0", ours, theirs)):
             raise WrongSecretError(f"who listens at node 0's address does not know {VARIABLE}. Look who does.")
-        connection.sendall(json.dumps(asdict(hello)).encode() + b"\n")
+        session = _proof(secret, b"session", ours, theirs)
+        _send_line(connection, session, hello)
         connection.settimeout(None)
+    return session
 
 
-def hear(connection: socket.socket, rank: int, within_s: float | None = None) -> None:
+def hear(connection: socket.socket, session: bytes, rank: int, within_s: float | None = None) -> None:
     """Waits until a rank of another host is let in, which is when all nodes have come.
 
     Raises:
@@ -157,7 +165,7 @@ def hear(connection: socket.socket, rank: int, within_s: float | None = None) ->
     """
     until = None if within_s is None else time.monotonic() + within_s
     with _told(rank):
-        verdict = from_json(Verdict, parse_json(_line(connection, until)))
+        verdict = from_json(Verdict, parse_json(_line(connection, session, Verdict, until)))
     if verdict.refusal is not None:
         raise DeviceError(verdict.refusal)
 
@@ -188,12 +196,24 @@ def _exactly(connection: socket.socket, size: int, until: float | None = None) -
     return data
 
 
-def _line(connection: socket.socket, until: float | None = None) -> bytes:
+def _send_line(connection: socket.socket, session: bytes, message: Hello | Verdict) -> None:
+    line = json.dumps(asdict(message)).encode() + b"\n"
+    connection.sendall(line + _seal(session, type(message), line))
+
+
+def _seal(session: bytes, kind: type[Hello | Verdict], line: bytes) -> bytes:
+    return hmac.digest(session, kind.__name__.encode() + b"\0" + line, "sha256")
+
+
+def _line(connection: socket.socket, session: bytes, kind: type[Hello | Verdict], until: float | None = None) -> bytes:
+    """The other end's one line of this kind behind the proofs."""
     data = b""
     while not data.endswith(b"\n"):
         if len(data) >= _MOST_BYTES:
             raise ValueError(f"a line of more than {_MOST_BYTES} bytes")
         data += _exactly(connection, 1, until)
+    if not hmac.compare_digest(_exactly(connection, _MAC, until), _seal(session, kind, data)):
+        raise ValueError(f"its {kind.__name__} has another MAC than expected: it was changed on its way")
     return data
 
 

@@ -3,7 +3,7 @@
     python -m mllm_compile.ranks.follower SOCKET [FOLDER WEIGHTS]
 
 SOCKET is an open descriptor (start.py). It ends when rank 0 says so, or ends. On another host than rank 0's FOLDER is
-the runtime there, and WEIGHTS the folder of its weights.
+the runtime there, and WEIGHTS the folder of its weights; the session's key is read from the input.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.timeline import Timeline, process_start
-from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, SealedLines, Start
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
+from mllm_compile.runtime.ranks.sealed import SealedConnection
 from mllm_compile.runtime.ranks.sent_ring import ReceivedRing
 from mllm_compile.runtime.tiers.names import RANKS_BEGIN as TIER
 
@@ -40,17 +41,21 @@ _JOIN_S = 10.0
 def main(descriptor: int, *folders: str) -> None:
     """Follows; returns where rank 0 has ended it."""
     with kept_bytecode():  # rank 0's is kept as well, and waits for this one's imports
-        serve(socket.socket(fileno=descriptor), folders)
+        connection = socket.socket(fileno=descriptor)
+        sealed = SealedConnection(connection, sys.stdin.buffer.read(), is_rank_0=False) if folders else None
+        serve(connection, sealed, folders)
 
 
-def serve(connection: socket.socket, folders: Sequence[str] = ()) -> None:
+def serve(connection: socket.socket, sealed: SealedConnection | None = None, folders: Sequence[str] = ()) -> None:
     """Takes rank 0's orders, and follows. It imports ahead of them, as it may have been started before it was known
     what it loads, and joins the others beside that.
 
     Args:
-        folders: the runtime's and that of the weights, where they are not rank 0's.
+        sealed: the connection, of another host than rank 0's.
+        folders: the runtime's and that of the weights there.
     """
-    lines, timeline = Lines(connection), Timeline()
+    lines = Lines(connection) if sealed is None else SealedLines(sealed)
+    timeline = Timeline()
     meeting: Future[Meeting] = Future()
     try:
         with timeline.stage("import torch"), gc_paused():
@@ -62,13 +67,15 @@ def serve(connection: socket.socket, folders: Sequence[str] = ()) -> None:
             own = meeting.result()  # it has been read from the connection, which others wait to read
             start = Start.from_line(lines.receive())
             ring: RingReader | ReceivedRing
-            if start.ring is None:
+            if sealed is not None:
                 folder, weights_root = folders
                 start = replace(start, folder=folder, weights_root=weights_root)
-                ring = ReceivedRing(connection, start.most_bytes)
-            else:
+                ring = ReceivedRing(sealed, start.most_bytes)
+            elif start.ring is not None:
                 memory, event = lines.descriptors()
                 ring = RingReader(replace(start.ring, memory=memory, event=event))
+            else:
+                raise RuntimeError(f"rank {own.rank} was told of no ring")
             _follow(start, own, joining.result, timeline, lines, ring)
         except Exception:
             joining.is_over(_JOIN_S)  # else rank 0 would wait for it amid joining
@@ -88,7 +95,9 @@ def import_all() -> None:
     import mllm_compile.store.source  # noqa: F401
 
 
-def _join(connection: socket.socket, lines: Lines, meeting: Future[Meeting], timeline: Timeline) -> Communicator:
+def _join(
+    connection: socket.socket, lines: Lines | SealedLines, meeting: Future[Meeting], timeline: Timeline
+) -> Communicator:
     """Waits to be told where ranks meet, and joins the others, which join when all have their devices."""
     from mllm_compile.ranks.communicators import join
     from mllm_compile.runtime.device.open import open_device
@@ -114,7 +123,7 @@ def _follow(
     meeting: Meeting,
     joined: Callable[[], Communicator],
     timeline: Timeline,
-    lines: Lines,
+    lines: Lines | SealedLines,
     ring: RingReader | ReceivedRing,
 ) -> None:
     from mllm_compile.config.resolved import ResolvedConfig
@@ -166,7 +175,7 @@ def _beat(beat: Callable[[], None]) -> None:
         pause.wait(BEAT_S)
 
 
-def _tell_beat(lines: Lines, ring: ReceivedRing) -> None:
+def _tell_beat(lines: Lines | SealedLines, ring: ReceivedRing) -> None:
     """Tells rank 0's host that this process lives; where nobody hears it, it has nothing to do any more."""
     try:
         lines.send(Answer(BEAT, read=ring.num_read))

@@ -24,13 +24,14 @@ from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.communicators import Joining, device_of_rank, join, new_meeting_id
 from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, LocalRank, RankProcess
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
-from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, SealedLines, Start
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.gloo import new_store
 from mllm_compile.runtime.device.cpu_threads import usable_cores
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
 from mllm_compile.runtime.ranks.ring import RingWriter
+from mllm_compile.runtime.ranks.sealed import ForgedFrameError
 from mllm_compile.runtime.ranks.sent_ring import SentRing
 from mllm_compile.store.opened import CompiledRuntime
 
@@ -51,7 +52,6 @@ class _Follower:
 
     Attributes:
         news: what it has answered so far, beats left out.
-        is_remote: it is on another host.
         heard, num_read: it has beaten since the last look at this; frames that it has read.
     """
 
@@ -59,16 +59,23 @@ class _Follower:
         self.rank = rank
         self.process = process
         self.news: list[Answer] = []
-        self.connection = Lines(process.socket)
+        self.connection = SealedLines(process.sealed) if isinstance(process, RemoteRank) else Lines(process.socket)
         self.beat, self.cpu_time = -1, -1.0
         self.looked, self.silent_s = time.monotonic(), 0.0
-        self.is_remote = isinstance(process, RemoteRank)
         self.heard, self.num_read = False, 0
 
     def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
         """Sends it a message; one that has ended gets nothing, and its watcher says how it ended."""
         with suppress(OSError):
-            self.connection.send(message, () if self.is_remote else descriptors)
+            if isinstance(self.connection, SealedLines):
+                self.connection.send(message)
+            else:
+                self.connection.send(message, descriptors)
+
+    @property
+    def is_remote(self) -> bool:
+        """True if it is on another host."""
+        return isinstance(self.process, RemoteRank)
 
     def is_at(self, at: str) -> bool:
         """True if it has said so."""
@@ -80,13 +87,18 @@ class _Follower:
         return next((answer for answer in self.news if answer.error is not None), None)
 
     def look(self) -> None:
-        """Takes the news that have come."""
-        for line in self.connection.arrived():
-            answer = from_json(Answer, parse_json(line))
-            if answer.at == BEAT:
-                self.heard, self.num_read = True, answer.read
-            else:
-                self.news.append(answer)
+        """Takes the news that have come; behind a forged frame nothing more is taken."""
+        if self.error is not None and self.error.kind == ForgedFrameError.__name__:
+            return
+        try:
+            for line in self.connection.arrived():
+                answer = from_json(Answer, parse_json(line))
+                if answer.at == BEAT:
+                    self.heard, self.num_read = True, answer.read
+                else:
+                    self.news.append(answer)
+        except ForgedFrameError as error:
+            self.news.append(Answer("error", f"{error}", type(error).__name__, time.monotonic()))
 
     def silence(self, beats: np.ndarray, now: float) -> float:
         """The seconds since it last beat or computed; `beats` are the ring's."""
@@ -229,7 +241,7 @@ class RankGroup:
         except OSError as error:
             raise _no_shared_memory(error) from error
         config = compiled.config.model_dump(mode="json")
-        remote = [follower.process.socket for follower in self._followers if follower.is_remote]
+        remote = [one.process.sealed for one in self._followers if isinstance(one.process, RemoteRank)]
         self._ring = SentRing(own, remote, most_bytes) if own is None or remote else own
         folders = str(compiled.folder), str(compiled.weights_root)
         for follower in self._followers:

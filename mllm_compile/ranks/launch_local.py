@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Protocol
 
 from mllm_compile.process import child_python
@@ -82,23 +83,29 @@ class LocalLauncher:
 class FollowerProcess:
     """A process that follows. Its last lines are kept, to be told where it ends."""
 
-    def __init__(self, rank: int, connection: socket.socket, folders: Sequence[str] = ()) -> None:
+    def __init__(
+        self, rank: int, connection: socket.socket, session: bytes | None = None, folders: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             connection: to rank 0; the caller closes its own copy.
-            folders: the runtime's and that of the weights, of another host than rank 0's.
+            session: the session's key, of another host than rank 0's. The process reads it from its input.
+            folders: the runtime's and that of the weights there.
         """
         self.rank, self._is_closed = rank, False
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._process = ProcessGroup(
             child_python.command(_MODULE, str(connection.fileno()), *folders),
             pass_fds=[connection.fileno()],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if session is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=child_python.environment(),
         )
         self.pid = self._process.pid
+        if self._process.stdin is not None and session is not None:
+            with suppress(OSError), self._process.stdin as keys:  # it has ended: it is seen to
+                keys.write(session)
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 

@@ -53,13 +53,13 @@ def run_node(source: EngineConfig | Path, timeline: Timeline) -> None:
     deadline = time.monotonic() + NODES_S
     with timeline.stage("meet node 0"):
         hellos = [hello_of(compiled, rank) for rank in ranks]
-        connections = meet_node_0((runtime.master_addr, runtime.master_port), deadline, secret, hellos)
+        met = meet_node_0((runtime.master_addr, runtime.master_port), deadline, secret, hellos)
     processes: list[FollowerProcess] = []
     try:
         folders = [str(compiled.folder), str(compiled.weights_root)]
-        for rank, connection in zip(ranks, connections, strict=True):
+        for rank, (connection, session) in zip(ranks, met, strict=True):
             with connection:
-                processes.append(FollowerProcess(rank, connection, folders))
+                processes.append(FollowerProcess(rank, connection, session, folders))
         timeline.tell(f"node {runtime.node_rank}: {count} ranks follow node 0")
         while not all(process.has_ended() for process in processes):
             failed = [process for process in processes if process.has_ended() and process.code != 0]
@@ -75,8 +75,8 @@ def run_node(source: EngineConfig | Path, timeline: Timeline) -> None:
 
 def meet_node_0(
     address: tuple[str, int], deadline: float, secret: bytes, hellos: Sequence[Hello]
-) -> list[socket.socket]:
-    """A connection for each rank of this host, which rank 0 lets in together.
+) -> list[tuple[socket.socket, bytes]]:
+    """A connection for each rank of this host, which rank 0 lets in together, and its session's key.
 
     Args:
         deadline: of the first connection, by the monotonic clock.
@@ -85,21 +85,20 @@ def meet_node_0(
         DeviceError: rank 0 is not there, or lets one not in.
     """
     with ExitStack() as opened:
-        connections: list[socket.socket] = []
+        met: list[tuple[socket.socket, bytes]] = []
         for hello in hellos:
             try:
-                connection = opened.enter_context(_connected(address, deadline if not connections else 0.0))
+                connection = opened.enter_context(_connected(address, deadline if not met else 0.0))
                 keep_alive(connection)
-                introduce(connection, secret, hello)
+                met.append((connection, introduce(connection, secret, hello)))
             except DeviceError:
-                for told, earlier in zip(hellos, connections, strict=False):
-                    hear(earlier, told.rank, HANDSHAKE_S)  # node 0 may have refused that one, and be gone
+                for told, earlier in zip(hellos, met, strict=False):
+                    hear(*earlier, told.rank, HANDSHAKE_S)  # node 0 may have refused that one, and be gone
                 raise
-            connections.append(connection)
-        for hello, connection in zip(hellos, connections, strict=True):
-            hear(connection, hello.rank)
+        for hello, one in zip(hellos, met, strict=True):
+            hear(*one, hello.rank)
         opened.pop_all()
-    return connections
+    return met
 
 
 def _connected(address: tuple[str, int], deadline: float) -> socket.socket:

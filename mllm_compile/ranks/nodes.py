@@ -11,6 +11,7 @@ from contextlib import suppress
 from mllm_compile.errors import DeviceError
 from mllm_compile.ranks.admission import Hello, WrongSecretError, admit, answer, difference
 from mllm_compile.runtime.config_sections import RuntimeSection
+from mllm_compile.runtime.ranks.sealed import SealedConnection
 
 NODES_S = 300.0  # all nodes have come so long after node 0 has its runtime
 _POLL_S = 0.2
@@ -25,16 +26,19 @@ class RemoteRank:
     Attributes:
         pid: 0, as it has none here.
         place: its node, for people.
+        session: the session's key.
+        sealed: the connection, for all that follows when it is let in.
     """
 
     pid = 0
 
-    def __init__(self, connection: socket.socket, hello: Hello, place: str) -> None:
+    def __init__(self, connection: socket.socket, session: bytes, hello: Hello, place: str) -> None:
         """
         Args:
             place: the other end's address.
         """
         self.socket, self.place = connection, f"on node {hello.node} ({place})"
+        self.session, self.sealed = session, SealedConnection(connection, session, is_rank_0=True)
         self._is_closed = False
 
     def has_ended(self) -> bool:
@@ -124,12 +128,12 @@ class Nodes:
                         connection.close()
             for rank in (came := self._end_waiting()).values():
                 with suppress(OSError):  # it has ended: the group says so
-                    answer(rank.socket, None)
+                    answer(rank.socket, rank.session, None)
             return came
         except BaseException as error:
             for rank in self._end_waiting().values():
                 with suppress(OSError):
-                    answer(rank.socket, f"node 0 has given up: {error}")
+                    answer(rank.socket, rank.session, f"node 0 has given up: {error}")
                 rank.close()
             raise
         finally:
@@ -162,7 +166,7 @@ class Nodes:
         """Lets one rank in."""
         try:
             keep_alive(connection)
-            hello = admit(connection, self._secret)
+            hello, session = admit(connection, self._secret)
         except WrongSecretError as error:
             self._stranger(connection, f"{place}: {error}")
             return
@@ -176,11 +180,11 @@ class Nodes:
             if refusal is None:
                 if hello.rank in self._came:  # it has ended
                     self._came[hello.rank].close()
-                self._came[hello.rank] = RemoteRank(connection, hello, place)
+                self._came[hello.rank] = RemoteRank(connection, session, hello, place)
                 return
             self._refusal = self._refusal or refusal
         with suppress(OSError):
-            answer(connection, refusal)
+            answer(connection, session, refusal)
         connection.close()
 
     def _misplaced(self, hello: Hello) -> str | None:

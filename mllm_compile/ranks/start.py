@@ -1,4 +1,5 @@
 """The words between rank 0 and a follower at its start: lines of JSON over a socket, some with open descriptors.
+Over TCP each is a sealed frame, without descriptors.
 
 Descriptors that lines name are rank 0's; the follower gets its own with the line.
 """
@@ -15,12 +16,14 @@ from typing import Any
 
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingPlace
+from mllm_compile.runtime.ranks.sealed import ForgedFrameError, SealedConnection
 
 # It has its device and joins the others; it has all that steps need; on another host, it lives.
 HERE, READY, BEAT = "here", "ready", "beat"
 _MOST_DESCRIPTORS = 2  # of a line
 _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 24
+_LINE = 255  # a frame's kind, beside those of records (runtime/ranks/ring.py)
 
 
 @dataclass(frozen=True)
@@ -147,3 +150,44 @@ class Lines:
         if not data or len(self._unread) > _MOST_BYTES:
             raise EOFError("the other end of the connection is closed")
         self._unread += data
+
+
+class SealedLines:
+    """The same over a sealed connection, which others may use beside it."""
+
+    def __init__(self, connection: SealedConnection) -> None:
+        self._connection = connection
+
+    def send(self, message: Start | Meeting | Answer) -> None:
+        """
+        Raises:
+            OSError: nobody is there any more.
+        """
+        self._connection.send(_LINE, json.dumps(asdict(message)).encode())
+
+    def receive(self) -> bytes:
+        """Waits for a line.
+
+        Raises:
+            EOFError: none comes any more.
+            ForgedFrameError: something else came.
+        """
+        kind, data = self._connection.receive(_MOST_BYTES)
+        if kind != _LINE:
+            raise ForgedFrameError(f"a frame of kind {kind} came where a line was expected")
+        return bytes(data)
+
+    def descriptors(self) -> list[int]:
+        """None come over TCP."""
+        return []
+
+    def arrived(self) -> Iterator[bytes]:
+        """The lines that are there, without waiting; ends at the end of the connection.
+
+        Raises:
+            ForgedFrameError: something else came.
+        """
+        for kind, data in self._connection.arrived(_MOST_BYTES):
+            if kind != _LINE:
+                raise ForgedFrameError(f"a frame of kind {kind} came where a line was expected")
+            yield bytes(data)

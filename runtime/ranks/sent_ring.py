@@ -1,12 +1,10 @@
 """The records of ring.py for followers on other hosts: frames over a connection each, in place of shared memory.
 
-A frame is its size and kind, then a record. What a follower has read comes back with its beats (ranks/start.py).
+A frame (sealed.py) has a record. What a follower has read comes back with its beats (ranks/start.py).
 """
 
 from __future__ import annotations
 
-import socket
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -14,14 +12,13 @@ import numpy as np
 
 from mllm_compile.runtime.ranks.records import StepRecord, read_step, write_step
 from mllm_compile.runtime.ranks.ring import LAST, PART, STEP, RingWriter
-
-_HEADER = struct.Struct("!QB")
+from mllm_compile.runtime.ranks.sealed import SealedConnection
 
 
 class SentRing:
     """Rank 0's end of the ring of its own host, where followers are on it, and of connections to others."""
 
-    def __init__(self, own: RingWriter | None, connections: Sequence[socket.socket], most_bytes: int) -> None:
+    def __init__(self, own: RingWriter | None, connections: Sequence[SealedConnection], most_bytes: int) -> None:
         """
         Args:
             connections: of the followers on other hosts.
@@ -51,11 +48,9 @@ class SentRing:
             self._own.write_message(held, check)
 
     def _send(self, kind: int, data: memoryview, check: Callable[[], None]) -> None:
-        header = _HEADER.pack(len(data), kind)
         for connection in self._connections:
             try:
-                connection.sendall(header)
-                connection.sendall(data)
+                connection.send(kind, data)
             except OSError:  # the group's watcher says why
                 check()
         self._sent += 1
@@ -64,7 +59,7 @@ class SentRing:
         """Says that there will be no more."""
         for connection in self._connections:
             with suppress(OSError):
-                connection.sendall(_HEADER.pack(0, STEP))
+                connection.send(STEP, b"")
         if self._own is not None:
             self._own.end()
 
@@ -92,7 +87,7 @@ class SentRing:
 class ReceivedRing:
     """A follower's end on another host."""
 
-    def __init__(self, connection: socket.socket, most_bytes: int) -> None:
+    def __init__(self, connection: SealedConnection, most_bytes: int) -> None:
         self._connection, self._most_bytes = connection, most_bytes
         self.num_read = 0
 
@@ -101,16 +96,16 @@ class ReceivedRing:
 
         Raises:
             EOFError: rank 0 is gone.
-            ValueError: a frame is larger than a record may be, or of no kind.
+            ForgedFrameError: a frame is not rank 0's, or larger than a record may be.
+            ValueError: it is of no kind.
         """
         message = bytearray()
         while True:
-            size, kind = _HEADER.unpack(self._exactly(_HEADER.size))
-            if size > self._most_bytes or kind not in (STEP, PART, LAST):
-                raise ValueError(f"a frame of {size} bytes and kind {kind}; expected at most {self._most_bytes}")
-            data = self._exactly(size)
+            kind, data = self._connection.receive(self._most_bytes)
+            if kind not in (STEP, PART, LAST):
+                raise ValueError(f"a frame of kind {kind}; expected {STEP} to {LAST}")
             if kind == STEP:
-                return read_step(memoryview(data)) if size else None
+                return read_step(memoryview(data)) if data else None
             message += data
             if kind == LAST:
                 return message
@@ -119,13 +114,3 @@ class ReceivedRing:
     def done(self) -> None:
         """Counts a frame."""
         self.num_read += 1
-
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise EOFError("rank 0 is gone")
-            view = view[count:]
-        return data

@@ -30,6 +30,7 @@ TINY = "configs/tiny.yaml"
         ([TINY, "--quiet", "--verbose"], "give one of them"),
         ([TINY, "--nnodes", "2", "--sleep-after", "5m"], "--sleep-after: the other nodes would end with the engine"),
         ([f"a={TINY}", f"b={TINY}", "--nnodes", "2"], "nnodes is 2 for a: expected one model. Serve it by itself"),
+        ([TINY, "--nnodes", "2"], "MLLM_NODES_SECRET has 0 characters"),
         ([TINY, "--nnodes", "2", "--node-rank", "1", "--check"], "nnodes is 2 and runtime.pipeline_parallel_size 1"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_follower_keeps_the_bytecode_of_what_it_imports_as_rank_0_does(monkeyp
     monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
     monkeypatch.setattr(bytecode, "_folder", lambda: str(tmp_path))
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(follower, "serve", lambda connection, folders: kept.append((connection, sys.pycache_prefix)))
+    monkeypatch.setattr(follower, "serve", lambda connection, *_: kept.append((connection, sys.pycache_prefix)))
     ours, theirs = socket.socketpair()
     with ours:
         follower.main(theirs.detach())

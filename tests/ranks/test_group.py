@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import communicators, group
 from mllm_compile.ranks.group import RankGroup
 from mllm_compile.ranks.nodes import RemoteRank
-from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines
+from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, SealedLines
 from mllm_compile.runtime.collectives import gloo
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.ranks import ring
+from mllm_compile.runtime.ranks.sealed import SealedConnection
 from tests.hang_guard import HANG_S, until
 from tests.ranks.test_early_start import runtime_without_a_config
 
@@ -259,37 +261,37 @@ def test_an_end_that_is_interrupted_is_made_again(start, joined, monkeypatch):
 
 
 @pytest.fixture
-def over_nodes(joined, monkeypatch) -> Iterator[tuple[RankGroup, socket.socket]]:
-    """A ready group with its one follower on another host, and that one's end of the connection."""
+def over_nodes(joined, monkeypatch) -> Iterator[tuple[RankGroup, SealedLines, socket.socket]]:
+    """A ready group with its one follower on another host, and that one's end of the connection, sealed and plain."""
     ours, theirs = socket.socketpair()
     hello = SimpleNamespace(node=1, rank=1)
-    rank = RemoteRank(ours, hello, "10.0.0.2")  # type: ignore[arg-type]
+    rank = RemoteRank(ours, b"session", hello, "10.0.0.2")  # type: ignore[arg-type]
     nodes = SimpleNamespace(ranks_per_node=1, host="127.0.0.1", wait=lambda: {1: rank}, close=lambda: None)
     monkeypatch.setattr(group, "_SILENT_S", HANG_S)
     monkeypatch.setattr(group, "new_store", lambda host: SimpleNamespace(port=1))
     ranks = RankGroup(2, 1, "cpu", "mp", Follower, Timeline(), nodes)  # type: ignore[arg-type]
-    lines = Lines(theirs)
+    lines = SealedLines(SealedConnection(theirs, b"session", is_rank_0=False))
     lines.send(Answer(HERE))
     joined.may.set()
     ranks.communicator()
     ranks.load(runtime_without_a_config(), num_pages=None)
     lines.send(Answer(READY))
     ranks.wait_ready()
-    yield ranks, theirs
+    yield ranks, lines, theirs
     ranks.close()
     theirs.close()
 
 
 def test_a_rank_of_another_host_that_ends_behind_a_beat_is_not_waited_for(over_nodes, monkeypatch):
     """Its last beat is read by nobody but `close`."""
-    ranks, theirs = over_nodes
+    ranks, lines, theirs = over_nodes
     end = ranks._ring.end
 
     def end_behind_a_beat() -> None:
         end()
         with ranks._lock:  # nobody reads meanwhile
             ranks._is_closing = True
-            Lines(theirs).send(Answer(BEAT))
+            lines.send(Answer(BEAT))
             theirs.shutdown(socket.SHUT_WR)
 
     num_pauses = 0
@@ -307,10 +309,19 @@ def test_a_rank_of_another_host_that_ends_behind_a_beat_is_not_waited_for(over_n
 
 
 def test_a_rank_of_another_host_that_hangs_is_named_with_its_node(over_nodes, monkeypatch):
-    ranks, _ = over_nodes
+    ranks, *_ = over_nodes
     monkeypatch.setattr(group, "_SILENT_S", 0.2)
     until(lambda: ranks._failure is not None)
     with pytest.raises(DeviceError, match=r"^rank 1 on node 1 \(10\.0\.0\.2\) has not run for 0\.2 s: it hangs"):
+        ranks.check()
+
+
+def test_a_frame_that_no_rank_has_sent_ends_the_group_by_naming_it(over_nodes):
+    ranks, lines, theirs = over_nodes
+    lines.send(Answer(BEAT))
+    theirs.sendall(struct.pack("!QB", 2, 255) + bytes(16) + b"{}")
+    until(lambda: ranks._failure is not None)
+    with pytest.raises(DeviceError, match=r"^rank 1: frame 3 has another MAC than expected"):
         ranks.check()
 
 

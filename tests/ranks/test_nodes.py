@@ -20,9 +20,11 @@ import pytest
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import admission, node, nodes
-from mllm_compile.ranks.admission import Hello, hear, introduce, node_secret
+from mllm_compile.ranks.admission import Hello, Verdict, hear, introduce, node_secret
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
+from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import LAST, PART
+from mllm_compile.runtime.ranks.sealed import ForgedFrameError, SealedConnection
 from mllm_compile.runtime.ranks.sent_ring import ReceivedRing, SentRing
 from tests.hang_guard import HANG_S, until
 
@@ -60,8 +62,7 @@ class Coming(threading.Thread):
 
     def run(self) -> None:
         try:
-            introduce(self.connection, *self._given)
-            hear(self.connection, self._given[1].rank)
+            hear(self.connection, introduce(self.connection, *self._given), self._given[1].rank)
         except Exception as error:
             self.error = error
 
@@ -172,7 +173,7 @@ def test_a_node_that_was_ended_while_it_waited_may_come_again():
 
 
 def test_a_node_that_ends_as_it_is_let_in_is_the_groups_to_name(waiting, monkeypatch):
-    def answer(connection: socket.socket, refusal: str | None) -> None:
+    def answer(connection: socket.socket, session: bytes, refusal: str | None) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     coming = Coming(waiting.port)
@@ -244,7 +245,8 @@ def test_a_nodes_command_ends_with_its_ranks_and_names_the_one_that_failed(code,
     codes, closed = iter([None, None, code]), []
 
     class Process:
-        def __init__(self, rank: int, connection: socket.socket, folders: list[str]) -> None:
+        def __init__(self, rank: int, connection: socket.socket, session: bytes, folders: list[str]) -> None:
+            assert session == b"session"
             self.rank, self.code = rank, None
 
         def has_ended(self) -> bool:
@@ -264,7 +266,7 @@ def test_a_nodes_command_ends_with_its_ranks_and_names_the_one_that_failed(code,
     monkeypatch.setattr(node, "FollowerProcess", Process)
     monkeypatch.setattr(node, "load_or_compile", lambda *_: compiled)
     monkeypatch.setattr(node, "hello_of", lambda *_: OTHER)
-    monkeypatch.setattr(node, "meet_node_0", lambda *_: [ours])
+    monkeypatch.setattr(node, "meet_node_0", lambda *_: [(ours, b"session")])
     with pytest.raises(DeviceError, match="rank 1 ended with code 3") if code else nullcontext():
         node.run_node(SimpleNamespace(), Timeline())  # type: ignore[arg-type]
     assert closed == [1] and ours.fileno() < 0, "the connection is its rank's"
@@ -276,10 +278,10 @@ def test_a_refusal_is_heard_where_a_second_rank_of_the_node_finds_nobody():
 
         def refuse() -> None:
             connection, _ = listener.accept()
-            admission.admit(connection, SECRET)
+            _, session = admission.admit(connection, SECRET)
             second, _ = listener.accept()
             second.close()
-            admission.answer(connection, "node 1 runs something else")
+            admission.answer(connection, session, "node 1 runs something else")
 
         threading.Thread(target=refuse, daemon=True).start()
         hellos = [OTHER, replace(OTHER, rank=2)]
@@ -323,19 +325,27 @@ def test_a_hello_of_other_fields_or_too_long_is_no_rank(waiting):
             nonce = bytes(32)
             connection.sendall(nonce + admission._proof(secret, b"node", greeting[-32:], nonce))
             admission._exactly(connection, 33)
+            session = admission._proof(secret, b"session", nonce, greeting[-32:])
             with suppress(OSError):
-                connection.sendall(text)
+                connection.sendall(text + admission._seal(session, Hello, text))
 
         threading.Thread(target=introduce_badly, daemon=True).start()
         with pytest.raises(ValueError) as told:
             admission.admit(ours, secret)
         refused.append(str(told.value))
         ours.close()
+    assert refused[0] == "expected a key 'device' in Hello"
     assert "a line of more than 65536 bytes" in refused[1]
 
 
-def test_messages_arrive_in_parts_and_frames_are_bounded():
+def sealed_pair() -> tuple[SealedConnection, SealedConnection]:
+    """Rank 0's end and the other."""
     ours, theirs = socket.socketpair()
+    return SealedConnection(ours, b"session", is_rank_0=True), SealedConnection(theirs, b"session", is_rank_0=False)
+
+
+def test_messages_arrive_in_parts_and_frames_are_bounded():
+    ours, theirs = sealed_pair()
     sent, received = SentRing(None, [ours], most_bytes=100), ReceivedRing(theirs, most_bytes=100)
     sent.write_message([memoryview(bytes(range(200))), memoryview(b"end")], lambda: None)
     assert received.next() == bytearray(range(200)) + b"end"
@@ -345,11 +355,72 @@ def test_messages_arrive_in_parts_and_frames_are_bounded():
     assert sent.is_read and sent.beats.tolist() == [1]
     sent.end()
     assert received.next() is None
-    ours.sendall((1 << 40).to_bytes(8, "big") + bytes([PART]))
-    with pytest.raises(ValueError, match="expected at most 100"):
+    ours.send(9, b"")
+    with pytest.raises(ValueError, match="a frame of kind 9"):
         received.next()
-    ours.sendall((5).to_bytes(8, "big") + bytes([LAST]) + b"ab")
+    ours.send(PART, bytes(101))
+    with pytest.raises(ForgedFrameError, match="has 101 bytes; expected at most 100"):
+        received.next()
+    ours, theirs = sealed_pair()
+    ours.socket.sendall((5).to_bytes(8, "big") + bytes([LAST]) + bytes(16) + b"ab")
+    ours.socket.close()
+    with pytest.raises(EOFError, match="the other end is gone"):
+        ReceivedRing(theirs, most_bytes=100).next()
+    theirs.socket.close()
+
+
+def test_a_frame_larger_than_the_sockets_buffer_is_sent_whole():
+    ours, theirs = sealed_pair()
+    data = os.urandom(3 << 20)
+    thread = threading.Thread(target=ours.send, args=(LAST, data), daemon=True)
+    thread.start()
+    assert theirs.receive(len(data)) == (LAST, data)
+    thread.join(HANG_S)
+    ours.socket.close()
+    theirs.socket.close()
+
+
+@pytest.mark.parametrize("what", ["changed", "kind", "repeated", "left out", "sent back", "of another session"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_frame_that_another_has_touched_is_refused(what, waits):
+    """One between both ends sees the frames, and may send what it likes."""
+    ours, theirs = sealed_pair()
+    (near, far), frames = socket.socketpair(), []
+    reader = SealedConnection(far, b"session", is_rank_0=what == "sent back")
+    for data in (b"first", b"second"):
+        ours.send(LAST, data)
+        frames.append(theirs.socket.recv(100))
+    kept, other = frames
+    if what == "changed":
+        other = other[:-1] + b"x"
+    elif what == "kind":
+        other = other[:8] + bytes([PART]) + other[9:]
+    elif what == "repeated":
+        other = kept
+    elif what == "left out":
+        kept = b""
+    elif what == "of another session":
+        reader = SealedConnection(far, b"another", is_rank_0=False)
+    near.sendall(kept + other)
+    with pytest.raises(ForgedFrameError, match=r"frame \d has another MAC than expected"):
+        for _ in range(2):
+            if waits:
+                reader.receive(100)
+            else:
+                list(reader.arrived(100))
+    for one in (ours.socket, theirs.socket, near, far):
+        one.close()
+
+
+@pytest.mark.parametrize("message", [OTHER, Verdict("node 1 runs something else")])
+def test_a_hello_or_a_verdict_that_another_has_changed_is_refused(message):
+    ours, theirs = socket.socketpair()
+    admission._send_line(ours, b"session", message)
+    said = theirs.recv(1 << 16)
+    ours.sendall(said)
+    assert from_json(type(message), parse_json(admission._line(theirs, b"session", type(message)))) == message
+    ours.sendall(said.replace(b"1", b"7", 1))
+    with pytest.raises(ValueError, match=f"its {type(message).__name__} has another MAC"):
+        admission._line(theirs, b"session", type(message))
     ours.close()
-    with pytest.raises(EOFError, match="rank 0 is gone"):
-        received.next()
     theirs.close()
