@@ -241,13 +241,18 @@ class NcclCommunicator:
 
 
 class NcclLink:
-    """The way between the two ranks of a group. What is sent goes on a stream of its own: the next step of this rank
-    does not wait until the other has taken it."""
+    """The way from the first rank of a group of two to the second. What is sent goes on a stream of its own: the next
+    step of this rank does not wait until the other has taken it."""
 
     def __init__(self, group: NcclCommunicator, device: torch.device) -> None:
+        """Waits for the other rank."""
         self._group, self._other = group, 1 - group.rank
         self._stream = torch.cuda.Stream(device)
         self._sent: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        # The first call connects the two, and waits in it for the other's. Amid a step that one may come much later.
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        (self.send if group.rank == 0 else self.receive)(first)
+        torch.cuda.synchronize(device)
 
     def send(self, x: torch.Tensor) -> None:
         while self._sent and self._sent[0][0].query():

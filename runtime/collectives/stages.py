@@ -37,7 +37,7 @@ class DivisibleCommunicator(Communicator, Protocol):
         """The communicator of these ranks, in this order; all ranks of the whole call it. None: this is not one."""
 
     def link(self) -> Link:
-        """The way to the other rank of a group of two, or from it."""
+        """The way from the first rank of a group of two to the second. Both call it; each may wait for the other."""
 
 
 class StagedCommunicator:
