@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,11 @@ from mllm_compile.kv_connectors.conformance import check
 
 
 class FolderStore:
-    """A KVConnector. Files are this user's alone, as they tell prompts."""
+    """A KVConnector. Files are this user's alone, as they tell prompts; those of another owner are not read.
+
+    Raises:
+        KVConnectorError: others can change the folder, or it cannot be used.
+    """
 
     version = VERSION
 
@@ -41,9 +46,14 @@ class FolderStore:
         self._folder = root / namespace.name
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_own(root, others=0o022)
+            _check_own(self._folder, others=0o077)
             if not (root / "secret").exists():
                 _write(root / "secret", secrets.token_bytes(32), may_replace=False)
-            self.secret = (root / "secret").read_bytes()
+            secret = bytearray(32)
+            if not _read(root / "secret", memoryview(secret)):
+                raise KVConnectorError(f"{root / 'secret'}: expected a file of 32 bytes, of this user alone (0600)")
+            self.secret = bytes(secret)
         except OSError as error:
             raise KVConnectorError(f"{root}: {error.strerror}") from error
 
@@ -68,10 +78,30 @@ class FolderStore:
         """Files stay."""
 
 
+def _check_own(folder: Path, others: int) -> None:
+    """
+    Args:
+        others: bits of the mode that may not be set.
+
+    Raises:
+        KVConnectorError: it is a link, another user's, or open to others.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & others:
+        mode = stat.S_IMODE(status.st_mode)
+        raise KVConnectorError(
+            f"{folder}: expected a folder of user {os.getuid()} that is closed to others; got one of user "
+            f"{status.st_uid} with mode {mode:o} (chmod 700 {folder})"
+        )
+
+
 def _read(path: Path, buffer: memoryview) -> bool:
+    """False: there is no such file of this user alone."""
     try:
-        with path.open("rb") as file:
-            return file.readinto(buffer) == len(buffer)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            is_own = status.st_uid == os.getuid() and not status.st_mode & 0o077
+            return is_own and status.st_size == len(buffer) and file.readinto(buffer) == len(buffer)
     except OSError:
         return False
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.folder_store import FolderStore
 from mllm_compile.kv_connectors import KVConnector, KVConnectorError, Namespace
-from mllm_compile.kv_connectors.conformance import TESTS, check, main
+from mllm_compile.kv_connectors.conformance import TESTS, check, main, places_of
 from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from tests.kv_connectors import broken_stores
@@ -36,6 +37,43 @@ def test_the_example_follows_it_and_the_command_says_so(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("holds: ") == len(TESTS)
     assert not list(tmp_path.glob("*/*")), "it removes what it has stored"
+
+
+def test_the_example_reads_files_of_this_user_alone(tmp_path: Path) -> None:
+    root, namespace = tmp_path / "kv", Namespace.of({"a": "b"}, 8)
+    options, (place, linked, opened) = {"folder": str(root)}, places_of(3)
+    store = FolderStore(namespace, options)
+    buffer = bytearray(8)
+    assert store.store([place, opened], [memoryview(b"contents")] * 2) == [True, True]
+    (root / namespace.name / linked.name).symlink_to(root / namespace.name / place.name)
+    (root / namespace.name / opened.name).chmod(0o644)
+    found = [store.load([one], [memoryview(buffer)]) for one in (place, linked, opened)]
+    assert found == [[True], [False], [False]]
+    (root / "secret").chmod(0o640)
+    with pytest.raises(KVConnectorError, match="expected a file of 32 bytes, of this user alone"):
+        FolderStore(namespace, options)
+    (root / "secret").chmod(0o600)
+    assert FolderStore(namespace, options).secret == store.secret
+    root.chmod(0o722)
+    with pytest.raises(KVConnectorError, match=r"closed to others; got one of user \d+ with mode 722 \(chmod 700 "):
+        FolderStore(namespace, options)
+    root.chmod(0o700)
+    root.rename(tmp_path / "elsewhere")
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KVConnectorError, match="expected a folder of user"):
+        FolderStore(namespace, options)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user")
+def test_the_example_reads_no_file_of_another_user(tmp_path: Path) -> None:
+    namespace, (place,) = Namespace.of({"a": "b"}, 8), places_of(1)
+    store = FolderStore(namespace, {"folder": str(tmp_path)})
+    store.store([place], [memoryview(b"contents")])
+    os.chown(tmp_path / namespace.name / place.name, 12345, 12345)
+    assert store.load([place], [memoryview(bytearray(8))]) == [False]
+    os.chown(tmp_path / namespace.name, 12345, 12345)
+    with pytest.raises(KVConnectorError, match="got one of user 12345"):
+        FolderStore(namespace, {"folder": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
