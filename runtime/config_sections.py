@@ -124,6 +124,7 @@ class RuntimeSection:
     kv_events_config: KVEventsSection
     kv_offloading_size: float
     kv_offloading_min_gain: float
+    kv_offloading_memory_file: str | None
     kv_offloading_disk_path: str | None
     kv_offloading_disk_size: float
     kv_offloading_write_policy: Literal["write_through", "write_back"]

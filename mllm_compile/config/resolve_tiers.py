@@ -49,20 +49,27 @@ def check_tiers(asked: RuntimeConfig) -> None:
             "GiB. Set both, or none."
         )
     if not asked.kv_offloading_size:
-        for key in ("kv_offloading_disk_path",) * bool(path) + ("kv_transfer_config",) * bool(store.kv_connector):
+        set_ones = {
+            "kv_offloading_memory_file": asked.kv_offloading_memory_file,
+            "kv_offloading_disk_path": path,
+            "kv_transfer_config": store.kv_connector,
+        }
+        for key in (key for key, value in set_ones.items() if value):
             raise ConfigError(
                 f"runtime.{key} is set, and runtime.kv_offloading_size is 0: pages come and go through that memory. "
                 "Set it to 1 or more."
             )
         return
-    if (path or store.kv_connector) and asked.skip_compiled:
+    if (path or store.kv_connector or asked.kv_offloading_memory_file) and asked.skip_compiled:
         key = "kv_offloading_disk_path" if path else "kv_transfer_config"
+        key = key if path or store.kv_connector else "kv_offloading_memory_file"
         raise ConfigError(
             f"runtime.{key} and runtime.skip_compiled are set: pages are named after the weights of a compiled model. "
             "Set one of them alone."
         )
-    if asked.tensor_parallel_size > 1 and (path or store.kv_connector):
+    if asked.tensor_parallel_size > 1 and (path or store.kv_connector or asked.kv_offloading_memory_file):
         key = "kv_offloading_disk_path" if path else "kv_transfer_config"
+        key = key if path or store.kv_connector else "kv_offloading_memory_file"
         raise ConfigError(
             f"runtime.{key} is set, which runtime.tensor_parallel_size: {asked.tensor_parallel_size} excludes: ranks "
             "keep pages in the host's memory alone. Set one of them alone."

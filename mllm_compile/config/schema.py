@@ -303,6 +303,10 @@ class RuntimeConfig(Section):
     """A prefix is loaded where computing it takes at least so many times as long, by what both were seen to take. 0:
     always."""
 
+    kv_offloading_memory_file: PathText | None = None
+    """A file for that memory, as in /dev/shm: the next server finds prefixes there (docs/tiers.md). It is as secret as
+    prompts."""
+
     kv_offloading_disk_path: PathText | None = None
     """A folder behind that memory, whose files are there again after a restart (docs/tiers.md). It is as secret as
     prompts."""
@@ -601,9 +605,10 @@ class EngineConfig(Section):
         if cache.dir != "auto":
             cache = cache.model_copy(update={"dir": os.path.normpath(folder / user_path(cache.dir))})
         runtime = self.runtime
-        if runtime.kv_offloading_disk_path is not None:
-            path = os.path.normpath(folder / user_path(runtime.kv_offloading_disk_path))
-            runtime = runtime.model_copy(update={"kv_offloading_disk_path": path})
+        for key in ("kv_offloading_memory_file", "kv_offloading_disk_path"):
+            if getattr(runtime, key) is not None:
+                path = os.path.normpath(folder / user_path(getattr(runtime, key)))
+                runtime = runtime.model_copy(update={key: path})
         sections = {"model": model, "speculative": self.speculative.anchored(folder), "lora": lora, "cache": cache}
         return self.model_copy(update={**sections, "runtime": runtime})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from mllm_compile.runtime.tiers.host_memory import check_host_memory, refused_memory
 from mllm_compile.runtime.tiers.kept import KeptLedger, KeptSlots, held_bytes, held_descriptor
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
+from mllm_compile.runtime.tiers.memory_file import check_room, open_memory_file
 from mllm_compile.runtime.tiers.place import Place
 from mllm_compile.runtime.tiers.ranked import RankedCopies, Tell, layouts_of
 from mllm_compile.runtime.updates.live import LiveWeights
@@ -126,18 +128,28 @@ def _kept(
     store: DiskFiles | GuardedConnector | None,
     reporter: Reporter,
 ) -> KeptSlots | None:
-    """Memory for these slots that outlives this process, where the one that has started it holds some."""
-    descriptor = held_descriptor()
-    if descriptor is None or runtime.skip_compiled:
+    """Memory for these slots that outlives this process: a named file, or what the one that has started it holds."""
+    asked = runtime.kv_offloading_memory_file
+    path = None if asked is None else user_path(asked)
+    given = held_descriptor() if path is None else None
+    if runtime.skip_compiled or (path is None and given is None):
         return None
     needed = KeptSlots.bytes_of(namespace(), *sizes)
-    check_host_memory(max(0, needed - held_bytes(descriptor)))
-    try:
-        with refused_memory(needed):
-            return KeptSlots(descriptor, namespace(), *sizes, secret=None if store is None else store.secret)
-    except KVConnectorError as error:
-        reporter.announce(f"prefixes in the host's memory do not outlive this engine: {error}")
-        return None
+    secret = None if store is None else store.secret
+    with ExitStack() as opened:
+        try:
+            if path is not None:
+                given = open_memory_file(path)
+                opened.callback(os.close, given)  # the slots have one of their own
+                check_room(path, given, needed)
+            assert given is not None
+            check_host_memory(max(0, needed - held_bytes(given)))
+            with refused_memory(needed):
+                return KeptSlots(given, namespace(), *sizes, secret=secret, is_bounded=path is not None)
+        except KVConnectorError as error:
+            key = "" if path is None else "runtime.kv_offloading_memory_file: "
+            reporter.announce(f"prefixes in the host's memory do not outlive this engine: {key}{error}")
+            return None
 
 
 def _store(

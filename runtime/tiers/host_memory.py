@@ -90,6 +90,7 @@ class HostMemory:
             self._thread = threading.Thread(target=self._register, name="mllm-tier-pin", daemon=True)
             self._thread.start()
         else:
+            self._reserve(0, size)
             self._num_registered = size
 
     @property
@@ -124,30 +125,50 @@ class HostMemory:
         if self._kept is not None:
             self._kept.close()
 
+    def _reserve(self, start: int, count: int) -> None:
+        """
+        Raises:
+            DeviceMemoryError: the system has too little.
+        """
+        if self._kept is not None:
+            with refused_memory(count):
+                self._kept.reserve(start, count)
+
     def _register(self) -> None:
+        try:
+            self._register_parts()
+        except Exception as error:
+            with self._more:
+                self._fault = error
+                self._more.notify_all()
+
+    def _register_parts(self) -> None:
+        """
+        Raises:
+            DeviceError: the driver refuses a part.
+            DeviceMemoryError: the system has too little.
+        """
         starts = np.cumsum([0, *self._chunks[:-1]]).tolist()
         with ThreadPoolExecutor(_POPULATORS, thread_name_prefix="mllm-tier-pages") as populators:
             populated = populators.map(self._populate, starts, self._chunks)
-            for start, count, _ in zip(starts, self._chunks, populated, strict=True):
-                if self._is_closing:
-                    return
-                began, fault = time.monotonic(), None
-                try:
+            try:
+                for start, count, _ in zip(starts, self._chunks, populated, strict=True):
+                    if self._is_closing:
+                        return
+                    began = time.monotonic()
                     self._call("cuMemHostRegister_v2", start, ctypes.c_size_t(count), ctypes.c_uint(_PORTABLE))
-                except Exception as error:
-                    fault = error
-                with self._more:
-                    self._fault = fault
-                    self._num_registered += 0 if fault else count
-                    self._more.notify_all()
-                if fault:
-                    self._is_closing = True
-                    return
-                time.sleep(time.monotonic() - began)
+                    with self._more:
+                        self._num_registered += count
+                        self._more.notify_all()
+                    time.sleep(time.monotonic() - began)
+            except Exception:
+                self._is_closing = True  # no more pages are needed
+                raise
 
     def _populate(self, start: int, count: int) -> None:
         """Has the system give the pages of a part now; where it does not, the driver has it do so."""
         if not self._is_closing:
+            self._reserve(start, count)
             self._advise(_POPULATE_WRITE, start, count)
 
     def _advise(self, advice: int, start: int, count: int) -> None:

@@ -1,4 +1,5 @@
-"""Slots that outlive the engine's process: a file in memory that the process which starts engines holds.
+"""Slots that outlive the engine's process: a file in memory that the process which starts engines holds, or one with a
+name (memory_file.py).
 
 A page of header names the namespace, a table says which slot has which page or state, and the slots follow. A record
 is written when its slot has its content, and cleared before the slot gets another one; its check is written last. So
@@ -57,6 +58,7 @@ class KeptSlots:
     Args:
         descriptor: of a file in memory, open in the process that keeps it.
         secret: that keys must have been made with; None: any.
+        is_bounded: its file system may be full: memory is reserved ahead of its use, by `reserve`.
 
     Attributes:
         secret: of the keys.
@@ -68,8 +70,15 @@ class KeptSlots:
     """
 
     def __init__(
-        self, descriptor: int, namespace: Namespace, num_slots: int, num_states: int, secret: bytes | None = None
+        self,
+        descriptor: int,
+        namespace: Namespace,
+        num_slots: int,
+        num_states: int,
+        secret: bytes | None = None,
+        is_bounded: bool = False,
     ) -> None:
+        self._is_bounded = is_bounded
         self._num_slots, num_records = num_slots, num_slots + num_states
         self.data_start = _start_of(num_records)
         self.num_bytes = self.bytes_of(namespace, num_slots, num_states)
@@ -78,6 +87,7 @@ class KeptSlots:
             _lock(self._file)
             sizes = num_slots, namespace.page_bytes, num_states, namespace.state_bytes
             self.secret = self._content_of(namespace, sizes, secret)
+            self.reserve(-self.data_start, self.data_start)
             self.map = mmap.mmap(self._file, self.num_bytes)
         except BaseException:
             os.close(self._file)
@@ -90,6 +100,15 @@ class KeptSlots:
         """Bytes of a file with so many slots."""
         slots = num_slots * namespace.page_bytes + num_states * namespace.state_bytes
         return _start_of(num_slots + num_states) + max(slots, _PAGE)
+
+    def reserve(self, start: int, count: int) -> None:
+        """Has the system give `count` bytes from `start` behind `data_start`, where they could be had no more later.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        if self._is_bounded:
+            os.posix_fallocate(self._file, self.data_start + start, count)
 
     def entries(self) -> Iterator[tuple[Entry, bool]]:
         """The table's entries, with True for states; a torn one is cleared."""

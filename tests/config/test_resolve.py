@@ -276,6 +276,7 @@ def test_a_cache_smaller_than_a_request_is_refused():
 _OF_TIERS = {
     "kv_offloading_size": 1.5,
     "kv_offloading_min_gain": 0.0,
+    "kv_offloading_memory_file": "/dev/shm/kv",
     "kv_offloading_disk_path": "/tmp/kv",
     "kv_offloading_disk_size": 3.0,
     "kv_offloading_write_policy": "write_back",
@@ -303,6 +304,19 @@ def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(ke
 def test_a_folder_behind_the_cache_needs_what_it_is_reached_through(changes, message):
     with pytest.raises(ConfigError, match=message):
         resolved(runtime=_OF_TIERS | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_offloading_size": 0.0}, "memory_file is set, and runtime.kv_offloading_size is 0"),
+        ({"skip_compiled": True}, "memory_file and runtime.skip_compiled are set"),
+        ({"tensor_parallel_size": 2}, "memory_file is set, which runtime.tensor_parallel_size: 2 excludes"),
+    ],
+)
+def test_a_file_in_memory_needs_what_it_is_reached_through(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(runtime={"kv_offloading_size": 1.0, "kv_offloading_memory_file": "/dev/shm/kv"} | changes)
 
 
 _STORE = {"kv_connector": "package.module.Store", "trust_local_code": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptMemory]:
     memory.close()
 
 
+@pytest.fixture
+def memory_file() -> Iterator[Path]:
+    path = Path("/dev/shm") / f"mllm-test-{secrets.token_hex(8)}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
 def served(cache: Path, **runtime: object) -> Engine:
     return engine_of_pages(tiny_config(cache, runtime=RUNTIME | runtime, compile={"backend": "eager"}), 60)
 
@@ -73,6 +81,24 @@ def test_the_next_engine_finds_prefixes_and_one_of_other_numerics_does_not(
         outputs = fourth.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == expected
         assert all(output.num_host_tokens > 0 and not output.num_disk_tokens for output in outputs)
+
+
+def test_a_named_file_is_found_by_the_next_process_and_another_says_why_it_is_not_used(
+    cache: Path, memory_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Timeline, "announce", lambda _, text: said.append(text))
+    with served(cache, kv_offloading_memory_file=str(memory_file)) as first:
+        expected = [output.token_ids for output in first.generate(PROMPTS, GREEDY)]
+    with served(cache, kv_offloading_memory_file=str(memory_file)) as second:
+        outputs = second.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.num_host_tokens > 0 for output in outputs)
+    assert not any("outlive" in line for line in said)
+    with served(cache, kv_offloading_memory_file=str(tmp_path)) as third:
+        assert [output.token_ids for output in third.generate(PROMPTS, GREEDY)] == expected
+    message = f"do not outlive this engine: runtime.kv_offloading_memory_file: {tmp_path}: Is a directory"
+    assert any(line.endswith(message) for line in said)
 
 
 @pytest.mark.slow
@@ -134,6 +160,28 @@ def test_a_servers_engine_that_is_killed_comes_back_with_its_prefixes(tmp_path: 
         assert by_tier["host"] > 0
         assert by_tier["storage"] == 0
         until(lambda: _tier_figure(server, "hit_tokens_total") == by_tier["host"], "the figure of hits")
+
+
+@pytest.mark.slow
+def test_the_next_server_has_the_prefixes_of_one_that_was_killed_in_a_named_file(
+    tmp_path: Path, memory_file: Path
+) -> None:
+    runtime = RUNTIME | {"kv_offloading_memory_file": str(memory_file)}
+    config = tiny_config(tmp_path / "cache", runtime=runtime, compile={"backend": "eager"})
+    path = tmp_path / "tiny.yaml"
+    path.write_text(config.model_dump_json(exclude_defaults=True))
+    command = [sys.executable, "-m", "mllm_compile", "serve", str(path), "--port", "0"]
+    asked = {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    with running(command, tmp_path / "first") as server:
+        tokens = server.complete(**asked).json["choices"][0]["token_ids"]
+        until(lambda: _tier_figure(server, "pages") > 0, "a page is stored")
+        for pid in (server.process.pid, _engine_of(server.process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        server.process.wait()
+    with running(command, tmp_path / "second") as server:
+        answer = server.complete(**asked).json
+    assert answer["choices"][0]["token_ids"] == tokens
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
 
 
 def _tier_figure(server: object, name: str) -> float:

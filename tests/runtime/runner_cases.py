@@ -127,6 +127,7 @@ DEFAULTS = RuntimeSection(
     pinned=False,
     kv_offloading_size=0.0,
     kv_offloading_min_gain=1.0,
+    kv_offloading_memory_file=None,
     kv_offloading_disk_path=None,
     kv_offloading_disk_size=0.0,
     kv_offloading_write_policy="write_through",

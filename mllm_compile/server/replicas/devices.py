@@ -28,11 +28,12 @@ def devices_of(count: int, source: EngineConfig | Path) -> tuple[str | None, ...
     settings = runtime_settings(source)
     if settings is None:  # opening it says what is wrong
         return (None,) * count
-    if settings.kv_offloading_disk_path is not None:
-        raise ConfigError(
-            f"--replicas {count}: runtime.kv_offloading_disk_path is one engine's folder. Leave it out; "
-            "kv_offloading_size is each engine's"
-        )
+    for key, what in (("kv_offloading_disk_path", "folder"), ("kv_offloading_memory_file", "file")):
+        if getattr(settings, key) is not None:
+            raise ConfigError(
+                f"--replicas {count}: runtime.{key} is one engine's {what}. Leave it out; kv_offloading_size is each "
+                "engine's"
+            )
     elsewhere = "distributed_executor_backend ray" if settings.distributed_executor_backend == "ray" else None
     elsewhere = f"nnodes {settings.nnodes}" if settings.nnodes > 1 else elsewhere
     if elsewhere is not None:

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--allow-runtime-lora": {"allow_runtime_lora": True},
 }
 KEYS = {
+    "kv_offloading_memory_file": "{kv_offloading_size: 1, kv_offloading_memory_file: /dev/shm/x}",
     "kv_offloading_disk_path": "{kv_offloading_size: 1, kv_offloading_disk_path: /x, kv_offloading_disk_size: 1}",
     "distributed_executor_backend: ray": "{distributed_executor_backend: ray}",
     "nnodes: 2": "{nnodes: 2, master_addr: 10.0.0.1, tensor_parallel_size: 2}",
