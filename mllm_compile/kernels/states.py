@@ -18,6 +18,7 @@ from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import StateLayer
 
 _LEGEND = "T tokens, B requests, R rows of the pool"
+_BY_REFERENCE = frozenset({"wkv", "matrix_memory"})  # kinds without kernels
 _MOST_STATE = 256  # columns of a state that a block has in registers
 _CHUNKED = frozenset({"gated_delta", "ssd"})  # whose kernels take a prompt by chunks
 _WITH_FEW = _CHUNKED | {"causal_conv"}  # which have one for few tokens
@@ -54,7 +55,9 @@ def add_state_pieces(
 
 
 def _is_served(layer: StateLayer) -> bool:
-    """True if the layer's state has a size that the kernels' blocks hold."""
+    """True if there are kernels of the layer's kind, whose blocks hold a state of its size."""
+    if layer.kind.name in _BY_REFERENCE:
+        return False
     return layer.state_shape[0] > 0 and (layer.kind.holds_inputs or layer.state_shape[-1] <= _MOST_STATE)
 
 

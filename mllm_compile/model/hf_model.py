@@ -20,6 +20,7 @@ import torch
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.replaced_methods import rescale_outputs
 from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.model.written_attention.indexed import full_length
 from mllm_compile.runtime.program.spec import HiddenProjection, ModelSizes
@@ -192,6 +193,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
         ) from error
     model.eval().requires_grad_(False)
     _keep_made_tables(model)
+    rescale_outputs(model)
     constants, unknown, tables = compute_constants(model)
     rope, of_rope = follow_rope(model)
     if is_encoder_decoder(config):

@@ -28,6 +28,27 @@ def keeping_all_tokens(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def rescale_outputs(model: Any) -> None:
+    """Has a model that halves its hidden states every so many layers, and once divides weights in place for it, divide
+    what these weights give: by powers of two, which is exact. RWKV does so at its first forward."""
+    for owner in model.modules():
+        if not hasattr(owner, "_rescale_layers"):
+            continue
+        owner._rescale_layers, owner.layers_are_rescaled = _nothing, True
+        for index, block in enumerate(owner.blocks if owner.config.rescale_every > 0 else ()):
+            divisor = 2 ** (index // owner.config.rescale_every)
+            for linear in (block.attention.output, block.feed_forward.value) if divisor > 1 else ():
+                linear.register_forward_hook(partial(_divided, divisor))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _divided(divisor: int, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / divisor
+
+
 @contextmanager
 def _replaced(methods: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
     for module, name, method in methods:

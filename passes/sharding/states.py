@@ -25,7 +25,10 @@ TOGETHER = {
     "gated_delta": ("v", "g", "beta"),
     "ssd": ("x", "dt"),
     "selective_scan": ("x", "dt", "z"),
+    "wkv": ("k", "v"),
+    "matrix_memory": ("q", "k", "v", "i", "f"),
 }
+_OF_CHANNELS = ("causal_conv", "selective_scan", "wkv")  # whose channels are each by itself
 # Those with a group for several heads, and those that all channels read.
 OF_GROUPS = {"gated_delta": ("q", "k"), "ssd": ("B", "C")}
 OF_ALL = {"selective_scan": ("B", "C")}
@@ -64,7 +67,7 @@ def label_state(
         raise ValueError("an operand is whole, or would have to be")
     rows = [_by_head(one, cells) for one in of_heads]
     for one in rows:
-        for head in one if name != "selective_scan" and name != "causal_conv" else ():
+        for head in () if name in _OF_CHANNELS else one:
             cells.join_all(head)
         cells.join(one[:, 0], rows[0][:, 0])
     heads = rows[0][:, 0]

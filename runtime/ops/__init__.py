@@ -1,6 +1,8 @@
 """Ops that a graph may hold, a file or folder each.
 
 OPS is their one list: passes put ops into pieces by `op`, processes that compile pieces define theirs by `define`,
+    "matrix_memory": "states.trace",
+    "wkv": "states.trace",
 and a test compares the list with the files. To add an op: its file, and a line here. Ops whose kernels NVRTC compiles
 into the runtime have a line in FAMILIES besides.
 """

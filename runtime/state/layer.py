@@ -139,7 +139,52 @@ class SelectiveScan(StateKind):
         return tuple(shapes["x"][1:])
 
 
-KINDS: dict[str, type[StateKind]] = {kind.name: kind for kind in (CausalConv, GatedDelta, Ssd, SelectiveScan)}
+@dataclass(frozen=True)
+class Wkv(StateKind):
+    """RWKV-4's weighted mean: k, v [T, C], decay, bonus [C] → [T, C].
+
+    out = (num + exp(bonus + k)·v) / (den + exp(bonus + k)); then num ← num·w + exp(k)·v and den ← den·w + exp(k), with
+    w = exp(-exp(decay)). The state is [3, C]: num and den, both over exp(top), and top, the largest exponent so far.
+    After any token den is at least 1, so 0 says that there was none.
+    """
+
+    name = "wkv"
+    operands = ("k", "v", "decay", "bonus")
+    constants = frozenset({"decay", "bonus"})
+
+    def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
+        return 3, shapes["k"][1]
+
+    def out_shape(self, shapes: Shapes) -> tuple[int, ...]:
+        return (shapes["k"][1],)
+
+
+@dataclass(frozen=True)
+class MatrixMemory(StateKind):
+    """xLSTM's matrix memory (mLSTM): q, k [T, H, D], v [T, H, Dv], i, f [T, H] (gates ahead of exp and sigmoid) →
+    [T, H, Dv].
+
+    S ← S·sigmoid(f) + exp(i)·v kᵀ; n ← n·sigmoid(f) + exp(i)·k; out = S·q / (max(|n·q|, 1) + eps), with q / √D. All is
+    over exp(top), the largest exponent so far, which begins at 0; eps is not. The state is [H, Dv + 2, D]: S, n, and
+    top in the first column.
+    """
+
+    name = "matrix_memory"
+    operands = ("q", "k", "v", "i", "f")
+    constants = frozenset()
+
+    eps: float
+
+    def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
+        heads, width = shapes["v"][1:]
+        return heads, width + 2, shapes["k"][2]
+
+    def out_shape(self, shapes: Shapes) -> tuple[int, ...]:
+        return tuple(shapes["v"][1:])
+
+
+_ALL = (CausalConv, GatedDelta, Ssd, SelectiveScan, Wkv, MatrixMemory)
+KINDS: dict[str, type[StateKind]] = {kind.name: kind for kind in _ALL}
 
 
 @dataclass(frozen=True)

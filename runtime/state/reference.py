@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 
-from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, MatrixMemory, SelectiveScan, Ssd, StateKind, Wkv
 
 Operands = Mapping[str, torch.Tensor]  # by name; tokens are the first dimension of all but constants
 Kind = TypeVar("Kind", bound=StateKind)
 
 _NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
+_NO_TOP = -1e38  # the largest exponent of no token, as RWKV's own code has it
 
 
 class StateMath(ABC, Generic[Kind]):
@@ -161,6 +162,49 @@ class SelectiveScanMath(_Recurrence[SelectiveScan]):
         return out.to(x.dtype)
 
 
+class WkvMath(_Recurrence[Wkv]):
+    def prepare(self, kind: Wkv, operands: Operands) -> tuple[torch.Tensor, ...]:
+        k, v = operands["k"].float(), operands["v"].float()
+        fall = -operands["decay"].float().exp()
+        return k, v, k + operands["bonus"].float(), fall.expand_as(k)
+
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v, with_bonus, fall = prepared
+        num, den, top = states.unbind(1)  # [R, C] each
+        top = torch.where(den > 0, top, _NO_TOP)
+        highest = torch.maximum(top, with_bonus)
+        old, new = (top - highest).exp(), (with_bonus - highest).exp()
+        out = (num * old + v * new) / (den * old + new)
+        fallen = top + fall
+        top = torch.maximum(fallen, k)
+        old, new = (fallen - top).exp(), (k - top).exp()
+        return out, torch.stack((num * old + v * new, den * old + new, top), dim=1)
+
+    def finish(self, kind: Wkv, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        return out.to(operands["k"].dtype)
+
+
+class MatrixMemoryMath(_Recurrence[MatrixMemory]):
+    def prepare(self, kind: MatrixMemory, operands: Operands) -> tuple[torch.Tensor, ...]:
+        q, k, v, i, f = (operands[name].float() for name in ("q", "k", "v", "i", "f"))
+        return q * q.shape[-1] ** -0.5, k, v, i, F.logsigmoid(f), torch.full_like(i, kind.eps)
+
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, i, fall, eps = prepared
+        sums, fallen = states[:, :, :-1], states[:, :, -1, 0] + fall  # S with n as its last row, [R, H, Dv + 1, D]
+        top = torch.maximum(fallen, i)
+        old, new = (fallen - top).exp(), (i - top).exp()
+        rows = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # n is what S would be of a value of 1
+        sums = sums * old[..., None, None] + (rows * new[..., None])[..., None] * k[:, :, None]
+        of_rows = (sums * q[:, :, None]).sum(-1)  # [R, H, Dv + 1]
+        size = torch.maximum(of_rows[..., -1].abs(), (-top).exp()) + eps
+        tops = F.pad(top[..., None, None], (0, k.shape[-1] - 1))
+        return of_rows[..., :-1] / size[..., None], torch.cat((sums, tops), dim=2)
+
+    def finish(self, kind: MatrixMemory, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        return out.to(operands["q"].dtype)
+
+
 def _rates(operands: Operands, are_logs: bool) -> torch.Tensor:
     """A: logarithms of decays are A times a step's size."""
     rates = operands["A"].float()
@@ -180,6 +224,8 @@ _MATH: dict[type[StateKind], StateMath[Any]] = {
     GatedDelta: GatedDeltaMath(),
     Ssd: SsdMath(),
     SelectiveScan: SelectiveScanMath(),
+    Wkv: WkvMath(),
+    MatrixMemory: MatrixMemoryMath(),
 }
 
 

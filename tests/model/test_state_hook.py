@@ -79,7 +79,7 @@ def test_an_argument_that_an_op_cannot_express_is_named_for_the_gate():
     assert refusals_of("gated_delta", delta) == "keyword initial_state; keyword output_final_state"
 
 
-@pytest.mark.parametrize("architecture", ["minimax", "recurrent_gemma", "zaya"])
+@pytest.mark.parametrize("architecture", ["minimax", "recurrent_gemma", "zaya", "rwkv", "xlstm"])
 def test_a_mixer_of_its_own_code_computes_by_ops_what_it_computes_itself(architecture, tmp_path):
     model = save_tiny_model(tiny_config(architecture), tmp_path)
     with torch.no_grad():

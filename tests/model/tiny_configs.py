@@ -176,9 +176,11 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
         "shape_vocab_size": VOCAB,
     },
     "roformer": _BERT,
+    "rwkv": {"rescale_every": 2},
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT,
     "xmod": _BERT | {"default_language": "en_XX"},
+    "xlstm": {"hidden_size": 128, "num_heads": 4},  # its cache rounds heads up to what 64 is a multiple of
     "zamba": {
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
         "n_mamba_heads": 2,

@@ -41,6 +41,12 @@ def unhooked_mixers(model: torch.nn.Module) -> Iterator[UnhookedMixer]:
         elif _has(module, "conv_1d", "rg_lru") and hasattr(module.rg_lru, "_rnn_scan"):
             yield UnhookedMixer(module.conv_1d, {"forward": _causal_conv1d})
             yield UnhookedMixer(module.rg_lru, {"_rnn_scan": _gated_linear_scan})
+        elif _has(module, "time_decay", "time_first", "extract_key_value"):
+            yield UnhookedMixer(module, {"forward": _weighted_mean})
+        elif _has(module, "time_shift", "time_mix_key", "time_mix_receptance", "key", "receptance", "value"):
+            yield UnhookedMixer(module, {"forward": _shifted_feed_forward})
+        elif _has(module, "chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn"):
+            yield UnhookedMixer(module, {"forward": _matrix_memory})
 
 
 def _has(module: torch.nn.Module, *names: str) -> bool:
@@ -96,6 +102,43 @@ def _convolved_projections(
     parts = (mixed_q + queries.reshape(q.shape), mixed_k + keys.reshape(k.shape), v)
     q, k, v = (part.view(tokens.shape[0], -1, module.head_dim)[None] for part in parts)
     return q, k, v
+
+
+def _weighted_mean(module: Any, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """RWKV-4's attention over hidden [1, T, C]."""
+    shifted = _delayed(hidden[0], 1)[None]
+    k = module.key(_mixed(hidden, shifted, module.time_mix_key))
+    v = module.value(_mixed(hidden, shifted, module.time_mix_value))
+    receptance = torch.sigmoid(module.receptance(_mixed(hidden, shifted, module.time_mix_receptance)))
+    out = torch.ops.mllm.wkv(k[0], v[0], module.time_decay, module.time_first, "")
+    return module.output(receptance * out[None]), None
+
+
+def _shifted_feed_forward(module: Any, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """RWKV-4's feed-forward, which mixes each token of hidden [1, T, C] with the one before."""
+    shifted = _delayed(hidden[0], 1)[None]
+    k = torch.square(torch.relu(module.key(_mixed(hidden, shifted, module.time_mix_key))))
+    receptance = torch.sigmoid(module.receptance(_mixed(hidden, shifted, module.time_mix_receptance)))
+    return receptance * module.value(k), None
+
+
+def _mixed(values: torch.Tensor, others: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return values * share + others * (1 - share)
+
+
+def _matrix_memory(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    igate: torch.Tensor,
+    fgate: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """xLSTM's cell over query, key [1, H, T, D], value [1, H, T, Dv], gates [1, H, T] → [1, H, T, Dv]."""
+    tokens = (one[0].transpose(0, 1) for one in (query, key, value, igate, fgate))
+    out = torch.ops.mllm.matrix_memory(*tokens, float(module.config.eps), "")
+    return out.transpose(0, 1)[None], None
 
 
 def _head_conv(module: torch.nn.Conv1d, inputs: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

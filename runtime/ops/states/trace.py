@@ -31,6 +31,8 @@ _LIBRARY.define(
     "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias,"
     " bool dt_softplus, bool log_rates, str refusals) -> Tensor"
 )
+_LIBRARY.define("wkv(Tensor k, Tensor v, Tensor decay, Tensor bonus, str refusals) -> Tensor")
+_LIBRARY.define("matrix_memory(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float eps, str refusals) -> Tensor")
 
 
 def call_of(name: str, arguments: tuple[Any, ...]) -> tuple[StateKind, dict[str, Any]]:

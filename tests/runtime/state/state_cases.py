@@ -16,19 +16,29 @@ from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.ops import op, states
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
-from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
+from mllm_compile.runtime.state.layer import (
+    CausalConv,
+    GatedDelta,
+    MatrixMemory,
+    SelectiveScan,
+    Ssd,
+    StateKind,
+    StateLayer,
+    Wkv,
+)
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.runtime.state.piece_backend import StatePieces
 from mllm_compile.runtime.state.reference import Operands
 
 KERNEL = 4
-KINDS: dict[str, StateKind] = {
+WITH_KERNELS: dict[str, StateKind] = {
     "conv": CausalConv("silu"),
     "delta": GatedDelta(qk_l2norm=True),
     "delta a channel": GatedDelta(qk_l2norm=True),
     "ssd": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5),
     "scan": SelectiveScan(dt_softplus=True),
 }
+KINDS = WITH_KERNELS | {"weighted mean": Wkv(), "matrix memory": MatrixMemory(eps=1e-6)}
 # Those that make their gates themselves, or norm what they give, which differ from the others in that alone.
 OF_GATES: dict[str, StateKind] = {
     "delta of its gates": GatedDelta(qk_l2norm=True),
@@ -65,6 +75,13 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
         if "norm" in name:
             states |= {"z": of_tokens(4, 5), "norm": constant(20)}
         return {"x": of_tokens(4, 5), "dt": of_tokens(4), "A": -constant(4).exp(), **states}
+    if name == "weighted mean":
+        # Exponents that float32 has no numbers for, in some tokens.
+        k = of_tokens(6) * torch.tensor([1.0, 1.0, 3.0, 3.0, 90.0, 90.0])
+        return {"k": k, "v": of_tokens(6), "decay": constant(6), "bonus": constant(6)}
+    if name == "matrix memory":
+        gates = {"i": 5 * of_tokens(4), "f": 5 * of_tokens(4)}
+        return {"q": of_tokens(4, 8), "k": of_tokens(4, 8), "v": of_tokens(4, 5)} | gates
     states = {"B": of_tokens(3), "C": of_tokens(3), "D": constant(6), "z": of_tokens(6), "dt_bias": constant(6)}
     return {"x": of_tokens(6), "dt": of_tokens(6), "A": -constant(6, 3).exp(), **states}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.state.state_cases import KINDS, OF_GATES, kernel_modules, kernels_of, layer_of, operands_of
+from tests.runtime.state.state_cases import OF_GATES, WITH_KERNELS, kernel_modules, kernels_of, layer_of, operands_of
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,7 @@ def written(monkeypatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", KINDS | OF_GATES)
+@pytest.mark.parametrize("name", WITH_KERNELS | OF_GATES)
 def test_states_and_outputs_are_all_that_a_kernel_writes(name, dtype, written):
     layer = layer_of(name)
     operands = [value.to(dtype) for value in operands_of(name, 9).values()]

@@ -26,8 +26,8 @@ from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.reference import Operands
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 from tests.runtime.state.state_cases import (
-    KINDS,
     OF_GATES,
+    WITH_KERNELS,
     kernel_modules,
     kernels_of,
     layer_of,
@@ -112,7 +112,7 @@ def piece_backend(layer: StateLayer, pool: GDNPool) -> PieceStateBackend:
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        *itertools.product(KINDS, BATCHES),
+        *itertools.product(WITH_KERNELS, BATCHES),
         *itertools.product(OF_GATES, ["mixed"]),
         *itertools.product(NORMED, ["padded decodes", "an empty request"]),
     ],
@@ -130,7 +130,7 @@ def test_outputs_and_states_are_the_reference_s(name, batch):
 
 @interpreted
 @pytest.mark.parametrize("length", [30, 70])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_a_prompt_that_reads_a_prefix_s_state_leaves_its_own_beside_it(name, length):
     layer, operands = layer_of(name), operands_of(name, length)
     pool = pool_of(layer)
@@ -147,7 +147,7 @@ def test_a_prompt_that_reads_a_prefix_s_state_leaves_its_own_beside_it(name, len
 
 
 @interpreted
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_states_go_on_by_the_accepted_tokens_of_a_verify_step(name):
     check_states_go_on_by_what_holds(piece_backend, name, 1, SPANS["all"])
 
@@ -155,7 +155,7 @@ def test_states_go_on_by_the_accepted_tokens_of_a_verify_step(name):
 @interpreted
 @pytest.mark.parametrize("missing", [("bias",), ("D",), ("dt_bias",), ("z",), ("D", "z", "dt_bias")])
 def test_operands_that_a_layer_has_not_are_not_read(missing):
-    for name, kind in KINDS.items():
+    for name, kind in WITH_KERNELS.items():
         if not set(missing) <= set(kind.operands) or kind.name == "gated_delta":  # whose gates have both or none
             continue
         operands = {key: value for key, value in operands_of(name, 40).items() if key not in missing}
@@ -165,7 +165,7 @@ def test_operands_that_a_layer_has_not_are_not_read(missing):
 
 
 @interpreted
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_operands_may_be_parts_of_larger_tensors(name):
     """As pieces give them: views of one projection's output, of rows that are apart."""
     layer, operands = layer_of(name), operands_of(name, 40)
@@ -180,7 +180,7 @@ def test_operands_may_be_parts_of_larger_tensors(name):
 
 
 @interpreted
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_a_prompt_in_pieces_leaves_what_one_leaves(name):
     layer, operands = layer_of(name), operands_of(name, 40)
     ends = {}

@@ -25,6 +25,8 @@ def of_transformers(name: str, num_tokens: int) -> tuple[torch.Tensor, torch.Ten
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
+    from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+    from transformers.models.xlstm.modeling_xlstm import mlstm_recurrent_sequence_native
 
     x = operands_of(name, num_tokens)
     if name == "conv":
@@ -54,6 +56,14 @@ def of_transformers(name: str, num_tokens: int) -> tuple[torch.Tensor, torch.Ten
             return_final_states=True,
         )
         return out[0], state
+    if name == "weighted mean":
+        out, state = rwkv_linear_attention_cpu(x["decay"], x["bonus"], x["k"][None], x["v"][None], return_state=True)
+        return out[0], torch.cat(state)[None]
+    if name == "matrix memory":
+        q, k, v, i, f = (x[part].transpose(0, 1)[None] for part in ("q", "k", "v", "i", "f"))
+        out, (sums, norms, top) = mlstm_recurrent_sequence_native(q, k, v, i, f, return_last_states=True)
+        tops = torch.nn.functional.pad(top[..., None], (0, q.shape[-1] - 1))
+        return out[0].transpose(0, 1), torch.cat((sums.mT, norms[:, :, None], tops), dim=2)
     tokens = {part: x[part].T[None] for part in ("x", "dt", "B", "C", "z")}
     out, state = mamba_selective_scan(
         *(tokens["x"], tokens["dt"], x["A"], tokens["B"], tokens["C"]),
