@@ -1,8 +1,6 @@
 """Ops that a graph may hold, a file or folder each.
 
 OPS is their one list: passes put ops into pieces by `op`, processes that compile pieces define theirs by `define`,
-    "matrix_memory": "states.trace",
-    "wkv": "states.trace",
 and a test compares the list with the files. To add an op: its file, and a line here. Ops whose kernels NVRTC compiles
 into the runtime have a line in FAMILIES besides.
 """
@@ -69,6 +67,7 @@ OPS = {
     "lora_expand_gated_chained": "lora.chained",
     "lora_expand_norm": "lora.chained",
     "lora_shrink": "lora.shrink",
+    "matrix_memory": "states.trace",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
@@ -112,6 +111,7 @@ OPS = {
     "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
     "text_attention": "segments.texts",
+    "wkv": "states.trace",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.
