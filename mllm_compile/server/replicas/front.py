@@ -65,7 +65,8 @@ class ReplicasFront(EnginesFront[ServedEngine]):
         self.routing = Routing(list(self.engines))
 
     def _ready(self, engine: ServedEngine, facts: EngineFacts) -> None:
-        self.routing.started(engine.name, facts.hello.kv_tokens)
+        runtime = facts.hello.config.get("runtime", {})
+        self.routing.started(engine.name, facts.hello.kv_tokens, bool(runtime.get("kv_offloading_size")))
         super()._ready(engine, facts)
 
     # Requests ---------------------------------------------------------------------------------------------------------

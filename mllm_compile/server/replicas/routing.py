@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 BLOCK = 512  # bytes of a text: about two pages of 64 tokens
 _MOST_BLOCKS = 4096  # of a request that are looked at: 2 MiB
-_TOKEN_BYTES = 4  # of text that a token stands for, at about the least of prose and code
+TOKEN_BYTES = 4  # of text that a token stands for, at about the least of prose and code
 _MOST_SESSIONS = 1 << 16
 # An engine has much more to do where both hold of its requests beside those of the one that has least.
 AHEAD = 8
@@ -40,6 +40,7 @@ class _Known:
     def __init__(self) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
         self.most_blocks = _MOST_BLOCKS
+        self.has_tiers = False
         self.load = 0
         self.chosen = 0  # the number of the last choice of it
 
@@ -73,11 +74,16 @@ class Routing:
         """Requests that each engine has."""
         return {name: known.load for name, known in self._known.items()}
 
-    def started(self, name: str, kv_tokens: int) -> None:
-        """An engine is ready with an empty cache of so many tokens."""
+    def started(self, name: str, kv_tokens: int, has_tiers: bool = False) -> None:
+        """An engine is ready with an empty cache of so many tokens.
+
+        Args:
+            has_tiers: what leaves its cache goes to the host's memory; how much stays there is not known here.
+        """
         known = self._known[name]
         known.blocks.clear()
-        known.most_blocks = max(1, kv_tokens * _TOKEN_BYTES // BLOCK)
+        known.has_tiers = has_tiers
+        known.most_blocks = max(1, kv_tokens * TOKEN_BYTES // BLOCK)
 
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:
@@ -100,14 +106,16 @@ class Routing:
         Args:
             usable: engines that take requests; not empty.
             blocks: as `blocks_of` makes them.
-            session: it stays with its engine for as long as that is usable.
+            session: it stays with its engine for as long as that is usable and has the prefix. Engines whose caches
+                are full would keep those that they cannot hold, while others have room.
             hint: likewise, unless that engine has much more to do.
         """
         known = {name: self._known[name] for name in usable}
         matched = {name: one.matched(blocks) for name, one in known.items()}
         homes, name = (self._hints, hint or "") if session is None else (self._sessions, session)
         home = homes.get(name, "")
-        if home not in known or (session is None and self._is_overloaded(home, known)):
+        stays = home in known and (known[home].has_tiers or matched[home] >= _WORTH * len(blocks))
+        if not stays or (session is None and self._is_overloaded(home, known)):
             home = self._by_prefix(known, matched, len(blocks))
         if name:
             _note(homes, name, home)

@@ -91,6 +91,20 @@ def test_a_session_stays_whatever_its_engine_has_to_do_and_a_hint_yields():
         assert routing.choose(NAMES, hint="h") not in (home, hinted)
 
 
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_a_session_leaves_an_engine_that_could_not_keep_its_prefix(has_tiers):
+    routing = Routing(NAMES)
+    for name in NAMES:
+        routing.started(name, 20 * BLOCK // 4, has_tiers)  # twenty blocks
+    home = routing.choose(NAMES, blocks_of(text("a", 3)), session="a")
+    assert routing.choose(NAMES, blocks_of(text("a", 3)), session="a") == home
+    routing.choose((home,), blocks_of(text("b", 3)), session="b")  # makes the other's blocks leave
+    with loaded(routing, {home: 1}):
+        moved = routing.choose(NAMES, blocks_of(text("a", 3)), session="a")
+    assert (moved == home) == has_tiers, "with tiers it may be in the host's memory"
+    assert routing.home_of("a") == moved
+
+
 def test_a_hint_by_the_name_of_a_session_does_not_move_it():
     routing = Routing(NAMES)
     home = routing.choose(NAMES, session="s")

@@ -1,0 +1,1 @@
+"""A simulator of several engines behind the router of `--replicas`: no model runs."""

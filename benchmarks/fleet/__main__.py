@@ -1,0 +1,69 @@
+"""Simulates agents' sessions over engines behind the router of `--replicas`, beside other rules. No model runs.
+
+Run: python -m benchmarks.fleet --engines 64 --sessions 10000 --at-once 1024
+
+Router, schedulers and prefix caches are real. Steps take what docs/lab/results has of Qwen3-8B's shape. Sessions come
+from benchmarks.server.agent_trace. A token here stands for --fold tokens, and a step
+of decodes for as many steps.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from benchmarks.fleet.engine import SimulatedEngine
+from benchmarks.fleet.rules import RULES, rule_of
+from benchmarks.fleet.simulation import Figures, Simulation
+from benchmarks.fleet.step_costs import StepCosts
+from benchmarks.script import names_of, parser_of, positive
+from benchmarks.server.agent_trace import PRESETS, Generator
+from mllm_compile.server.replicas.routing import BLOCK, TOKEN_BYTES
+
+KV_TOKENS = 700_000  # of an H200 beside the model, in bfloat16
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--engines", type=positive, default=64)
+    parser.add_argument("--sessions", type=positive, default=10_000)
+    parser.add_argument("--at-once", type=positive, default=1024, help="sessions at once (default: 1024)")
+    parser.add_argument("--preset", choices=PRESETS, default="codex")
+    parser.add_argument("--seed", type=positive, default=1)
+    parser.add_argument("--kv-tokens", type=positive, default=KV_TOKENS, help="of each engine")
+    parser.add_argument("--fold", type=int, choices=(1, 2, 4, 8, 16, 32, 64), default=32)
+    parser.add_argument("--rules", type=names_of(RULES), default=list(RULES), help="with commas between")
+    args = parser.parse_args()
+    print(f"{args.sessions} sessions of {args.preset}, {args.at_once} at once, over {args.engines} engines")
+    print("| rule | cached | first token p50 | p90 | p99 | call p50 | most busy / mean | out tokens/s | host s |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for name in args.rules:
+        began = time.perf_counter()
+        figures = simulated(name, args)
+        print(f"| {name} | {row_of(figures, args.fold)} | {time.perf_counter() - began:.0f} |", flush=True)
+
+
+def simulated(name: str, args) -> Figures:
+    """The run of one rule; the sessions are the same ones for each."""
+    fold, preset = args.fold, PRESETS[args.preset]
+    longest = 2 * preset["limit"]
+    costs = StepCosts.measured()
+    engines = [SimulatedEngine(costs, args.kv_tokens, longest, fold) for _ in range(args.engines)]
+    generator = Generator(preset, args.seed, 1 / fold, 1.0, 3600.0)
+    rule = rule_of(name, args.engines, args.kv_tokens)
+    block = BLOCK // TOKEN_BYTES // fold
+    return Simulation(engines, rule, generator, args.sessions, args.at_once, block).run()
+
+
+def row_of(figures: Figures, fold: int) -> str:
+    """The cells of a run."""
+    first = np.percentile(figures.first_token_s, (50, 90, 99))
+    busy = np.array(figures.busy_s)
+    cells = [f"{figures.cached_tokens / figures.prompt_tokens:.1%}", *(f"{one:.2f} s" for one in first)]
+    cells += [f"{np.median(figures.call_s):.1f} s", f"{busy.max() / busy.mean():.2f}"]
+    return " | ".join([*cells, f"{figures.new_tokens * fold / figures.clock_s:,.0f}"])
+
+
+if __name__ == "__main__":
+    main()
