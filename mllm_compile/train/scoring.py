@@ -47,7 +47,8 @@ class _Span(NamedTuple):
 def pages_needed(config: RunnerConfig) -> int:
     """Pages of the KV cache for one long sequence and the short ones of a step, the dummy page included."""
     runtime = config.runtime
-    return 1 + -(-runtime.max_model_len // runtime.page_size) + runtime.max_num_batched_tokens
+    long, short = (-(-count // runtime.page_size) for count in (runtime.max_model_len, runtime.max_num_batched_tokens))
+    return 1 + long + short + min(runtime.max_running_requests, runtime.max_num_batched_tokens)  # each begins a page
 
 
 class Scorer:
