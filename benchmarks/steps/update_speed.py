@@ -3,13 +3,14 @@
     python -m benchmarks.steps.update_speed CONFIG [--rounds 5] [--requests 8] [--ways staged,direct]
 
 Tensors are on the engine's device, as a trainer beside it has them, under the parameters' names: of this process, or of
-another one that shares them (handles), or in a folder. Ways take turns in each round, with requests that decode
-meanwhile. Single values are 1 % of each matrix. Prints medians.
+another one that shares them (handles), in a folder, or sent by a second GPU (nccl). Ways take turns in each round, with
+requests that decode meanwhile. Single values are 1 % of each matrix. Prints medians.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.script import greedy, names_of, parser_of, positive, told_in_one_line
-from benchmarks.update_sender import random_tensors
+from benchmarks.update_sender import GROUP, random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
@@ -48,6 +49,7 @@ class Given:
 
     def __init__(self, live: LiveWeights, stack: ExitStack) -> None:
         self._stack = stack
+        self._group: tuple[subprocess.Popen[str], Transfers] | None = None
         self.device = next(iter(live.tensors.values())).device
         self.dtype = next(spec.dtype for spec in live.specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1)
         self.shapes = {part.tensor: part.shape for spec in live.places.parameters for part in spec.parts}
@@ -67,14 +69,31 @@ class Given:
     @cached_property
     def handles(self) -> dict[str, Any]:
         """The object for /update_weights, of another process."""
-        asked = json.dumps([self.shapes, str(self.dtype).removeprefix("torch."), str(self.device)])
+        process = self._sender(self.device, None)
+        assert process.stdout is not None, "it is a pipe"
+        info: dict[str, Any] = json.loads(process.stdout.readline())
+        return info
+
+    def _sender(self, device: torch.device, port: int | None) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.update_sender"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._stack.callback(process.communicate)  # it ends with its input
-        assert process.stdin is not None and process.stdout is not None, "they are pipes"
-        print(asked, file=process.stdin, flush=True)
-        info: dict[str, Any] = json.loads(process.stdout.readline())
-        return info
+        _tell(process, json.dumps([self.shapes, str(self.dtype).removeprefix("torch."), str(device), port]))
+        return process
+
+    def sent(self, engine: Engine) -> Transfers:
+        """A group whose other rank, of the next GPU, begins to send all tensors."""
+        if self._group is None:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            process = self._sender(torch.device("cuda", (self.device.index or 0) + 1), port)
+            transfers = Transfers(engine.weights)
+            transfers.join_named(GROUP, "127.0.0.1", port, 1, 2, "nccl")
+            self._group = process, transfers
+        process, transfers = self._group
+        _tell(process, "send")
+        return transfers
 
     @cached_property
     def folder(self) -> Path:
@@ -89,6 +108,11 @@ class Given:
         if part:
             save_file(part, folder / "last.safetensors")
         return folder
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    print(line, file=process.stdin, flush=True)
 
 
 def staged(engine: Engine, given: Given) -> float:
@@ -115,6 +139,14 @@ def by_handles(engine: Engine, given: Given, *, is_direct: bool) -> float:
     return engine.weights.finish().pause_s
 
 
+def by_nccl(engine: Engine, given: Given, *, is_direct: bool) -> float:
+    engine.weights.start(direct=is_direct)
+    names, dtype = list(given.shapes), str(given.dtype).removeprefix("torch.")
+    row = names, [dtype] * len(names), [list(given.shapes[name]) for name in names]
+    given.sent(engine).receive_bucket(GROUP, *row, is_flat=False)
+    return engine.weights.finish().pause_s
+
+
 def from_folder(engine: Engine, given: Given) -> float:
     return engine.update_weights_from_folder(given.folder).pause_s
 
@@ -126,6 +158,8 @@ WAYS: dict[str, Callable[[Engine, Given], float]] = {
     "handles": partial(by_handles, is_direct=False),
     "handles direct": partial(by_handles, is_direct=True),
     "folder": from_folder,
+    "nccl": partial(by_nccl, is_direct=False),
+    "nccl direct": partial(by_nccl, is_direct=True),
 }
 
 
@@ -135,7 +169,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--requests", type=positive, default=8)
-    parser.add_argument("--ways", type=names_of(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", type=names_of(WAYS), default=[name for name in WAYS if "nccl" not in name])
     arguments = parser.parse_args()
     config = EngineConfig.from_yaml(arguments.config)
     runtime = config.runtime.model_copy(update={"mem_fraction_static": _OF_ENGINE})
