@@ -22,6 +22,7 @@ from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.program.sources import SourceEncoder, most_states
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ class ProfiledModel(CapturableModel, Protocol):
     @property
     def feature_bytes(self) -> int: ...
 
+    @property
+    def max_source_len(self) -> int: ...
+
     def make_kv_pool(self, num_pages: int) -> KVPool: ...
 
     def init_attention_backend(self) -> None: ...
@@ -89,7 +93,7 @@ def count_pages(runner: ProfiledModel) -> int:
         budget = budget.without(runner.feature_bytes, "features of images")
         if runner.model.lora is not None:
             budget = budget.without(runner.model.lora.pool.nbytes, "adapters")
-    num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime)
+    num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime, runner.max_source_len)
     if runner.communicator is not None:
         num_pages = runner.communicator.least(num_pages)
     logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
@@ -120,7 +124,7 @@ def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, 
     runner.init_attention_backend()
     dispatcher = dispatcher_of(runner)
     num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind if chain_obstacle(runner) is None else 0)
-    del runner.token_to_kv_pool, runner.attn_backend
+    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention
     give_back_unused(runner.device)
     return num_bytes, dispatcher.num_graphs(GraphKind.VERIFY)
 
@@ -162,6 +166,11 @@ def run_largest_batch(runner: ProfiledModel) -> int:
         encoder = runner.image_encoder()
         encoder.run_largest(config.runtime.max_model_len)
         encoder.fill(batch, runner.feature_pool, int(new_cpu[0]))
+    if runner.model.sources is not None:
+        most = max(
+            most_states(runner.model.sources.facts, config.runtime.max_num_batched_tokens), runner.max_source_len
+        )
+        SourceEncoder(runner.model.sources, config.dtype, device).encode_largest(most, runner.token_to_kv_pool)
     if config.max_sampled > num_requests:
         batch.logits_indices = torch.arange(min(config.max_sampled, num_tokens), device=device)
     output = runner.forward(batch)
@@ -172,5 +181,5 @@ def run_largest_batch(runner: ProfiledModel) -> int:
     how = (ones, ones * 0.9, (ones * 50).long())
     if logits.shape[0]:  # of a pipeline the last stage alone has some
         sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
-    del runner.token_to_kv_pool, runner.attn_backend
+    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention
     return 0 if hidden_states is None else hidden_states[0].nbytes

@@ -501,7 +501,8 @@ class ModelRunner(RunnerSizes):
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
-        return self._overlap is not None or self.attn_backend.reads_pages(batch)
+        is_all_read = self._overlap is not None or self.model.sources is not None
+        return is_all_read or self.attn_backend.reads_pages(batch)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -562,13 +563,17 @@ class ModelRunner(RunnerSizes):
         rows = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), nums, strict=True)
         return [list(zip(ids[:num], logprobs[:num], strict=True)) for ids, logprobs, num in rows]
 
+    def plan_attention(self, batch: ForwardBatch) -> None:
+        """Plans a batch that attention is launched for: to its own tokens, and to its sources."""
+        self.attn_backend.init_forward_metadata(batch)
+        if self.source_attention is not None:
+            batch.of_sources = self.source_attention.plan(batch)
+
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""
         if self.step_threads is not None:
             self.step_threads.use(batch.forward_mode.is_decode_or_idle())
-        self.attn_backend.init_forward_metadata(batch)
-        if self.source_attention is not None:
-            batch.of_sources = self.source_attention.plan(batch)
+        self.plan_attention(batch)
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)
         if self.model.reads_hidden_states and batch.hidden_states is None:

@@ -14,6 +14,7 @@ import torch
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.capture import RopeInputs
+from mllm_compile.runtime.attention.distances import of_distances
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shapes import pays_together
@@ -29,6 +30,7 @@ _LONGEST = 2100  # as many programs as one request's keys are ever split among
 _LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
 _ROWS_TOGETHER = 21  # of one request: more than a program takes together
 _MORE_REQUESTS = 22  # than one warp of shares counts
+_REACH = 128  # of a bias by distance, as T5 has it
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
@@ -41,7 +43,7 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
     """
     checked, program = set(), linked.program
     rope_inputs = {step.layer: step.rope_inputs for step in program.steps if isinstance(step, AttentionStep)}
-    for layer in program.layers:
+    for layer in (*program.layers, *program.cross_layers):
         stored, step = program.kernels_of_layer(layer.name), rope_inputs.get(layer.name)
         variants = stored.decode
         kind = (variants, stored.verify, layer.sm_scale, None if step is None else (len(step.values), step.eps))
@@ -78,6 +80,8 @@ class _DecodeCheck:
         # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
         sinks = math.log(self._longest) + self._random((layer.num_heads,), self._dtype)
         self._sinks = None if layer.sinks is None else sinks
+        table = self._random((layer.num_heads, 2 * _REACH + 1), self._dtype)
+        self._bias = table if layer.has_distance_bias else None
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
@@ -158,7 +162,8 @@ class _DecodeCheck:
         q = self._random((num_rows, layer.num_heads, layer.head_dim), self._dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
             q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
-        compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
+        of_layer = self._sinks, self._bias
+        compare(decode.run(q, (keys, values), torch.empty_like(q), *of_layer), q, keys, values)
         if self._rope_inputs is None or not decode.fuses_rope:
             return
         rope_inputs = self._random_rope_inputs(self._rope_inputs, num_rows)
@@ -210,6 +215,9 @@ class _DecodeCheck:
         if layer.alibi_slopes:
             distance = torch.arange(1 - len(slots), 1, device=logits.device)
             logits = logits + logits.new_tensor(layer.slopes_of(0))[:, None] * distance
+        if self._bias is not None:
+            distance = torch.arange(1 - len(slots), 1, device=logits.device)
+            logits = logits + of_distances(self._bias, distance)
         if self._sinks is not None:
             logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)

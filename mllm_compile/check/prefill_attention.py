@@ -30,6 +30,7 @@ _NEW = (1, 1, 70, 300, 2)
 _NUM_DECODES = 1
 # ‖ours − float32's‖ / ‖float32's‖ of the worst token; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
+_REACH = 128  # of a bias by distance, as T5 has it
 
 
 def check_prefill_attention(linked: LinkedProgram, served: Served) -> None:
@@ -75,7 +76,8 @@ def _error(layer: LayerSpec, piece: DecodePiece, decoders: LinkedDecodes, served
     )
     out = torch.zeros_like(q)
     prefill = GroupPiecePrefill(piece, group, space, dtype)
-    prefill.plan(rows).run(q, (keys, values), out)
+    bias = random(layer.num_heads, 2 * _REACH + 1) if layer.has_distance_bias else None
+    prefill.plan(rows).run(q, (keys, values), out, bias)
     errors = []
     for row in range(_NUM_DECODES, len(_LENGTHS)):
         length, new, start = _LENGTHS[row], _NEW[row], int(starts[row - _NUM_DECODES])
@@ -83,7 +85,7 @@ def _error(layer: LayerSpec, piece: DecodePiece, decoders: LinkedDecodes, served
         own_keys, own_values = (cache.flatten(0, 1)[own].float() for cache in (keys, values))
         whole = torch.cat((q.new_zeros(length - new, *q.shape[1:]), q[start : start + new])).float()
         rules = layer.sm_scale, layer.logits_soft_cap, layer.window_left
-        options: dict[str, Any] = {"alibi_slopes": layer.slopes_of(0), "chunk": layer.chunk}
+        options: dict[str, Any] = {"alibi_slopes": layer.slopes_of(0), "chunk": layer.chunk, "bias": bias}
         theirs = attention_reference(whole, own_keys, own_values, None, *rules, **options)[length - new :].flatten(1)
         ours = out[start : start + new].float().flatten(1)
         errors.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())

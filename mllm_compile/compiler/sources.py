@@ -9,10 +9,12 @@ from typing import Any
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import pass_target, rewrite_graph
-from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.compiler.program_builder import build_program, packed_operands, size_symbols
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.kernels.cuda import kernels_of
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.text_attention import add_text_attention
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -52,22 +54,28 @@ def with_source(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, report
         gc_paused(),
         refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten"),
     ):
-        source = _rewrite(config, lowered.built, trace, left_out)
+        source = _rewrite(config, lowered.built, trace, left_out, is_sound)
     GraphDumper(dump_dir)("source", source.graph, f"after {len(source.reports)} passes")
     program = replace(
         lowered.program,
         source=SourcePrograms(_facts(hf_model.model, cross), source.program),
         cross_layers=_sharing_pages(hf_model.model, lowered.program.cross_layers, lowered.program.layers),
     )
-    return replace(lowered, program=program, of_source=(source,))
+    written = (*lowered.written_pieces, *source.written_pieces)
+    return replace(lowered, program=program, written_pieces=written, of_source=(source,))
 
 
-def _rewrite(config: ResolvedConfig, built: BuiltModel, trace: Any, left_out: dict[str, str]) -> Lowered:
+def _rewrite(
+    config: ResolvedConfig, built: BuiltModel, trace: Any, left_out: dict[str, str], is_sound: bool
+) -> Lowered:
     graph, reports, left_out = rewrite_graph(config, built, trace, left_out)
     program = build_program(graph)
+    written: tuple[WrittenPiece, ...] = ()
+    if not is_sound:  # windows of sound are the same length, and have no bias
+        program, written = add_text_attention(config, program, packed_operands(graph))
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), ())
+    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 
 def _sharing_pages(

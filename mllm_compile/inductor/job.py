@@ -11,8 +11,8 @@ from typing import Any
 # 8), so that the exporter does not take one for another or for a constant. T tokens (of decode attention: requests), S
 # rows of logits, L KV slots to write, P slots of the KV cache; in decode attention N splits of a request's keys and W
 # pages of a request; in the decode loop M rows of the largest captured decode, R rows and C columns of the table of
-# slots; of layers with a state B requests, and R rows of the pool; F features of a tower, each of several patches, and
-# G features that are put together of its.
+# slots; of layers with a state B requests, and R rows of the pool; B distances of a bias; F features of a tower, each
+# of several patches, and G features that are put together of its.
 EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29, "M": 41, "R": 43, "C": 307, "B": 23} | {
     "F": 47,
     "G": 53,

@@ -33,7 +33,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     """Adds decode attention of ours to the program, for the layers that it serves; returns the pieces too."""
     served = [
         layer
-        for layer in program.layers
+        for layer in (*program.layers, *program.cross_layers)
         if _is_served(layer) and (config.compile.split_decode or is_beyond_flashinfer(config, layer))
     ]
     of_layers, made = made_by_kind(
@@ -73,7 +73,7 @@ def _variants(
     splits = OF_ONE if config.runtime.any_rows else OF_MANY
     many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
     of_many = DecodeVariant(None, many.name, splits)
-    if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk:
+    if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
         rows = _rows_piece(config, layer, f"decode_{index}_rows")
         of_many = replace(of_many, most_sequences=_MOST_ROWS_ALONE * layer.num_kv_heads)
         return (of_many, DecodeVariant(None, rows.name)), (many, rows)
@@ -167,12 +167,27 @@ def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenP
 
 
 def _of_heads(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
-    """The inputs that have a number for each query head, in layers that have them."""
+    """The inputs that have numbers for each query head, in layers that have them."""
     of, heads = PieceInput.contiguous, (layer.num_heads,)
     return {
         **({} if layer.sinks is None else {"sinks": of(heads, config.model.dtype)}),
-        **({"slopes": of(heads, "float32")} if layer.alibi_slopes else {}),
+        **inputs_by_distance(config, layer),
     }
+
+
+def inputs_by_distance(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
+    """The inputs by which a layer's logits follow distances, in layers that have them."""
+    of, heads = PieceInput.contiguous, layer.num_heads
+    return {
+        **({"slopes": of((heads,), "float32")} if layer.alibi_slopes else {}),
+        **({"bias": of((heads, "B"), config.model.dtype)} if layer.has_distance_bias else {}),
+    }
+
+
+def options_by_distance(layer: LayerSpec) -> dict[str, None]:
+    """The same inputs, in layers that lack them."""
+    given = {"slopes": bool(layer.alibi_slopes), "bias": layer.has_distance_bias}
+    return {name: None for name, is_given in given.items() if not is_given}
 
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
@@ -180,10 +195,10 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
         "split_decode",
         {**attention_inputs(config, layer), **split_outputs(config, layer), **_of_heads(config, layer)},
         name=name,
-        legend="T requests, N splits, W pages of the page table, P slots",
+        legend="T requests, N splits, W pages of the page table, P slots, B distances",
         options={
             **({"sinks": None} if layer.sinks is None else {}),
-            **({} if layer.alibi_slopes else {"slopes": None}),
+            **options_by_distance(layer),
             "page_size": config.runtime.page_size,
             "max_splits": splits.most,
             "sm_scale": layer.sm_scale,

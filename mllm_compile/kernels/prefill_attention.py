@@ -1,7 +1,7 @@
 """Attention of prompts as pieces of the program, for layers that no kernel of FlashInfer serves.
 
-Those have a bias by distance (ALiBi) or attend in chunks. The kernel is runtime/ops/attention/prefill.py's; layers that
-are alike share a piece.
+Those have a bias by distance (ALiBi, T5's) or attend in chunks. The kernel is runtime/ops/attention/prefill.py's;
+layers that are alike share a piece.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.decode_attention import is_beyond_flashinfer
+from mllm_compile.kernels.decode_attention import inputs_by_distance, is_beyond_flashinfer, options_by_distance
 from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, with_piece_each
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program
@@ -38,12 +38,12 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:
             **attention_inputs(config, layer, rows="R"),
             "tiles": of(("C", 4), "int32"),
             "out": of(("T", heads, layer.head_dim), config.model.dtype),
-            **({"slopes": of((heads,), "float32")} if layer.alibi_slopes else {}),
+            **inputs_by_distance(config, layer),
         },
         name=name,
-        legend="T tokens, R requests, W pages of the page table, P slots, C tiles",
+        legend="T tokens, R requests, W pages of the page table, P slots, C tiles, B distances",
         options={
-            **({} if layer.alibi_slopes else {"slopes": None}),
+            **options_by_distance(layer),
             "page_size": config.runtime.page_size,
             "sm_scale": layer.sm_scale,
             "chunk": layer.chunk,

@@ -30,12 +30,18 @@ class AttendingModel(Protocol):
 
 
 def make_attention_backend(
-    config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device, part: int = 0
+    config: RunnerConfig,
+    model: AttendingModel,
+    req_to_token_pool: ReqToTokenPool,
+    device: torch.device,
+    part: int = 0,
+    max_rows: int | None = None,
 ) -> AttentionBackend:
     """The backend that config.runtime.attention_backend names.
 
     Args:
         part: which part of steps it is for, where parts run beside each other.
+        max_rows: most decodes of a batch, where they are more than requests.
 
     Raises:
         ConfigError: no backend has that name, or it cannot compute in the model's dtype.
@@ -74,6 +80,7 @@ def make_attention_backend(
             copy_prefix=runtime.takes("copy_prefix"),
             divide_prefix=runtime.takes("divide_prefix"),
             part=part,
+            max_rows=max_rows,
         )
         return FlashInferAttnBackend(wrappers)
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

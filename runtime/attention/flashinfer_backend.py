@@ -222,7 +222,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def forward_decode(self, inputs: AttentionInputs) -> None:
         layer = inputs.layer
         pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
-        _run_decode(self._decode_wrapper(layer), inputs.q, pages, inputs.out, layer)
+        _run_decode(self._decode_wrapper(layer), inputs.q, pages, inputs.out, layer, inputs.bias)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
         decodes, prefills, num_decodes = self.decode_metadata, self.prefill_metadata, self._planned.num_decodes
@@ -232,11 +232,12 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
         group_index = self._group_index(layer)
         if decodes is not None:
-            _run_decode(decodes.decode_wrappers[group_index], q[:num_decodes], pages, out[:num_decodes], layer)
+            wrapper, of_decodes = decodes.decode_wrappers[group_index], slice(num_decodes)
+            _run_decode(wrapper, q[of_decodes], pages, out[of_decodes], layer, inputs.bias)
         if prefills is not None:
             wrapper = prefills.prefill_wrappers[group_index]
             if isinstance(wrapper, PiecePrefill):
-                wrapper.run(q, pages, out)
+                wrapper.run(q, pages, out, inputs.bias)
                 return
             new = slice(prefills.first_token, None)
             if isinstance(wrapper, DividedPrefill):
@@ -440,12 +441,18 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
 
 
 def _run_decode(
-    wrapper: Any, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, layer: AttentionLayer
+    wrapper: Any,
+    q: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    layer: AttentionLayer,
+    bias: torch.Tensor | None,
 ) -> None:
-    """Runs a wrapper of decodes; the program's own kernels take sinks themselves, and layers with some no cascade."""
+    """Runs a wrapper of decodes; the program's own kernels take sinks themselves, and layers with some no cascade. They
+    alone serve layers with a bias."""
     if isinstance(wrapper, FlashInferCascade | PieceCascade):
         wrapper.run(q, pages, out)
     elif isinstance(wrapper, SplitDecode):
-        wrapper.run(q, pages, out, layer.sink_logits)
+        wrapper.run(q, pages, out, layer.sink_logits, bias)
     else:
         run_with_sinks(wrapper, q, pages, out=out, sinks=layer.sink_logits)

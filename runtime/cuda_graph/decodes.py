@@ -78,6 +78,9 @@ class DecodeGraphs(BatchGraphs):
         most = self._sizes[GraphKind.DECODE][-1]
         self._attention = needed(self._runner.attn_backend.decodes)
         self._attention.init_cuda_graph_state(most, most)
+        self._sources = self._runner.source_attention
+        if self._sources is not None:
+            self._sources.init_cuda_graph_state(most)
         self._cascades = self._runner.attn_backend.captured_cascades
         self.loop = self._make_loop()
         self.most_requests = 0 if self.loop is None else most
@@ -98,7 +101,8 @@ class DecodeGraphs(BatchGraphs):
         runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._attention.page_table
         if not runner.config.cudagraph.sample_in_graph:
             return None
-        if pieces is None or page_table is None:
+        is_planned = page_table is None or (self._sources is not None and self._sources.plans_replays)
+        if pieces is None or page_table is None or is_planned:
             what = "choose tokens" if pieces is None else "attend in every layer"
             logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
             return None
@@ -115,10 +119,14 @@ class DecodeGraphs(BatchGraphs):
         )
         if kind.shares_prefix:
             needed(self._cascades).use_cascade()
+        if self._sources is not None:
+            whole.batch.of_sources = self._sources.plan_capture(whole.batch)
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             if loop is not None:
                 loop.begin(padded.num_ranks * size)
+            if self._sources is not None:
+                self._sources.begin_captured(inputs.req_pool_indices[:size])
             if has_lora:
                 padded.take_adapters(size)
             tokens = replace(whole.tokens, all_slots=padded.decode_slots(size))
@@ -237,6 +245,8 @@ class DecodeGraphs(BatchGraphs):
             ForwardMode.DECODE,
             inputs.seq_lens_cpu[:size],
         )
+        if self._sources is not None:
+            self._sources.plan_replay(inputs.req_pool_indices[:size], batch.source_lens_cpu)
 
     def _replay(self, kind: GraphKind, size: int, has_lora: bool) -> _DecodeGraph:
         """Replays a graph whose inputs are in their places, or in the next slot."""

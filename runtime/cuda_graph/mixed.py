@@ -36,6 +36,8 @@ class MixedGraphs(BatchGraphs):
         if not graphs.mixed_tokens:
             return ()
         obstacle = runner.attn_backend.mixed_obstacle
+        if runner.model.sources is not None:
+            obstacle = "tokens of prompts attend to their sources too"
         if runner.dp_size > 1:
             obstacle = "ranks with requests of their own have a kind of step each"
         if obstacle is None:

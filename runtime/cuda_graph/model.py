@@ -15,6 +15,7 @@ from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
+from mllm_compile.runtime.program.sources import SourceAttention
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.state import RowState
 
@@ -49,6 +50,7 @@ class CapturableModel(Protocol):
     model: LoadedModel
     program: ProgramRunner
     attn_backend: AttentionBackend
+    source_attention: SourceAttention | None
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     state_pool: GDNPool
@@ -101,5 +103,7 @@ class CapturableModel(Protocol):
     def broadcast(self, x: torch.Tensor) -> None: ...
 
     def keep_states(self, counts: torch.Tensor) -> None: ...
+
+    def plan_attention(self, batch: ForwardBatch) -> None: ...
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...

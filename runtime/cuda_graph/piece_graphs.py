@@ -55,7 +55,7 @@ class PiecewiseGraphs(BatchGraphs):
 
     def _planned(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
         size = descriptor.num_tokens
-        self._runner.attn_backend.init_forward_metadata(batch)
+        self._runner.plan_attention(batch)
         return PaddedBatch(batch, self._padded.tokens(size, descriptor.has_lora), self._padded.all_rows(size))
 
     def _run(self, padded: PaddedBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:

@@ -62,6 +62,8 @@ class PromptGraphs(KindGraphs):
             return ()  # over ranks, and of mixtures of experts, they have not been seen
         if runner.model.rope is not None or runner.model.reads_hidden_states or runner.attn_backend.prompts is None:
             return ()  # RoPE's lengths and hidden states would be further inputs
+        if runner.model.sources is not None:
+            return ()  # so would be the sources of tokens
         return [size for size in _SIZES[kind] if size <= runner.config.runtime.max_num_batched_tokens]
 
     def capture(self, descriptor: BatchDescriptor) -> None:

@@ -184,5 +184,5 @@ def _layer_kernels(
     def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:
         return kernels.linked(lambda variant: decoder_of(variant, sm_scale), lambda piece: pieces[piece], paged)
 
-    scales = {layer.name: layer.sm_scale for layer in program.layers}
+    scales = {layer.name: layer.sm_scale for layer in (*program.layers, *program.cross_layers)}
     return {layer: linked(kernels, scales.get(layer, 0.0)) for layer, kernels in program.layer_kernels.items()}

@@ -11,14 +11,11 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program.sources import SourceEncoder
+from mllm_compile.runtime.program.sources import SourceEncoder, most_states
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.sources.request import RequestSource
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-
-# States that one run of the encoder makes of sounds: windows of 30 s have 1,500 each.
-_STATES_OF_A_RUN = 12000
 
 
 class SourceSteps:
@@ -33,7 +30,7 @@ class SourceSteps:
         sources = runner.model.sources
         self._encoder = None if sources is None else SourceEncoder(sources, runner.config.dtype, runner.device)
         most = runner.config.runtime.max_num_batched_tokens
-        self._most = max(most, _STATES_OF_A_RUN) if sources is not None and sources.facts.is_sound else most
+        self._most = most if sources is None else most_states(sources.facts, most)
         self._lens = np.zeros(num_rows, dtype=np.int32)  # by row
         self.num_encoded = 0
 
@@ -41,14 +38,22 @@ class SourceSteps:
         """Runs the encoder on what the step's new requests bring, in parts; its pages are entered on the host."""
         if self._encoder is None:
             return
-        for request in batch.admitted:
-            self._lens[request.row] = 1 if request.source is None else request.source.length
+        if batch.admitted:
+            self._enter(batch.admitted)
         for rows, sources in self._parts(batch.encoded):
             lengths = np.array([source.length for source in sources])
             starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
             slots = self._pages.slots(np.repeat(rows, lengths), np.arange(lengths.sum()) - starts)
             self._encoder.encode(sources, slots, self._runner.token_to_kv_pool)
             self.num_encoded += len(sources)
+
+    def _enter(self, requests: Sequence[Request]) -> None:
+        """Notes how long the sources of requests that got a row are, on the device too."""
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        lens = [1 if request.source is None else request.source.length for request in requests]
+        self._lens[rows] = lens
+        if self._runner.source_attention is not None:
+            self._runner.source_attention.enter(rows, self._lens[rows])
 
     def lens(self, rows: np.ndarray) -> torch.Tensor | None:
         """[R] int32: states of the sources of requests in `rows`; None of a model without an encoder."""

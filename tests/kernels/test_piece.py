@@ -40,7 +40,9 @@ from tests.runtime.sampling.sampling_cases import make_state
 
 VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 64, 64, 0.125, 0.0, -1, None)
-WITH_BOTH = replace(LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks", alibi_slopes=(0.5,) * 8)
+WITH_BOTH = replace(
+    LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks", alibi_slopes=(0.5,) * 8, has_distance_bias=True
+)
 DECODES = add_decode_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}),
     Program(steps=(), layers=(LAYER, WITH_BOTH), weights=(), output="logits"),
@@ -95,9 +97,9 @@ def test_a_piece_takes_the_op_s_tensors_in_the_op_s_order_and_gives_it_the_rest(
     assert [keyword.arg for keyword in call.keywords] == list(parameters)
 
 
-def test_decodes_without_sinks_and_slopes_take_all_tensors_but_these():
+def test_decodes_without_sinks_and_biases_take_all_tensors_but_these():
     for without, both in zip(DECODES[:2], DECODES[2:], strict=True):
-        assert [*without.signature, "sinks", "slopes"] == list(both.signature)
+        assert [*without.signature, "sinks", "slopes", "bias"] == list(both.signature)
         assert without.source.count("sinks=None") == 1
 
 
@@ -119,7 +121,8 @@ def test_decode_attention_is_given_what_it_is_compiled_for(piece):
     q = torch.zeros(3, LAYER.num_heads, LAYER.head_dim, dtype=torch.bfloat16)
     pages = q.new_zeros(5, PAGE_SIZE, LAYER.num_kv_heads, LAYER.head_dim)
     decode = space.prepare(group, decoders, torch.ones(3, dtype=torch.int32))
-    decode.run(q, (pages, pages), torch.empty_like(q), sinks)
+    bias = q.new_zeros(LAYER.num_heads, 7) if "bias" in piece.signature else None
+    decode.run(q, (pages, pages), torch.empty_like(q), sinks, bias)
     assert piece.mismatch(given.tensors) is None
 
 

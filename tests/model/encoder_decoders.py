@@ -87,7 +87,7 @@ def save_encoder_decoder(name: str, folder: Path, **changes: Any) -> Any:
         ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
         config = model_class.config_class(encoder=dict(told), decoder=dict(told), vocab_size=VOCAB, **ids)
     else:
-        config = model_class.config_class(**told, **changes)
+        config = model_class.config_class(**(told | changes))
     torch.manual_seed(0)
     model = model_class(config).eval()
     for parameter in model.parameters():
@@ -130,14 +130,14 @@ def sources_of_ids(*lengths: int) -> list[list[int]]:
     return [torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths]
 
 
-def save_whisper(folder: Path) -> Any:
+def save_whisper(folder: Path, **changes: Any) -> Any:
     """Writes a random Whisper with windows of 1 s, and its extractor's settings; returns it."""
     import transformers
 
     own = {name: value for name, value in _OF_BART.items() if name != "max_position_embeddings"}
     sizes = {"num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 64}
     torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**own, **sizes)).eval()
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**(own | sizes | changes))).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.15)

@@ -46,7 +46,8 @@ class PlanGroup:
 
     Attributes:
         has_sinks: the layers' own decode kernels, if any, are of sinks; FlashInfer's are not.
-        alibi_slopes, chunk: as LayerSpec has them. With either the layers' own kernels serve decodes and prompts.
+        alibi_slopes, chunk, has_distance_bias: as LayerSpec has them. With any the layers' own kernels serve decodes
+            and prompts.
     """
 
     num_heads: int
@@ -56,15 +57,17 @@ class PlanGroup:
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     chunk: int = 0
+    has_distance_bias: bool = False
 
     @classmethod
     def of(cls, layer: LayerSpec) -> PlanGroup:
         heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        return cls(*heads, layer.params, layer.sinks is not None, layer.slopes_of(0), layer.chunk)
+        places = layer.slopes_of(0), layer.chunk, layer.has_distance_bias
+        return cls(*heads, layer.params, layer.sinks is not None, *places)
 
     @property
     def follows_places(self) -> bool:
-        return bool(self.alibi_slopes) or self.chunk > 0
+        return bool(self.alibi_slopes) or self.chunk > 0 or self.has_distance_bias
 
 
 @dataclass(frozen=True)
@@ -335,8 +338,8 @@ def _problem(layer: AttentionLayer, has_prefill: bool) -> str | None:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in KERNEL_HEAD_DIMS:
         return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, KERNEL_HEAD_DIMS))}"
-    if layer.alibi_slopes and not has_prefill:
-        return "it adds a bias by distance to its scores (ALiBi), and the program has no kernels for such heads"
+    if (layer.alibi_slopes or layer.has_distance_bias) and not has_prefill:
+        return "it adds a bias by distance to its scores (as ALiBi), and the program has no kernels for such heads"
     if layer.chunk and not has_prefill:
         return f"it attends in chunks of {layer.chunk} tokens, and the program has no kernels for such heads"
     if layer.num_heads % layer.num_kv_heads:

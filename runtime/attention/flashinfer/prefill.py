@@ -29,7 +29,7 @@ from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
 from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.work_list import SplitList, WorkList
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace, typed_bias
 from mllm_compile.runtime.cuda.driver import copy_pinned
 from mllm_compile.runtime.device.upload import upload
 
@@ -152,10 +152,17 @@ class PiecePrefill:
         self._batch = batch
         self._slopes = slopes
 
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        """q, out: [T, H, D], of all tokens of the batch; pages: k and v, [pages, page_size, Hk, D]."""
-        keys, values = pages
-        self._piece([q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), *self._batch, out, *self._slopes])
+    def run(
+        self,
+        q: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """q, out: [T, H, D], of all tokens of the batch; pages: k and v, [pages, page_size, Hk, D]; bias: of the layer,
+        if it has one."""
+        keys, values = (cache.flatten(0, 1) for cache in pages)
+        self._piece([q.contiguous(), keys, values, *self._batch, out, *self._slopes, *typed_bias(bias, q)])
 
 
 class GroupPiecePrefill:
@@ -176,7 +183,8 @@ class GroupPiecePrefill:
         q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=device)
         page = q.new_zeros(1, self._space.page_size, group.num_kv_heads, group.head_dim)
         tiles = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-        self._prefill([self._space.page_table[:1], one, tiles]).run(q, (page, page), torch.empty_like(q))
+        bias = q.new_zeros(group.num_heads, 1) if group.has_distance_bias else None
+        self._prefill([self._space.page_table[:1], one, tiles]).run(q, (page, page), torch.empty_like(q), bias)
 
     def plan(self, prefills: PrefillRows) -> PiecePrefill:
         """The wrapper for a batch that runs now, whose pages are listed."""

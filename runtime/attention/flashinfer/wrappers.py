@@ -66,13 +66,14 @@ class GroupWrappers:
         copy_prefix: bool = True,
         divide_prefix: bool = True,
         part: int = 0,
+        max_rows: int | None = None,
     ) -> None:
         """
         Args:
             layers: the model's layers; those that are alike share a plan group.
             max_context_len: longest request, in tokens: bounds the page lists of captured batches.
             req_to_token: [rows, columns] int32, the table that batches point into.
-            max_requests: most requests of a batch.
+            max_requests: most requests of a batch, and most rows of a captured one.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
             kernels: layer → the program's own kernels: for its decodes, for its prompts and verify steps (it has
                 decodes then), and for captured decodes that begin with the same pages. FlashInfer's serve the other
@@ -80,6 +81,7 @@ class GroupWrappers:
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
             part: which part of steps they serve, where parts run beside each other.
+            max_rows: most decodes of a batch that is not captured; None: max_requests.
 
         Raises:
             DeviceError: FlashInfer is not installed, or `device` is no CUDA device.
@@ -97,6 +99,7 @@ class GroupWrappers:
         self.page_size = page_size
         self.max_context_len = max_context_len
         self.max_requests = max_requests
+        self._max_rows = max_requests if max_rows is None else max_rows
         self.req_to_token = req_to_token
         self.deterministic = deterministic
 
@@ -174,7 +177,7 @@ class GroupWrappers:
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
             types = self._q_dtype, self.kv_cache_dtype
-            space = SplitDecodeSpace(groups, self.req_to_token, self.max_requests, self.page_size, *types)
+            space = SplitDecodeSpace(groups, self.req_to_token, self._max_rows, self.page_size, *types)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:

@@ -107,10 +107,11 @@ class SplitDecodeSpace:
         page = q.new_zeros((1, self._page_size, group.num_kv_heads, group.head_dim), dtype=self._cache_dtype)
         one = torch.ones(1, dtype=torch.int32, device=q.device)
         sinks = q.new_zeros(group.num_heads) if group.has_sinks else None
+        bias = q.new_zeros(group.num_heads, 1) if group.has_distance_bias else None
         self.list_pages(one.long() - 1)
         for decoder in decoders:
             decode = self.prepare(group, [replace(decoder, most_sequences=None)], one)
-            decode.run(q, (page, page), torch.empty_like(q), sinks)
+            decode.run(q, (page, page), torch.empty_like(q), sinks, bias)
 
     @property
     def page_table(self) -> torch.Tensor:
@@ -187,10 +188,12 @@ class SplitDecode:
         pages: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], if the layer has some. Writes and
-        returns out."""
-        inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch, *_typed(sinks, q), *self._slopes]
+        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], and bias [H, 2R + 1], if the layer
+        has some. Writes and returns out."""
+        of_layer = (*_typed(sinks, q), *self._slopes, *typed_bias(bias, q))
+        inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch, *of_layer]
         if self._fence is None:
             self._decoder.piece(inputs)
         elif self._decoder.fuses_rope:
@@ -215,6 +218,11 @@ class SplitDecode:
 def _typed(sinks: torch.Tensor | None, q: torch.Tensor) -> list[torch.Tensor]:
     """Sinks in the type that kernels are compiled for; a model may keep some weights in float32."""
     return [] if sinks is None else [sinks.to(q.dtype)]
+
+
+def typed_bias(bias: torch.Tensor | None, q: torch.Tensor) -> list[torch.Tensor]:
+    """A bias by distance [H, 2R + 1] as kernels are compiled for, where there is one."""
+    return [] if bias is None else [bias.to(q.dtype).contiguous()]
 
 
 def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.attention.split.prefill_tiles import TILE_TOKENS
+from mllm_compile.runtime.ops.attention.split_decode import bias_of
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _LOG2_E = math.log2(math.e)
@@ -32,7 +33,9 @@ def _paged_prefill_kernel(
     tiles_ptr: tl.tensor,
     out_ptr: tl.tensor,
     slopes_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     table_stride: tl.tensor,
+    num_distances: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -40,6 +43,7 @@ def _paged_prefill_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -87,6 +91,8 @@ def _paged_prefill_kernel(
         logits = tl.dot(q, tl.trans(k)) * SCALE  # of base 2
         if HAS_SLOPES:
             logits += slope * (offsets[None, :] - positions[:, None]).to(tl.float32)
+        if HAS_TABLE:
+            logits += bias_of(bias_ptr, head, offsets[None, :] - positions[:, None], num_distances)
         visible = offsets[None, :] <= positions[:, None]
         if CHUNK > 0:
             visible = visible & (offsets[None, :] >= first_visible[:, None])
@@ -113,6 +119,7 @@ def paged_prefill(
     tiles: torch.Tensor,
     out: torch.Tensor,
     slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
     page_size: int,
     sm_scale: float,
     chunk: int,
@@ -126,6 +133,7 @@ def paged_prefill(
             the first of the block's TILE_TOKENS of these.
         out: [T, H, D], contiguous, written where tiles are.
         slopes: [H] float32: slope · (key's position − query's) is added to a head's logits; or none.
+        bias: [H, 2R + 1], as split_decode's; or none.
         page_size: tokens of a page.
         sm_scale: factor of the products.
         chunk: tokens see keys of their own chunk of so many positions alone; 0 for no chunks.
@@ -141,7 +149,9 @@ def paged_prefill(
         tiles,
         out,
         q if slopes is None else slopes,  # which is not read without
+        q if bias is None else bias,
         page_table.shape[1],
+        0 if bias is None else bias.shape[1],
         SCALE=sm_scale * _LOG2_E,
         H=num_heads,
         HK=keys.shape[1],
@@ -149,6 +159,7 @@ def paged_prefill(
         PAGE=page_size,
         CHUNK=chunk,
         HAS_SLOPES=slopes is not None,
+        HAS_TABLE=bias is not None,
         ROWS=TILE_TOKENS,
         KEYS=32 if is_wide else 64,
         STAGES=2,

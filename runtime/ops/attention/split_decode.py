@@ -50,7 +50,7 @@ def add_keys(
     acc: tl.tensor,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys.
 
@@ -60,7 +60,7 @@ def add_keys(
     if SOFT_CAP > 0:
         # tanh(x) = 2 / (1 + exp(-2x)) - 1, and exp(-2x) = exp2(-2.885… x). The cap is of base 2 as the logits are.
         logits = SOFT_CAP * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 / SOFT_CAP * logits)) - 1.0)
-    if HAS_SLOPES:
+    if HAS_BIAS:
         logits += bias
     logits = tl.where(valid, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -69,6 +69,14 @@ def add_keys(
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
     return new_top, total, acc
+
+
+@triton.jit
+def bias_of(table_ptr: tl.tensor, heads: tl.tensor, distances: tl.tensor, num_distances: tl.tensor) -> tl.tensor:
+    """The bias of base 2 at distances, by rows of a table [H, 2R + 1]; those beyond its ends are as these."""
+    reach = num_distances // 2
+    places = heads * num_distances + tl.minimum(tl.maximum(distances, -reach), reach) + reach
+    return tl.load(table_ptr + places).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit
@@ -140,11 +148,13 @@ def _split_decode_kernel(
     done_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     slopes_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     first_keys_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
     table_stride: tl.tensor,
     num_splits: tl.tensor,
     window_left: tl.tensor,
+    num_distances: tl.tensor,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -159,6 +169,7 @@ def _split_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_REST: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
@@ -204,6 +215,8 @@ def _split_decode_kernel(
         slopes = tl.zeros((DOT_ROWS,), tl.float32)
         if HAS_SLOPES:
             slopes = tl.load(slopes_ptr + head * GROUP + group, mask=group < GROUP, other=0.0) * 1.4426950408889634
+        own_heads = head * GROUP + tl.minimum(group, GROUP - 1)
+        HAS_BIAS: tl.constexpr = HAS_SLOPES or HAS_TABLE
         top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((DOT_ROWS,), tl.float32)
         acc = tl.zeros((DOT_ROWS, D), tl.float32)
@@ -229,9 +242,12 @@ def _split_decode_kernel(
                 k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 is_key = offset + block < end
-                bias = slopes[:, None] * (offset + block - (num_keys - 1)).to(tl.float32)[None, :]
+                distances = (offset + block - (num_keys - 1))[None, :]
+                bias = slopes[:, None] * distances.to(tl.float32)
+                if HAS_TABLE:
+                    bias += bias_of(bias_ptr, own_heads[:, None], distances, num_distances)
                 top, total, acc = add_keys(
-                    q, current_k, current_v, is_key[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES
+                    q, current_k, current_v, is_key[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_BIAS
                 )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
@@ -241,8 +257,11 @@ def _split_decode_kernel(
                 places = (slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
                 k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
                 v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
-                bias = slopes[:, None] * (offsets - (num_keys - 1)).to(tl.float32)[None, :]
-                top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
+                distances = (offsets - (num_keys - 1))[None, :]
+                bias = slopes[:, None] * distances.to(tl.float32)
+                if HAS_TABLE:
+                    bias += bias_of(bias_ptr, own_heads[:, None], distances, num_distances)
+                top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_BIAS)
         if num_active == 1:
             if HAS_SINKS:
                 total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
@@ -297,6 +316,7 @@ def split_decode(
     done: torch.Tensor,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
     page_size: int,
     max_splits: int,
     sm_scale: float,
@@ -321,6 +341,8 @@ def split_decode(
         fetch_first: a token's keys are of earlier steps, except its own. Not so where a step holds several tokens of a
             request.
         slopes: [H] float32: slope · (key's position − query's) is added to a head's logits. Or none.
+        bias: [H, 2R + 1], contiguous: added to a head's logits by the same distance, from -R to R; those beyond are as
+            its ends. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
     """
@@ -337,6 +359,7 @@ def split_decode(
         window_left=window_left,
         fetch_first=fetch_first,
         slopes=slopes,
+        bias=bias,
         chunk=chunk,
     )
 
@@ -354,6 +377,7 @@ def launch_split_decode(
     window_left: int = -1,
     fetch_first: bool = False,
     slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     chunk: int = 0,
     first_keys: torch.Tensor | None = None,
     log_sums: torch.Tensor | None = None,
@@ -377,11 +401,13 @@ def launch_split_decode(
         *scratch,
         q if sinks is None else sinks,  # which is not read without
         q if slopes is None else slopes,
+        q if bias is None else bias,
         q if first_keys is None else first_keys,
         q if log_sums is None else log_sums,
         page_table.shape[1],
         num_splits,
         window_left,
+        0 if bias is None else bias.shape[1],
         SCALE=sm_scale * LOG2_E,
         SOFT_CAP=soft_cap * LOG2_E,
         GROUP=group,
@@ -396,6 +422,7 @@ def launch_split_decode(
         HAS_WINDOW=window_left >= 0,
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None,
+        HAS_TABLE=bias is not None,
         CHUNK=chunk,
         IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,

@@ -59,7 +59,8 @@ def test_sizes_that_cannot_work_are_refused_with_the_next_step(mode, tokens, req
 def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
     def dispatcher(is_asked: bool) -> GraphDispatcher:
         graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
-        return dispatcher_of(runner_of(graphs, attn_backend=SimpleNamespace(mixed_obstacle=obstacle)))
+        backend, model = SimpleNamespace(mixed_obstacle=obstacle), model_of(rope=None)
+        return dispatcher_of(runner_of(graphs, attn_backend=backend, model=model))
 
     assert dispatcher(is_asked=False).sizes[GraphKind.MIXED] == (() if obstacle else (8, 64))
     if obstacle is None:
@@ -96,8 +97,8 @@ def test_decodes_are_captured_without_all_logits_where_ranks_choose_together(run
     assert not dispatcher_of(runner).sizes[kind]
 
 
-def model_of(rope, has_experts=False, reads_hidden_states=False):
-    facts = {"has_experts": has_experts, "reads_hidden_states": reads_hidden_states}
+def model_of(rope, has_experts=False, reads_hidden_states=False, sources=None):
+    facts = {"has_experts": has_experts, "reads_hidden_states": reads_hidden_states, "sources": sources}
     return SimpleNamespace(rope=rope, media=None, vocab_size=90, **facts)
 
 
@@ -110,6 +111,7 @@ def model_of(rope, has_experts=False, reads_hidden_states=False):
         ({"model": model_of(rope=object())}, ((), ())),
         ({"model": model_of(rope=None, has_experts=True)}, ((), ())),
         ({"model": model_of(rope=None, reads_hidden_states=True)}, ((), ())),
+        ({"model": model_of(rope=None, sources=object())}, ((), ())),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):

@@ -1,0 +1,122 @@
+"""Encoder-decoders on a GPU in bfloat16, in each mode of graphs: as near to Transformers in float32 as it is in
+bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
+from tests.gpu.test_served_models import off_by
+from tests.model.encoder_decoders import save_encoder_decoder, save_whisper, save_word_tokenizer, sources_of_ids
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+WIDTH = 256  # four heads of 64
+OF_BART = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
+SIZES: dict[str, dict[str, Any]] = {
+    "bart": OF_BART,
+    "t5": {"d_model": WIDTH, "d_kv": 64, "d_ff": 512},
+    "marian": OF_BART,
+}
+LENGTHS = (7, 150, 1, 40, 65, 20)
+MODES = ("full_and_piecewise", "piecewise", "none")
+SCORED = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+MARGIN = 1.5  # of the error of Transformers in bfloat16
+
+
+def config_of(folder: Path, cache: Path, mode: str) -> dict[str, Any]:
+    runtime = {"device": "cuda:0", "max_running_requests": 8, "max_num_batched_tokens": 512, "mem_fraction_static": 0.3}
+    graphs = {"mode": mode, "decode_requests": [1, 4, 8], "piecewise_tokens": [8, 16]}
+    return {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "runtime": runtime | {"max_model_len": 64},
+        "cudagraph": {"mode": "none"} if mode == "none" else graphs,
+        "cache": {"dir": str(cache)},
+    }
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Requests of each captured decode."""
+    found: list[int] = []
+    launch = DecodeGraphs.launch
+
+    def noting(graphs: DecodeGraphs, rows: np.ndarray, *rest: Any) -> Any:
+        found.append(rows.size)
+        return launch(graphs, rows, *rest)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", noting)
+    return found
+
+
+def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch.Tensor], launched: list[int]) -> None:
+    """
+    Args:
+        prompts: as the engine takes them; states: what the encoder of the float32 `model` makes of each.
+    """
+    for mode in MODES:
+        with Engine(config_of(folder / "model", folder / "cache", mode)) as engine:
+            launched.clear()
+            outputs = engine.generate(prompts, SCORED)
+            assert bool(launched) == (mode == "full_and_piecewise")
+            again = engine.generate(prompts[:1], SCORED)
+        assert again[0].token_ids[:1] == outputs[0].token_ids[:1]
+        ours, exact, rounded = [], [], []
+        for output, of_encoder in zip(outputs, states, strict=True):
+            assert output.error is None
+            ids, start = output.token_ids, output.decoder_prompt_token_ids
+            assert output.logprobs is not None
+            ours += [scores[token].logprob for scores, token in zip(output.logprobs, ids, strict=True)]
+            exact.append(scores_of(model, of_encoder, start, ids))
+            rounded.append(scores_of(model.to(torch.bfloat16), of_encoder.to(torch.bfloat16), start, ids))
+            model.to(torch.float32)
+        want = torch.cat(exact)
+        error, noise = off_by(torch.tensor(ours), want), off_by(torch.cat(rounded), want)
+        print(f"{type(model).__name__}, graphs {mode}: off by {error:.4f}, Transformers in bfloat16 by {noise:.4f}")
+        assert error <= MARGIN * noise + 1e-3
+
+
+@torch.no_grad()
+def scores_of(model: Any, states: torch.Tensor, start: list[int], ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of `ids` [N] behind `start`, [N] float32."""
+    given = torch.tensor([[*start, *ids[:-1]]], device=states.device)
+    logits = model(encoder_outputs=(states,), decoder_input_ids=given, use_cache=False).logits[0].float()
+    of_ids = logits.log_softmax(-1)[len(start) - 1 :]
+    return of_ids.gather(1, torch.tensor(ids, device=states.device)[:, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
+    name: str, launched: list[int], tmp_path: Path
+) -> None:
+    model = save_encoder_decoder(name, tmp_path / "model", **SIZES[name]).cuda()
+    save_word_tokenizer(tmp_path / "model")
+    sources = sources_of_ids(*LENGTHS)
+    states = [model.get_encoder()(torch.tensor([source], device="cuda"))[0] for source in sources]
+    check_modes(tmp_path, model, sources, states, launched)
+
+
+@torch.no_grad()
+def test_sounds_are_too(launched: list[int], tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
+    model = save_whisper(tmp_path / "model", **sizes).cuda()
+    extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    generator = np.random.default_rng(0)
+    sounds = [generator.standard_normal(count).astype(np.float32) / 8 for count in (16000, 9000, 400)]
+    prompts = [
+        {"encoder_prompt": {"multi_modal_data": {"audio": sound}}, "decoder_prompt": [3, 20, 21]} for sound in sounds
+    ]
+    states = []
+    for sound in sounds:
+        features = extract(sound, sampling_rate=16000, return_tensors="pt").input_features
+        states.append(model.get_encoder()(features.cuda())[0])
+    check_modes(tmp_path, model, prompts, states, launched)
