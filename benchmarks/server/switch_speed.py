@@ -41,8 +41,12 @@ class Served:
         self._port = 0
         self._tokens: dict[str, list[int]] = {}  # of each model's first answer
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait(self) -> dict[str, str]:
-        """Waits until it is ready; the models' states."""
+        """Waits until it is ready; the models' states, of a server of several."""
         end = time.monotonic() + _START_S
         while self._process.poll() is None and time.monotonic() < end:
             found = re.search(r"listening at http://[^:]*:(\d+)", self._said.read_text())
@@ -50,17 +54,25 @@ class Served:
             if self._port:
                 status, state = self.ask("GET", "/ready")
                 if status == 200:
-                    models: dict[str, str] = state["models"]
+                    models: dict[str, str] = state.get("models", {})
                     return models
             time.sleep(0.1)
         sys.exit("the server is not ready")
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and answer."""
+        status, answer = self._ask(method, path, None if body is None else json.dumps(body))
+        return status, json.loads(answer)
+
+    def text(self, path: str) -> str:
+        """What it says there."""
+        return self._ask("GET", path, None)[1].decode()
+
+    def _ask(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_START_S)
-        connection.request(method, path, None if body is None else json.dumps(body))
+        connection.request(method, path, body)
         response = connection.getresponse()
-        answer = json.loads(response.read())
+        answer = response.read()
         connection.close()
         return response.status, answer
 
