@@ -65,7 +65,7 @@ class Served:
         return status, json.loads(answer)
 
     def text(self, path: str) -> str:
-        """What it says there."""
+        """The body of an answer to GET."""
         return self._ask("GET", path, None)[1].decode()
 
     def _ask(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
