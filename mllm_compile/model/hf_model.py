@@ -176,6 +176,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook
 
     register_attention_hook()
+    _know_text_config(config)
     try:
         with torch.device("meta"), _in_class_tables(type(config), ATTENTION_IMPLEMENTATION):
             model = auto_class(type(config), is_encoder_decoder(config)).from_config(
@@ -216,7 +217,8 @@ def is_encoder_decoder(config: PreTrainedConfig) -> bool:
 
 def auto_class(config_class: type[PreTrainedConfig], has_encoder: bool = False) -> Any:
     """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
-    or if the other has the text alone and images have grids (model/towers/visual_grids.py).
+    or if the other has the text alone, and images have grids (model/towers/visual_grids.py) or a checkpoint's tensors
+    for images no place in it.
 
     Args:
         has_encoder: the class with an encoder and a decoder is asked for.
@@ -235,7 +237,26 @@ def auto_class(config_class: type[PreTrainedConfig], has_encoder: bool = False) 
     if with_images is None:
         return AutoModelForCausalLM
     takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
-    return AutoModelForImageTextToText if takes_grids or not _is_causal_lm(config_class) else AutoModelForCausalLM
+    if takes_grids or not _is_causal_lm(config_class):
+        return AutoModelForImageTextToText
+    of_text: Any = AutoModelForCausalLM._model_mapping[config_class]  # type: ignore[index]
+    takes_whole = of_text is with_images or of_text.config_class is config_class
+    is_lenient = bool(of_text._keys_to_ignore_on_load_unexpected)
+    return AutoModelForCausalLM if takes_whole or is_lenient else AutoModelForImageTextToText
+
+
+def _know_text_config(config: PreTrainedConfig) -> None:
+    """Has Transformers build the causal LM that a config names whose class is known for the whole config alone: that of
+    a text model which was saved without its images."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if _is_causal_lm(type(config)):
+        return
+    for name in set(getattr(config, "architectures", None) or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        model_class = getattr(transformers, name, None)
+        if getattr(model_class, "config_class", None) is type(config):
+            transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
 
 
 def _is_causal_lm(config_class: type[PreTrainedConfig]) -> bool:

@@ -146,6 +146,7 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2},
     "electra": _BERT,
     "ernie": _BERT,
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 1, "<image>": 2}},
     "falcon": {"new_decoder_architecture": True},
     "gemma3n_text": {"num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
