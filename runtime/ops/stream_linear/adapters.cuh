@@ -11,7 +11,8 @@
 // Defined by adapted.py: RANK, A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs), SHRINK_SPLITS (parts of
 // the inputs), ADAPTED_TOKENS (at most), and of an output `part_of` (-1: no part) and its row of B, `row_of_b`.
 
-constexpr int A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, A_BATCH = 4, TASK_TOKENS = 8;
+constexpr int A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, TASK_TOKENS = 8;
+constexpr int A_BATCH = ADAPTED_TOKENS > 8 ? 8 : 4;  // steps asked for at once: as registers of the kernel allow
 constexpr int SLOT_WORDS = (ADAPTED_TOKENS + 31) / 32;
 
 struct Counts {  // 0 between launches
@@ -35,7 +36,7 @@ struct SlotTokens {
 struct StepSlots {
   int mine[SLOT_WORDS];
   u64 adapted;  // tokens that have one
-  int num_tiles = 0;
+  int num_tiles = 0, num_slots = 0;
 
   __device__ __forceinline__ StepSlots(const int* slots, int num_tokens) {
 #pragma unroll
@@ -46,7 +47,7 @@ struct StepSlots {
     adapted = tokens_where([](int slot) { return slot >= 0; });
     for (u64 left = adapted; left;) {
       const SlotTokens next = first_of_those(left);
-      num_tiles += next.num_tiles(), left &= ~next.tokens;
+      num_tiles += next.num_tiles(), num_slots++, left &= ~next.tokens;
     }
   }
   __device__ __forceinline__ int num_tasks() const { return num_tiles * A_GROUPS * SHRINK_SPLITS; }
@@ -80,16 +81,27 @@ __device__ __forceinline__ uint4 load_if(bool is_there, const char* from) {
   return is_there ? *(const uint4*)from : uint4{0, 0, 0, 0};
 }
 
-// Inputs are in the order of rows.cu: 16 bytes of a row serve two products.
-__device__ __forceinline__ void shrink(const Adapters& adapters, const StepSlots& slots, const char* x, int task) {
-  const int lane = threadIdx.x % 32, quad = lane % 4, part = task % SHRINK_SPLITS;
-  const int group = task / SHRINK_SPLITS % A_GROUPS, row = group * 16 + lane / 4;
-  const SlotTokens its = slots.of_tile(task / SHRINK_SPLITS / A_GROUPS);
+// A task as a lane has it: its slot and part of the inputs, the first of the lane's two rows of A, and the token that
+// it loads; -1: none.
+struct Task {
+  int slot, part, row, token;
+};
+// From their total on there is none. Finding tokens takes half a microsecond: those of the first task are found ahead
+// of the wait.
+__device__ __forceinline__ Task task_of(const StepSlots& slots, u32 number) {
+  if (number >= slots.num_tasks()) return {};
+  const int lane = threadIdx.x % 32, tile = number / SHRINK_SPLITS / A_GROUPS;
+  const SlotTokens its = slots.of_tile(tile);
   u64 tokens = its.tokens;
   for (int i = 0; i < lane / 4; i++) tokens &= tokens - 1;
-  const int token = __ffsll(tokens) - 1;
+  const int group = number / SHRINK_SPLITS % A_GROUPS, part = number % SHRINK_SPLITS;
+  return {its.slot, part, group * 16 + lane / 4, __ffsll(tokens) - 1};
+}
+// Inputs are in the order of rows.cu: 16 bytes of a row serve two products.
+__device__ __forceinline__ void shrink(const Adapters& adapters, const char* x, const Task& task) {
+  const int quad = threadIdx.x % 4, part = task.part, row = task.row, token = task.token;
   const char* of_x = x + ((u64)max(token, 0) * K + quad * 8) * 2;
-  const char* of_a = adapters.a + (((u64)its.slot * A_ROWS + row) * K + quad * 8) * 2;
+  const char* of_a = adapters.a + (((u64)task.slot * A_ROWS + row) * K + quad * 8) * 2;
   const int end = (part + 1) * A_STEPS / SHRINK_SPLITS;
   float even[4] = {}, odd[4] = {};
   for (int step = part * A_STEPS / SHRINK_SPLITS; step < end; step += A_BATCH) {
@@ -125,42 +137,50 @@ __device__ __forceinline__ u32 seen(const u32* count) {
 __device__ __forceinline__ u32 take(const Adapters& adapters) {
   return threadIdx.x % 32 ? 0 : atomicAdd(&adapters.counts->taken, 1);
 }
+// A multiple of 16 bytes into shared memory; the barrier counts them.
+__device__ __forceinline__ void load_bytes(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void fetch(const char* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 // Gets A of a task near.
-__device__ __forceinline__ void fetch_a(const Adapters& adapters, const StepSlots& slots, u32 task) {
-  if (task >= slots.num_tasks()) return;
-  const int part = task % SHRINK_SPLITS, first_row = task / SHRINK_SPLITS % A_GROUPS * 16;
+__device__ __forceinline__ void fetch_a(const Adapters& adapters, const Task& task) {
+  const int part = task.part, first_row = task.row - threadIdx.x % 32 / 4;
   const int begin = part * A_STEPS / SHRINK_SPLITS * A_STEP, end = (part + 1) * A_STEPS / SHRINK_SPLITS * A_STEP;
-  const char* from = adapters.a + (u64)slots.of_tile(task / SHRINK_SPLITS / A_GROUPS).slot * A_ROWS * K * 2;
+  const char* from = adapters.a + (u64)task.slot * A_ROWS * K * 2;
   for (int row = first_row + threadIdx.x % 32; row < min(first_row + 16, A_ROWS); row += 32)
     for (int column = begin; column < end; column += 64) fetch(from + ((u64)row * K + column) * 2);
 }
-// The tasks that the warp takes, `task` first.
-__device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x, u32 task) {
+// The tasks that the warp takes, `task` of this number first.
+__device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x, u32 number,
+                                            Task task) {
   const u32 total = slots.num_tasks();
-  u32 done = 0, taken;
-  for (; task < total; task = __shfl_sync(~0u, taken, 0), done++) {
-    taken = take(adapters);
-    shrink(adapters, slots, x, task);
+  u32 done = 0;
+  for (; number < total; done++) {
+    const u32 taken = take(adapters);
+    shrink(adapters, x, task);
+    number = __shfl_sync(~0u, taken, 0);
+    task = task_of(slots, number);
   }
   __threadfence();
   __syncwarp();
   if (done && threadIdx.x % 32 == 0) atomicAdd(&adapters.counts->done, done);
 }
 // Waits for all tasks, of all blocks' warps.
-__device__ __forceinline__ void wait_for_all(const Adapters& adapters, const StepSlots& slots, int num_warps) {
+__device__ __forceinline__ void wait_for_all(const Adapters& adapters, const StepSlots& slots) {
   const u32 total = slots.num_tasks();
-  Counts& counts = *adapters.counts;
-  if (threadIdx.x % 32 == 0) {
-    while (seen(&counts.done) < total) {
-    }
-    // The last warp that has seen them all makes the counts 0 again.
-    if (atomicAdd(&counts.left, 1) == num_warps - 1)
-      atomicExch(&counts.taken, 0), atomicExch(&counts.done, 0), atomicExch(&counts.left, 0);
+  while (threadIdx.x % 32 == 0 && seen(&adapters.counts->done) < total) {
   }
   __syncwarp();
+}
+// Of all warps that have seen all tasks done, the last one makes the counts 0 again. The answer to its count takes a
+// microsecond: it is behind what others wait for.
+__device__ __forceinline__ void leave(const Adapters& adapters, int num_warps) {
+  Counts& counts = *adapters.counts;
+  if (threadIdx.x % 32 == 0 && atomicAdd(&counts.left, 1) == num_warps - 1)
+    atomicExch(&counts.taken, 0), atomicExch(&counts.done, 0), atomicExch(&counts.left, 0);
 }
 
 // Adds up A . x of the parts in the mask, four neighbours of [ADAPTED_TOKENS][A_ROWS] by each of HELPING threads. A
@@ -226,6 +246,12 @@ struct RowsOfB {
   }
 };
 
+__device__ __forceinline__ uint2 shared_pair(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 // A . x of a lane's two tokens that have a slot, `token` and 8 behind, from [..][A_ROWS] bfloat16: of one part, for as
 // many outputs as are in it.
 struct ShrunkOfSlot {
@@ -246,31 +272,14 @@ struct ShrunkOfSlot {
         values[h][r] = has_slot[h] ? *(const uint2*)from : uint2{0, 0};
       }
   }
-};
-// B of `slot` for 8 outputs, as a lane multiplies it: ranks are ordered so that 8 bytes of a row are its operands.
-struct EightOfB {
-  int part;  // -1: none
-  uint2 factors[RANK / 16];
-
-  __device__ __forceinline__ void ask(const Adapters& adapters, int slot, bool is_there, int first_output) {
-    part = is_there ? part_of(first_output) : -1;
-    const char* from = place_of_b(adapters, slot, first_output + threadIdx.x % 32 / 4, part) + threadIdx.x % 4 * 8;
+  // Adds to the sums of 8 outputs of a part and 16 tokens, as m16n8k16 has them, B times it: `b` is of shared memory,
+  // of the lane's output and its first ranks. These are ordered so that 8 bytes of a row are a lane's operands.
+  __device__ __forceinline__ void multiply(float* sums, int its_part, u32 b) {
+    get(its_part);
 #pragma unroll
-    for (int r = 0; r < RANK / 16; r++) factors[r] = part >= 0 ? *(const uint2*)(from + r * 32) : uint2{0, 0};
-  }
-  // Adds to the sums of the outputs and 16 tokens, as m16n8k16 has them, what it makes of A . x.
-  __device__ __forceinline__ void add_to(float* sums, ShrunkOfSlot& u) const {
-    if (part < 0) return;
-    u.get(part);
-#pragma unroll
-    for (int r = 0; r < RANK / 16; r++)
-      multiply_add(sums, u.values[0][r].x, u.values[1][r].x, u.values[0][r].y, u.values[1][r].y, factors[r].x,
-                   factors[r].y);
+    for (int r = 0; r < RANK / 16; r++) {
+      const uint2 factors = shared_pair(b + r * 32);
+      multiply_add(sums, values[0][r].x, values[1][r].x, values[0][r].y, values[1][r].y, factors.x, factors.y);
+    }
   }
 };
-// The least slot above one that a warp's lanes have two of each; MOST_SLOTS: none.
-constexpr int MOST_SLOTS = 1 << 30;
-__device__ __forceinline__ int next_slot(const int (&slots)[2], int before) {
-  const int first = slots[0] > before ? slots[0] : MOST_SLOTS, second = slots[1] > before ? slots[1] : MOST_SLOTS;
-  return __reduce_min_sync(~0u, min(first, second));
-}

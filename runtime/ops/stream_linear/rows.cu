@@ -66,8 +66,9 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
   const int lane = threadIdx.x % 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
-  const u32 task = __shfl_sync(~0u, taken, 0);
-  fetch_a(adapters, slots, task);
+  const u32 number = __shfl_sync(~0u, taken, 0);
+  const Task task = task_of(slots, number);
+  if (number < slots.num_tasks()) fetch_a(adapters, task);
   const int slot = __shfl_sync(~0u, slots.mine[0], lane / 4);
   u32 parts = 0;
   for (int group = first_finished; group < GROUPS; group += SPLIT * CLUSTERS)
@@ -78,11 +79,12 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
       if (GATED) fetch_b(adapters, slot, row + OUTPUTS), parts |= mask_of(part_of(row + OUTPUTS));
     }
   if (adapters.early_slots) wait_for_prerequisites();
-  shrink_some(adapters, slots, x, task);
-  wait_for_all(adapters, slots, CLUSTERS * SPLIT);
+  shrink_some(adapters, slots, x, number, task);
+  wait_for_all(adapters, slots);
   add_up_shrunk<32>(adapters, slots, parts, lane, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));
+  leave(adapters, CLUSTERS * SPLIT);
 }
 #else
 constexpr int ALL_WARPS = WARPS;

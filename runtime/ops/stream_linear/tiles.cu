@@ -14,7 +14,7 @@
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
 // `multiply_add_all`, which adds products to ROWS / 2 sums of a thread. RANK of adapters that add to it (adapters.cuh);
-// without them there is none.
+// without them there is none. With them the ring has pages behind a tile's stages: B of the slots that tokens have.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -49,31 +49,108 @@ struct Shared {
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 static_assert(1023 + RING_BYTES - X_PANEL_BYTES + ALL_TOKENS * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
 
-// The warp that asks, by one lane.
+// A thread finishes PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
+// one gates and ups), of two tokens.
+struct Outputs {
+  int token, first_row, rank, num_tokens;  // row and token of the first one
+
+  __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
+  __device__ __forceinline__ bool is_row(int place) const {
+    return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
+  }
+  __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
+  __device__ __forceinline__ bool is_there(int place, int h) const {
+    return is_row(place) && token + 8 * h < num_tokens;
+  }
+};
+
+#if RANK
+constexpr int EIGHTS = 2 * PLACES, EIGHT_BYTES = 8 * RANK * 2;  // of outputs that a block finishes; B of eight
+constexpr int PAGE_SLOTS = STAGE_BYTES / (EIGHTS * EIGHT_BYTES);
+static_assert(PAGE_SLOTS > 0 && STAGES <= STEPS, "a page is in the place of a stage, and behind a tile's");
+
+__device__ __forceinline__ int num_pages(const StepSlots& slots) {
+  return (slots.num_slots + PAGE_SLOTS - 1) / PAGE_SLOTS;
+}
+// The first of eight outputs of a place, as `outputs` of a warp's first lane has them.
+__device__ __forceinline__ int first_of_eight(const Outputs& outputs, int place, int half) {
+  return outputs.row(place) + half * (GATED ? OUTPUTS : 8);
+}
+__device__ __forceinline__ int part_of_eight(const Outputs& outputs, int place, int half) {
+  return outputs.is_row(place) ? part_of(first_of_eight(outputs, place, half)) : -1;
+}
+// Asks for a tile's page, by all lanes: of each of its slots B of what the block finishes.
+__device__ __forceinline__ void ask_page(const Adapters& adapters, const StepSlots& slots, const Outputs& outputs,
+                                         int page, u32 to, u32 barrier) {
+  const int lane = threadIdx.x % 32, first = page * PAGE_SLOTS, end = min(first + PAGE_SLOTS, slots.num_slots);
+  int changed = 0;
+  for (int i = lane; i < EIGHTS; i += 32) changed += part_of_eight(outputs, i / 2, i % 2) >= 0;
+  changed = __reduce_add_sync(~0u, changed);
+  if (lane == 0) expect_bytes(barrier, (end - first) * changed * EIGHT_BYTES);
+  __syncwarp();
+  u64 left = slots.adapted;
+  for (int at = 0; at < end; at++) {
+    const SlotTokens its = slots.first_of_those(left);
+    left &= ~its.tokens;
+    for (int i = lane; at >= first && i < EIGHTS; i += 32) {
+      const int part = part_of_eight(outputs, i / 2, i % 2), output = first_of_eight(outputs, i / 2, i % 2);
+      if (part >= 0)
+        load_bytes(to + ((at - first) * EIGHTS + i) * EIGHT_BYTES, place_of_b(adapters, its.slot, output, part),
+                   EIGHT_BYTES, barrier);
+    }
+  }
+}
+#endif
+
+// The warp that asks, by its first lane; for pages by all.
 __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank,
-                    int first_tile, int num_tokens) {
+                    int first_tile, int num_tokens
+#if RANK
+                    ,
+                    const Adapters& adapters
+#endif
+) {
   const u64 once = read_once();
-  const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
-  auto ask_weight = [&](int i) {
+#if RANK
+  const bool asks = threadIdx.x == 0;
+#else
+  constexpr bool asks = true;
+#endif
+  const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0;
+  auto ask_weight = [&](int i, int turn, int step) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
     expect_bytes(barrier, W_BYTES + PANELS * num_tokens * ROW_BYTES);
-    load_weight(ring + slot * STAGE_BYTES, weight, (first_tile + i / STEPS * CLUSTERS) * ROWS,
-                (rank * STEPS + i % STEPS) * PANELS, barrier, once);
+    load_weight(ring + slot * STAGE_BYTES, weight, (first_tile + turn * CLUSTERS) * ROWS,
+                (rank * STEPS + step) * PANELS, barrier, once);
   };
-  auto ask_x = [&](int i) {
+  auto ask_x = [&](int i, int step) {
     const u32 slot = i % STAGES;
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * PANELS + p,
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + step) * PANELS + p,
              full + 8 * slot);
   };
-  const int ahead = STAGES < total ? STAGES : total;
-  for (int i = 0; i < ahead; i++) ask_weight(i);
+  const int ahead = STAGES < turns * STEPS ? STAGES : turns * STEPS;
+  for (int i = 0; i < ahead && asks; i++) ask_weight(i, i / STEPS, i % STEPS);
   wait_for_prerequisites();
-  for (int i = 0; i < ahead; i++) ask_x(i);
-  for (int i = ahead; i < total; i++) {
+  for (int i = 0; i < ahead && asks; i++) ask_x(i, i % STEPS);
+#if RANK
+  const StepSlots slots(adapters.slots, num_tokens);
+  const int of_tile = STEPS + num_pages(slots);
+#else
+  constexpr int of_tile = STEPS;
+#endif
+  for (int i = ahead; i < turns * of_tile; i++) {
+    const int turn = i / of_tile, step = i % of_tile;
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
-    ask_weight(i), ask_x(i);
+#if RANK
+    if (step >= STEPS) {
+      const Outputs outputs = {0, (first_tile + turn * CLUSTERS) * OUT_ROWS, rank, num_tokens};
+      ask_page(adapters, slots, outputs, step - STEPS, ring + i % STAGES * STAGE_BYTES, full + 8 * (i % STAGES));
+    }
+    if (step >= STEPS || !asks) continue;
+#endif
+    ask_weight(i, turn, step), ask_x(i, step);
   }
 }
 
@@ -99,21 +176,6 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   if (lane == 0) arrive(empty + 8 * before(slot));
 }
-
-// A thread finishes PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
-// one gates and ups), of two tokens.
-struct Outputs {
-  int token, first_row, rank, num_tokens;  // row and token of the first one
-
-  __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
-  __device__ __forceinline__ bool is_row(int place) const {
-    return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
-  }
-  __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
-  __device__ __forceinline__ bool is_there(int place, int h) const {
-    return is_row(place) && token + 8 * h < num_tokens;
-  }
-};
 
 // Residual and norm weight, or bias: asked for before the products and used after them, when they are there.
 struct Operands {
@@ -181,8 +243,9 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
   const int thread = threadIdx.x - 32;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
-  const u32 task = __shfl_sync(~0u, taken, 0);
-  fetch_a(adapters, slots, task);
+  const u32 number = __shfl_sync(~0u, taken, 0);
+  const Task task = task_of(slots, number);
+  if (number < slots.num_tasks()) fetch_a(adapters, task);
   for (u64 left = slots.adapted; left;) {
     const SlotTokens its = slots.first_of_those(left);
     left &= ~its.tokens;
@@ -202,54 +265,45 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
     }
   if (adapters.early_slots) wait_for_prerequisites();
   start_dependents();
-  shrink_some(adapters, slots, x, task);
+  shrink_some(adapters, slots, x, number, task);
   meanwhile();
-  wait_for_all(adapters, slots, BLOCKS * HELPERS);
+  wait_for_all(adapters, slots);
   add_up_shrunk<32 * HELPERS>(adapters, slots, parts, thread, [&](int i, float4 v) {
     *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)};
   });
   __syncwarp();
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
+  leave(adapters, BLOCKS * HELPERS);
 }
-constexpr int PLACES_AT_ONCE = 8 * 16 / RANK;  // whose B is asked for before any is multiplied
-// B of a slot for some of the places that a block finishes, from `begin` on.
-struct PlacesOfB {
-  EightOfB b[PLACES_AT_ONCE][2];
-
-  __device__ __forceinline__ void ask(const Adapters& adapters, const Outputs& outputs, int begin, int slot) {
-    const int lane_row = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++) {
-      const int first = outputs.row(begin + i) - lane_row;
-      const bool is_there = slot < MOST_SLOTS && outputs.is_row(begin + i);
-      b[i][0].ask(adapters, slot, is_there, first);
-      b[i][1].ask(adapters, slot, is_there, GATED ? first + OUTPUTS : first + 8);
-    }
-  }
-};
-// Adds to the sums that a thread finishes what adapters do; slots: of its two tokens. B of the next slot is on its way
-// while that of one is multiplied.
-__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const Adapters& adapters, Shared& shared,
-                                       const Outputs& outputs, const int (&slots)[2]) {
-#pragma unroll
-  for (int begin = 0; begin < PLACES; begin += PLACES_AT_ONCE) {
-    int slot = next_slot(slots, -1);
-    PlacesOfB now;
-    now.ask(adapters, outputs, begin, slot);
-    if (slot < MOST_SLOTS) wait_for(shared_address(&shared.shrunk_there), 0);
-    while (slot < MOST_SLOTS) {
-      const int next = next_slot(slots, slot);
-      PlacesOfB ahead;
-      ahead.ask(adapters, outputs, begin, next);
+// Adds to the sums that a thread finishes what adapters do, as a tile's pages arrive; slots: of its two tokens.
+__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const StepSlots& of_step, const int (&slots)[2],
+                                       Shared& shared, const Outputs& outputs, u32 ring, u32 full, u32 empty, int& slot,
+                                       int& phase) {
+  const int lane = threadIdx.x % 32;
+  const Outputs first = {outputs.token, outputs.first_row - lane % 4 * 2, outputs.rank, outputs.num_tokens};
+  int at = 0;  // in the page
+  for (u64 left = of_step.adapted; left;) {
+    const SlotTokens its = of_step.first_of_those(left);
+    left &= ~its.tokens;
+    if (at == 0) wait_for(full + 8 * slot, phase);
+    const bool has_slot[2] = {slots[0] == its.slot, slots[1] == its.slot};
+    if (__any_sync(~0u, has_slot[0] || has_slot[1])) {
+      wait_for(shared_address(&shared.shrunk_there), 0);
+      const u32 b = ring + slot * STAGE_BYTES + at * EIGHTS * EIGHT_BYTES + lane / 4 * RANK * 2 + lane % 4 * 8;
       // Of gates and ups, or of neighbours: they are in parts of their own, or mostly in one.
-      ShrunkOfSlot u[2] = {{shared.shrunk, outputs.token, {slots[0] == slot, slots[1] == slot}},
-                           {shared.shrunk, outputs.token, {slots[0] == slot, slots[1] == slot}}};
+      ShrunkOfSlot u[2] = {{shared.shrunk, outputs.token, {has_slot[0], has_slot[1]}},
+                           {shared.shrunk, outputs.token, {has_slot[0], has_slot[1]}}};
 #pragma unroll
-      for (int i = 0; i < PLACES_AT_ONCE && begin + i < PLACES; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) now.b[i][half].add_to(mine[begin + i] + 4 * half, u[half]);
-      now = ahead, slot = next;
+      for (int i = 0; i < EIGHTS; i++) {
+        const int part = part_of_eight(first, i / 2, i % 2);
+        if (part >= 0) u[i % 2].multiply(mine[i / 2] + i % 2 * 4, part, b + i * EIGHT_BYTES);
+      }
     }
+    if (++at < PAGE_SLOTS && left) continue;
+    __syncwarp();
+    if (lane == 0) arrive(empty + 8 * slot);
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+    at = 0;
   }
 }
 #else
@@ -327,7 +381,11 @@ __launch_bounds__(THREADS, 1) stream_linear(
 #endif
   if (warp < 4) {
     if (warp == 0) {
+#if RANK
+      ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens, adapters);
+#else
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
+#endif
     } else if (NORM_BLOCKS || HELPERS) {
       auto norm = [&] {
         if (!NORM_BLOCKS) return;
@@ -351,6 +409,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
 #if RANK
   const int slots[2] = {token < num_tokens ? adapters.slots[token] : -1,
                         token + 8 < num_tokens ? adapters.slots[token + 8] : -1};
+  const StepSlots of_step(adapters.slots, num_tokens);
 #endif
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
@@ -363,7 +422,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
     multiply(sums, ring, full, empty, slot, phase, group, lane);
     exchange(mine, sums, shared, rank, group);
 #if RANK
-    expand(mine, adapters, shared, outputs, slots);
+    expand(mine, of_step, slots, shared, outputs, ring, full, empty, slot, phase);
 #endif
     if (NORM_BLOCKS) wait_for(factors_there, 0);
     const float* factor = shared.factors + token;

@@ -148,6 +148,11 @@ _EMULATED = {
   __syncwarp();""",
     "fetch_map": "",
     "load_shared": "return *(uint4*)emulated::place_of(address);",
+    "shared_pair": "return *(uint2*)emulated::place_of(address);",
+    "load_bytes": """
+  memcpy(emulated::place_of(to), from, bytes);
+  auto& its = emulated::block().barriers.at(barrier);
+  its.bytes -= bytes, its.look();""",
     "load_row": """
   memcpy(emulated::place_of(to), from, bytes);
   auto& its = emulated::block().barriers.at(barrier);
@@ -199,6 +204,12 @@ static u32 __ballot_sync(u32, bool v) {
   return all;
 }
 static int __shfl_sync(u32, int v, int from) { return (int)emulated::exchange(v)[from % 32][0]; }
+static int __reduce_add_sync(u32, int v) {
+  auto& given = emulated::exchange(v);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += (int)given[i][0];
+  return sum;
+}
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __ffs(int v) { return __builtin_ffs(v); }
 static void __threadfence() {}
@@ -265,6 +276,12 @@ def built(folder, tiling: AdaptedTiling) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
+class InTurns(AdaptedTileTiling):
+    """Blocks that take tiles one after another: the ring has pages between those of one tile and of the next."""
+
+    num_blocks = 2
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("kind", "slots"),
@@ -277,6 +294,7 @@ def built(folder, tiling: AdaptedTiling) -> ctypes.CDLL:
                 [1] * 30 + [0] * 31,
             ),
             (AdaptedKind(64, 256, residual=True, rank=32, parts=((0, 64),)), [-1] * 20),
+            (AdaptedKind(128, 256, 16, rank=32, parts=((0, 64), (96, 32))), [8, 7, 6, 5, 4, 3, 2, 1, 0, -1, 8]),
             (AdaptedKind(128, 512, 32, rank=16, parts=((0, 64), (64, 32), (96, 32))), [1, 0, -1, 1, 2, 2, 0, 1]),
             (AdaptedKind(96, 512, rank=16, parts=((0, 32), (48, 16))), [2]),
             (AdaptedKind(192, 512, 32, gated=True, rank=32, parts=((0, 96), (96, 96))), [0, 1, 2]),
@@ -292,7 +310,8 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, kind, slots):
     tiling: AdaptedTiling = AdaptedRowTiling(kind, 8, split=2, clusters=3, warps=2, resident=1, piece=128, stages=2)
     if len(slots) > 8:
         bucket = next(bucket for bucket in BUCKETS if len(slots) <= bucket)
-        tiling = AdaptedTileTiling(kind, bucket, rows=48 if kind.rows % 32 else 32, split=2, panels=1, stages=2)
+        form, split = (InTurns, 1) if kind.gated else (AdaptedTileTiling, 2)
+        tiling = form(kind, bucket, rows=48 if kind.rows % 32 else 32, split=split, panels=1, stages=2)
     library, generator = built(tmp_path, tiling), torch.Generator().manual_seed(len(slots))
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -300,8 +319,9 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, kind, slots):
 
     tokens, outputs = len(slots), kind.rows // (2 if kind.gated else 1)
     x, weight = random(tokens, kind.columns), random(kind.rows, kind.columns, scale=0.05)
-    a = random(3, kind.a_rows, kind.columns, scale=0.05)
-    b = random(3, sum(count for _, count in kind.parts), kind.rank, scale=0.3)
+    num_slots = max(3, *slots) + 1
+    a = random(num_slots, kind.a_rows, kind.columns, scale=0.05)
+    b = random(num_slots, sum(count for _, count in kind.parts), kind.rank, scale=0.3)
     residual, norm = random(tokens, kind.rows), random(kind.rows) + 1
     squares = x.float().pow(2).unflatten(-1, (kind.norm_blocks, -1)).sum(-1) if kind.norm_blocks else None
     of_tokens, counts = torch.tensor(slots).int(), torch.zeros(3).int()
