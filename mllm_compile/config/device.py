@@ -129,7 +129,8 @@ def check_ranks(runtime: RuntimeSection) -> None:
             )
     if runtime.device.startswith("cuda"):
         sizes = ", ".join(f"runtime.{name}: {value}" for name in keys if (value := getattr(runtime, name)) > 1)
-        check_gpus(runtime.device, num_ranks // runtime.nnodes, sizes)
+        on_this_host = 1 if runtime.distributed_executor_backend == "ray" else num_ranks // runtime.nnodes
+        check_gpus(runtime.device, on_this_host, sizes)  # Ray says whether its nodes have the others
 
 
 def _check_nodes(runtime: RuntimeSection) -> None:

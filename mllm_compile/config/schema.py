@@ -253,7 +253,7 @@ class RuntimeConfig(Section):
     """Least tokens of a step that enable_dbo divides."""
 
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
-    """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
+    """Ranks are started on this host by the engine's process (mp), or on its nodes by Ray, in a placement group."""
 
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""

@@ -64,6 +64,7 @@ from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
+    from mllm_compile.ranks.launch_local import Launcher
     from mllm_compile.ranks.nodes import Nodes
     from mllm_compile.ranks.steps import RankedStepRunner
 
@@ -210,7 +211,7 @@ def _load(
                 tower=tower,
                 adapters=adapters,
                 decoder=decoder_prompts(runner, defaults, tokenizer, files, timeline),
-                live=_live_weights(runner),
+                live=_live_weights(runner, group),
                 memory=_sleeping_memory(runner),
                 tell_ranks=None if group is None else group.tell,
                 ask_ranks=None if group is None else group.least,
@@ -221,12 +222,14 @@ def _load(
             raise
 
 
-def _live_weights(runner: ModelRunner) -> LiveWeights | str:
+def _live_weights(runner: ModelRunner, group: RankGroup | None) -> LiveWeights | str:
     """The weights, for updates; a text: why they stay."""
     if runner.model.live is None:
         return "runtime.skip_compiled is set, which serves Transformers' own model: its weights cannot be updated."
     if runner.pipeline is not None:
         return "runtime.pipeline_parallel_size is set: weights of stages cannot be updated. Set tensor_parallel_size."
+    if group is not None and group.has_nodes:
+        return "Ray has placed ranks on several nodes, where weights cannot be updated. Give one node room for all."
     if runner.model.sources is not None:
         return "the model has an encoder, and what it has read for running requests is of these weights."
     if runner.model.lora is not None and runner.model.lora.pool.scaled:
@@ -390,10 +393,7 @@ def _initialized(
 
     runtime = settings.runtime
     sizes = runtime.num_ranks, runtime.pipeline_parallel_size, runtime.device
-    nodes = None if runtime.nnodes == 1 else _nodes(compiled)
-    group = early.take_group(*sizes) or RankGroup(
-        *sizes, runtime.distributed_executor_backend, early.take, timeline, nodes
-    )
+    group = early.take_group(*sizes) or RankGroup(*sizes, *_launcher_and_nodes(compiled, early, timeline))
     started: list[ModelRunner] = []
     try:
         group.load(compiled, settings.num_pages)
@@ -416,18 +416,35 @@ def _initialized(
         raise
 
 
-def _nodes(compiled: CompiledRuntime) -> Nodes:
-    """The other hosts.
+def _launcher_and_nodes(
+    compiled: CompiledRuntime, early: EarlyRanks, timeline: Timeline
+) -> tuple[Launcher, Timeline, Nodes | None]:
+    """The launcher of this host's ranks, the timeline, and the other hosts, where there are some.
 
     Raises:
-        ConfigError: there is no secret.
-        DeviceError: the port is taken.
+        ConfigError: there is no secret, or no Ray, or Ray's nodes do not have what is asked for.
+        DeviceError: the port is taken, or Ray has no room.
     """
+    runtime = compiled.config.runtime
+    if runtime.distributed_executor_backend == "ray":
+        from mllm_compile.ranks.by_ray.launch import RayLauncher
+
+        by_ray = RayLauncher(compiled, timeline)
+        return by_ray, timeline, by_ray.nodes
+    from mllm_compile.ranks.launch_local import LocalLauncher
+
+    launcher = LocalLauncher(early.take)
+    if runtime.nnodes == 1:
+        return launcher, timeline, None
+    from mllm_compile.config.device import detect_device
     from mllm_compile.ranks.admission import node_secret
     from mllm_compile.ranks.node import hello_of
     from mllm_compile.ranks.nodes import Nodes
 
-    return Nodes(compiled.config.runtime, node_secret(), hello_of(compiled, 0))
+    each = runtime.num_ranks // runtime.nnodes
+    own = hello_of(compiled.artifact, 0, 0, runtime.nnodes, detect_device(runtime.device).name)
+    node_of = {rank: rank // each for rank in range(each, runtime.num_ranks)}
+    return launcher, timeline, Nodes(runtime.master_addr, runtime.master_port, node_of, node_secret(), own)
 
 
 def _step_runner(runner: ModelRunner, group: RankGroup | None) -> StepRunner | RankedStepRunner:

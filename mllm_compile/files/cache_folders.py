@@ -12,6 +12,7 @@ from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.files.writable_place import cache_place
 
 RUNTIMES = "runtimes"
+CHECKPOINTS = "checkpoints"  # that a node of Ray has fetched
 CACHE_VARIABLE = "MLLM_COMPILE_CACHE"
 
 

@@ -61,6 +61,7 @@ class EarlyRanks:
 
         from mllm_compile.config.device import check_gpus, detect_device
         from mllm_compile.ranks.group import RankGroup
+        from mllm_compile.ranks.launch_local import LocalLauncher
 
         num_ranks = len(self._waiting) + 1
         with suppress(MllmError), timeline.stage("start ranks"):
@@ -68,7 +69,7 @@ class EarlyRanks:
             if device != "cpu":
                 check_gpus(device, num_ranks)
                 self.free_bytes = torch.cuda.mem_get_info(device)[0]
-            self._group = RankGroup(num_ranks, self._num_stages, device, "mp", self.take, timeline)
+            self._group = RankGroup(num_ranks, self._num_stages, device, LocalLauncher(self.take), timeline)
 
     def take(self, rank: int) -> LocalRank | None:
         """The process of a rank, which is the caller's now, or None if none runs."""

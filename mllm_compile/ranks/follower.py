@@ -46,13 +46,19 @@ def main(descriptor: int, *folders: str) -> None:
         serve(connection, sealed, folders)
 
 
-def serve(connection: socket.socket, sealed: SealedConnection | None = None, folders: Sequence[str] = ()) -> None:
+def serve(
+    connection: socket.socket,
+    sealed: SealedConnection | None = None,
+    folders: Sequence[str] = (),
+    device: str | None = None,
+) -> None:
     """Takes rank 0's orders, and follows. It imports ahead of them, as it may have been started before it was known
     what it loads, and joins the others beside that.
 
     Args:
         sealed: the connection, of another host than rank 0's.
         folders: the runtime's and that of the weights there.
+        device: its own; None: rank 0 says.
     """
     lines = Lines(connection) if sealed is None else SealedLines(sealed)
     timeline = Timeline()
@@ -60,7 +66,7 @@ def serve(connection: socket.socket, sealed: SealedConnection | None = None, fol
     try:
         with timeline.stage("import torch"), gc_paused():
             from mllm_compile.ranks.communicators import Joining
-        joining = Joining(partial(_join, connection, lines, meeting, timeline))
+        joining = Joining(partial(_join, connection, lines, device, meeting, timeline))
         try:
             with timeline.stage("import"), gc_paused():
                 import_all()
@@ -96,7 +102,11 @@ def import_all() -> None:
 
 
 def _join(
-    connection: socket.socket, lines: Lines | SealedLines, meeting: Future[Meeting], timeline: Timeline
+    connection: socket.socket,
+    lines: Lines | SealedLines,
+    device: str | None,
+    meeting: Future[Meeting],
+    timeline: Timeline,
 ) -> Communicator:
     """Waits to be told where ranks meet, and joins the others, which join when all have their devices."""
     from mllm_compile.ranks.communicators import join
@@ -107,6 +117,7 @@ def _join(
         (place,) = lines.descriptors() or (None,)
         if not own.host:
             own = replace(own, host=connection.getsockname()[0])
+        own = replace(own, device=device or own.device)
         meeting.set_result(own)
     except BaseException as error:
         meeting.set_exception(error)

@@ -22,7 +22,7 @@ from mllm_compile import errors
 from mllm_compile.errors import DeviceError, MllmError
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.communicators import Joining, device_of_rank, join, new_meeting_id
-from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, LocalRank, RankProcess
+from mllm_compile.ranks.launch_local import Launcher, RankProcess
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
 from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, SealedLines, Start
 from mllm_compile.runtime.collectives.base import Communicator
@@ -132,8 +132,7 @@ class RankGroup:
         num_ranks: int,
         num_stages: int,
         device: str,
-        backend: str,
-        take: Callable[[int], LocalRank | None],
+        launcher: Launcher,
         timeline: Timeline,
         nodes: Nodes | None = None,
     ) -> None:
@@ -143,15 +142,12 @@ class RankGroup:
             num_ranks: with this one.
             num_stages: of the pipeline that they are.
             device: rank 0's: cpu or cuda:N.
-            backend: as runtime.distributed_executor_backend.
-            take: gives a rank's process that was started ahead, or None.
+            launcher: starts those of this host; it is closed with the group.
             timeline: gets the stages of all ranks.
-            nodes: further hosts, which start their ranks themselves; None: there are no others.
+            nodes: further hosts, whose ranks come by themselves; None: there are no others.
 
         Raises:
-            ConfigError: as RayLauncher.
-            DeviceError: as Nodes.wait.
-            DeviceError: there is no room for processes, or for what they share.
+            DeviceError: as Nodes.wait; or there is no room for processes, or for what they share.
         """
         self.size, self.num_stages, self.device = num_ranks, num_stages, device
         self._timeline = timeline
@@ -162,20 +158,18 @@ class RankGroup:
         self._told_since: float | None = None  # when the first error was heard of
         self._lock = threading.Lock()  # of what is found out about followers
         self._followers: list[_Follower] = []
-        self._launcher: Launcher = LocalLauncher(take)
+        self._launcher = launcher
         self._ring: RingWriter | SentRing | None = None
         self._nodes, self._store = nodes, None
         self._joining: Joining | None = None
         self._watcher: threading.Thread | None = None
-        self._num_local = self.size if nodes is None else nodes.ranks_per_node
+        self._num_local = self.size if nodes is None else nodes.num_local
         self.threads = max(1, usable_cores() // self._num_local)
         try:
             place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
             raise _no_shared_memory(error) from error
         try:
-            if backend == "ray":
-                self._launcher = _ray_launcher(num_ranks, device)
             for rank in range(1, self._num_local):
                 self._followers.append(_Follower(rank, self._launcher.start(rank)))
             if nodes is not None:
@@ -201,6 +195,11 @@ class RankGroup:
             raise
         finally:
             os.close(place)
+
+    @property
+    def has_nodes(self) -> bool:
+        """True if some ranks are on other hosts."""
+        return self._nodes is not None
 
     def _place_of_hosts(self) -> tuple[str | None, str]:
         """Meeting's store and host."""
@@ -497,9 +496,3 @@ def _error_of(kind: str) -> type[MllmError]:
 
 def _no_shared_memory(error: OSError) -> DeviceError:
     return DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.")
-
-
-def _ray_launcher(num_ranks: int, device: str) -> Launcher:
-    from mllm_compile.ranks.launch_ray import RayLauncher
-
-    return RayLauncher(num_ranks, device != "cpu")

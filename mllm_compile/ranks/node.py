@@ -18,21 +18,24 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks.admission import HANDSHAKE_S, Hello, hear, introduce, node_secret
 from mllm_compile.ranks.launch_local import FollowerProcess
 from mllm_compile.ranks.nodes import NODES_S, keep_alive
-from mllm_compile.store.opened import CompiledRuntime
+from mllm_compile.store.artifact import Artifact
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 
 
-def hello_of(compiled: CompiledRuntime, rank: int) -> Hello:
-    """The version, device and runtime of a rank of this host."""
-    runtime, artifact = compiled.config.runtime, compiled.artifact
+def hello_of(artifact: Artifact, node: int, rank: int, num_nodes: int, device: str) -> Hello:
+    """The version, device and runtime of a rank of this host.
+
+    Args:
+        device: its kind, for people.
+    """
     program = json.dumps(artifact.program.to_json(), sort_keys=True).encode()
     return Hello(
-        node=runtime.node_rank,
+        node=node,
         rank=rank,
-        num_nodes=runtime.nnodes,
-        device=detect_device(runtime.device).name,
+        num_nodes=num_nodes,
+        device=device,
         factors=dict(artifact.factors),
         program=hashlib.sha256(program).hexdigest(),
     )
@@ -52,7 +55,8 @@ def run_node(source: EngineConfig | Path, timeline: Timeline) -> None:
     ranks = range(runtime.node_rank * count, (runtime.node_rank + 1) * count)
     deadline = time.monotonic() + NODES_S
     with timeline.stage("meet node 0"):
-        hellos = [hello_of(compiled, rank) for rank in ranks]
+        facts = runtime.nnodes, detect_device(runtime.device).name
+        hellos = [hello_of(compiled.artifact, runtime.node_rank, rank, *facts) for rank in ranks]
         met = meet_node_0((runtime.master_addr, runtime.master_port), deadline, secret, hellos)
     processes: list[FollowerProcess] = []
     try:

@@ -6,11 +6,11 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from mllm_compile.errors import DeviceError
 from mllm_compile.ranks.admission import Hello, WrongSecretError, admit, answer, difference
-from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.ranks.sealed import SealedConnection
 
 NODES_S = 300.0  # all nodes have come so long after node 0 has its runtime
@@ -26,6 +26,7 @@ class RemoteRank:
     Attributes:
         pid: 0, as it has none here.
         place: its node, for people.
+        reason: says how it ended.
         session: the session's key.
         sealed: the connection, for all that follows when it is let in.
     """
@@ -38,6 +39,7 @@ class RemoteRank:
             place: the other end's address.
         """
         self.socket, self.place = connection, f"on node {hello.node} ({place})"
+        self.reason: Callable[[], str] = lambda: "has ended: that node's command says why"
         self.session, self.sealed = session, SealedConnection(connection, session, is_rank_0=True)
         self._is_closed = False
 
@@ -50,7 +52,7 @@ class RemoteRank:
             return True
 
     def end_of(self) -> str:
-        return "has ended: that node's command says why"
+        return self.reason()
 
     def kill(self) -> None:
         with suppress(OSError):
@@ -64,25 +66,27 @@ class RemoteRank:
 
 
 class Nodes:
-    """The other hosts of one group.
+    """The other hosts of one group, whose ranks are behind those of this one.
 
     Attributes:
-        ranks_per_node: of each host alike.
+        num_local: ranks of this host.
+        host, port: where it is listened.
     """
 
-    def __init__(self, runtime: RuntimeSection, secret: bytes, own: Hello) -> None:
+    def __init__(self, host: str, port: int, node_of: Mapping[int, int], secret: bytes, own: Hello) -> None:
         """Listens.
 
         Args:
+            port: 0: any that is free.
+            node_of: of each rank of another host, the number of that host.
             own: what rank 0 runs, which the others have to run too.
 
         Raises:
             DeviceError: the address or the port is not to be had.
         """
-        self.ranks_per_node = runtime.num_ranks // runtime.nnodes
-        self._num_nodes, self._num_ranks = runtime.nnodes, runtime.num_ranks
+        self.num_local, self._node_of = min(node_of), node_of
         self._secret, self._own = secret, own
-        self._address = f"{runtime.master_addr}:{runtime.master_port}"
+        self.host = host
         self._lock = threading.Lock()
         self._came: dict[int, RemoteRank] = {}
         self._refusal: str | None = None
@@ -90,20 +94,14 @@ class Nodes:
         self._is_waiting = True
         self._meetings = threading.Semaphore(_MOST_WAITING)
         try:
-            self._listener = socket.create_server((runtime.master_addr, runtime.master_port), backlog=_MOST_WAITING)
+            self._listener = socket.create_server((host, port), backlog=_MOST_WAITING)
         except OSError as error:
             why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had: {error.strerror or error}"
             raise DeviceError(
-                f"runtime.master_port: {self._address} {why}. Set another port, the same on each node; "
+                f"runtime.master_port: {host}:{port} {why}. Set another port, the same on each node; "
                 "runtime.master_addr is an address of node 0."
             ) from error
-        self.host = runtime.master_addr
-
-    @property
-    def port(self) -> int:
-        """The port that is listened at."""
-        port: int = self._listener.getsockname()[1]
-        return port
+        self.port: int = self._listener.getsockname()[1]
 
     def wait(self) -> dict[int, RemoteRank]:
         """The ranks of the other hosts, by their numbers; all are let in together.
@@ -111,13 +109,12 @@ class Nodes:
         Raises:
             DeviceError: one runs something else, or not all came in time.
         """
-        wanted = set(range(self.ranks_per_node, self._num_ranks))
+        wanted = set(self._node_of)
         deadline = time.monotonic() + NODES_S
         self._listener.settimeout(_POLL_S)
         try:
             while lacking := wanted - self._here():
-                if self._refusal is not None:
-                    raise DeviceError(self._refusal)
+                self._check()
                 if time.monotonic() > deadline:
                     raise DeviceError(self._lacking(lacking))
                 with suppress(TimeoutError):
@@ -139,6 +136,14 @@ class Nodes:
         finally:
             self._listener.close()
 
+    def _check(self) -> None:
+        """
+        Raises:
+            DeviceError: one that has come is refused.
+        """
+        if self._refusal is not None:
+            raise DeviceError(self._refusal)
+
     def _here(self) -> set[int]:
         """The ranks that have come; one that has ended since may come again."""
         with self._lock:
@@ -154,11 +159,11 @@ class Nodes:
             return dict(self._came)
 
     def _lacking(self, ranks: set[int]) -> str:
-        nodes = sorted({rank // self.ranks_per_node for rank in ranks})
+        nodes = sorted({self._node_of[rank] for rank in ranks})
         named = ", ".join(map(str, nodes))
         text = (
-            f"node{'s' if len(nodes) > 1 else ''} {named} did not come to {self._address} within {NODES_S:.0f} s. "
-            f"Start there what runs here, with --node-rank {nodes[0]}, and look whether the port is reached."
+            f"node{'s' if len(nodes) > 1 else ''} {named} did not come to {self.host}:{self.port} within {NODES_S:.0f} "
+            f"s. Start there what runs here, with --node-rank {nodes[0]}, and look whether the port is reached."
         )
         return text + (f" Connections that were refused: {'; '.join(self._strangers[-3:])}." if self._strangers else "")
 
@@ -191,11 +196,11 @@ class Nodes:
         if not self._is_waiting:
             return "node 0 does not wait for ranks any more. Start all nodes again."
         is_there = hello.rank in self._came and not self._came[hello.rank].has_ended()
-        if hello.rank // self.ranks_per_node == hello.node and 0 < hello.node < self._num_nodes and not is_there:
+        if self._node_of.get(hello.rank) == hello.node and not is_there:
             return None
         return (
             f"rank {hello.rank} of node {hello.node} has come{' twice' if is_there else ''}; expected one command for "
-            f"each --node-rank from 1 to {self._num_nodes - 1}."
+            f"each --node-rank from 1 to {max(self._node_of.values())}."
         )
 
     def _stranger(self, connection: socket.socket, text: str) -> None:

@@ -20,6 +20,7 @@ from mllm_compile.runtime.collectives import base
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
+from mllm_compile.runtime.collectives.host import host_number
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
 from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, NO_PART, SUM, TYPES, UniqueId, check, library
 from mllm_compile.runtime.collectives.push import (
@@ -94,7 +95,7 @@ class NcclCommunicator:
     def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         self._kernels = frozenset(kernels)
         self._in_one_order = in_one_order and self.size > 2  # two numbers have one sum
-        if self.size > MOST_RANKS or not self.least(PushKernel() in self._kernels and self._sees_all()):
+        if self.size > MOST_RANKS or PushKernel() not in self._kernels or not self.least(self._sees_all()):
             return
         places = self._shared(buffer_bytes(self.size), NOTHING)
         self._pushed = PushedSums(self.rank, places, self._device, takes_all=self._in_one_order)
@@ -142,10 +143,13 @@ class NcclCommunicator:
         return [memory.address for memory in seen]
 
     def _sees_all(self) -> bool:
-        """True if this GPU may write into the memory of the other ranks' GPUs, its neighbours by number."""
-        first = (self._device.index or 0) - self.rank
-        others = [first + rank for rank in range(self.size) if rank != self.rank]
-        return all(torch.cuda.can_device_access_peer(self._device.index, other) for other in others)
+        """True if this GPU may write into the memory of all other ranks' GPUs, which are on this host."""
+        own = [host_number(), self._device.index or 0]
+        places = self.all_gather(torch.tensor(own, device=self._device)).tolist()
+        return all(
+            place == own or (place[0] == own[0] and torch.cuda.can_device_access_peer(own[1], place[1]))
+            for place in places
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         for sums in (self._pushed, self._sent):

@@ -12,8 +12,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
-from mllm_compile.ranks import launch_ray
-from mllm_compile.ranks.launch_ray import RayLauncher
+from mllm_compile.ranks.by_ray import launch
 from tests.hang_guard import until
 from tests.tiny_model import tiny_config
 
@@ -42,7 +41,7 @@ def actors() -> set[int]:
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if command.startswith(b"ray::_Follower"):
+            if command.startswith(b"ray::MllmRank"):
                 found.add(int(folder.name))
     return found
 
@@ -84,7 +83,9 @@ class TestActors:
             streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
             os.kill(min(ours), signal.SIGKILL)
             for stream in streams:
-                with pytest.raises(EngineDeadError, match=r"rank \d \(process \d+\) (ended, as Ray says|.* it hangs)"):
+                with pytest.raises(
+                    EngineDeadError, match=r"rank \d \(process \d+\) (ended: .*, as Ray says|.* it hangs)"
+                ):
                     for _ in stream:
                         pass
             assert not engine.is_alive
@@ -92,13 +93,16 @@ class TestActors:
             engine.close()
         wait_until_none_of(ours)
 
-    def test_ranks_that_ray_has_no_room_for_are_refused(self, monkeypatch):
-        monkeypatch.setattr(launch_ray, "_PLACED_S", 1.0)
-        with pytest.raises(DeviceError, match="no room on this host for 7 ranks"):
-            RayLauncher(8, on_gpus=False)
+    def test_ranks_that_ray_has_no_room_for_are_refused(self, eager_cache, monkeypatch):
+        monkeypatch.setattr("mllm_compile.ranks.by_ray.placement.place.__defaults__", (1.0,))
+        config = config_of(
+            eager_cache, tensor_parallel_size=4, pipeline_parallel_size=2, distributed_executor_backend="ray"
+        )
+        with pytest.raises(DeviceError, match="no room for 8 ranks after 1 s: they take 7 CPUs beside"):
+            Engine(config)
 
 
-def test_a_config_that_wants_ray_says_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(launch_ray.importlib.util, "find_spec", lambda name: None)
+def test_a_config_that_wants_ray_says_where_it_is_not_installed(eager_cache, monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'mllm-compile\[ray\]'"):
-        RayLauncher(2, on_gpus=False)
+        Engine(of_ray(eager_cache))

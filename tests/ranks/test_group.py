@@ -19,6 +19,7 @@ from mllm_compile.errors import ArtifactError, DeviceError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import communicators, group
 from mllm_compile.ranks.group import RankGroup
+from mllm_compile.ranks.launch_local import LocalLauncher
 from mllm_compile.ranks.nodes import RemoteRank
 from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, SealedLines
 from mllm_compile.runtime.collectives import gloo
@@ -89,7 +90,7 @@ def start(monkeypatch) -> Iterator[Callable[..., Any]]:
     groups: list[RankGroup] = []
 
     def make(size: int = 2) -> Any:
-        groups.append(RankGroup(size, 1, "cpu", "mp", Follower, Timeline()))  # type: ignore[arg-type]
+        groups.append(RankGroup(size, 1, "cpu", LocalLauncher(Follower), Timeline()))  # type: ignore[arg-type]
         return groups[-1], *(follower.process for follower in groups[-1]._followers)
 
     yield make
@@ -266,10 +267,10 @@ def over_nodes(joined, monkeypatch) -> Iterator[tuple[RankGroup, SealedLines, so
     ours, theirs = socket.socketpair()
     hello = SimpleNamespace(node=1, rank=1)
     rank = RemoteRank(ours, b"session", hello, "10.0.0.2")  # type: ignore[arg-type]
-    nodes = SimpleNamespace(ranks_per_node=1, host="127.0.0.1", wait=lambda: {1: rank}, close=lambda: None)
+    nodes = SimpleNamespace(num_local=1, host="127.0.0.1", wait=lambda: {1: rank}, close=lambda: None)
     monkeypatch.setattr(group, "_SILENT_S", HANG_S)
     monkeypatch.setattr(group, "new_store", lambda host: SimpleNamespace(port=1))
-    ranks = RankGroup(2, 1, "cpu", "mp", Follower, Timeline(), nodes)  # type: ignore[arg-type]
+    ranks = RankGroup(2, 1, "cpu", LocalLauncher(Follower), Timeline(), nodes)  # type: ignore[arg-type]
     lines = SealedLines(SealedConnection(theirs, b"session", is_rank_0=False))
     lines.send(Answer(HERE))
     joined.may.set()

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,8 +32,9 @@ OWN = Hello(0, 0, 2, "CPU", {"torch": "2", "weights": "abc"}, hashlib.sha256(b"p
 OTHER = replace(OWN, node=1, rank=1)
 
 
-def runtime_of(port: int, num_ranks: int = 2) -> Any:
-    return SimpleNamespace(num_ranks=num_ranks, nnodes=2, master_addr="127.0.0.1", master_port=port)
+def nodes_of(port: int, num_nodes: int = 2, host: str = "127.0.0.1") -> Nodes:
+    """Node 0, of nodes with a rank each."""
+    return Nodes(host, port, {rank: rank for rank in range(1, num_nodes)}, SECRET, replace(OWN, num_nodes=num_nodes))
 
 
 def free_port() -> int:
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def waiting() -> Iterator[Nodes]:
-    made = Nodes(runtime_of(free_port()), SECRET, OWN)
+    made = nodes_of(0)
     yield made
     made.close()
 
@@ -133,10 +133,8 @@ def test_a_node_that_runs_something_else_ends_the_start_of_both_with_what_differ
 
 def test_a_node_that_never_comes_is_named_and_those_that_came_are_told(monkeypatch):
     monkeypatch.setattr(nodes, "NODES_S", 1.0)
-    runtime = runtime_of(free_port(), num_ranks=3)
-    runtime.nnodes = 3
     own = replace(OWN, num_nodes=3)
-    waiting = Nodes(runtime, SECRET, own)
+    waiting = nodes_of(0, num_nodes=3)
     came = Coming(waiting.port, hello=replace(own, node=1, rank=1))
     stranger = socket.create_connection(("127.0.0.1", waiting.port))
     stranger.sendall(b"GET / HTTP/1.1\r\nHost: a.very.long.name.of.a.host.example.com\r\n\r\n")
@@ -151,10 +149,8 @@ def test_a_node_that_never_comes_is_named_and_those_that_came_are_told(monkeypat
 
 def test_a_node_that_was_ended_while_it_waited_may_come_again():
     """Its command was started anew, say, before all others had come."""
-    runtime = runtime_of(free_port(), num_ranks=3)
-    runtime.nnodes = 3
     own = replace(OWN, num_nodes=3)
-    waiting = Nodes(runtime, SECRET, own)
+    waiting = nodes_of(0, num_nodes=3)
     first = [Coming(waiting.port, hello=replace(own, node=1, rank=1))]
 
     def come_again() -> None:
@@ -259,8 +255,10 @@ def test_a_nodes_command_ends_with_its_ranks_and_names_the_one_that_failed(code,
         def close(self) -> None:
             closed.append(self.rank)
 
-    runtime = SimpleNamespace(num_ranks=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1)
-    compiled = SimpleNamespace(config=SimpleNamespace(runtime=runtime), folder="runtime", weights_root="weights")
+    runtime = SimpleNamespace(num_ranks=2, nnodes=2, node_rank=1, device="cpu", master_addr="127.0.0.1", master_port=1)
+    compiled = SimpleNamespace(
+        config=SimpleNamespace(runtime=runtime), artifact=None, folder="runtime", weights_root="weights"
+    )
     ours, theirs = socket.socketpair()
     monkeypatch.setenv("MLLM_NODES_SECRET", SECRET.decode())
     monkeypatch.setattr(node, "FollowerProcess", Process)
@@ -293,11 +291,9 @@ def test_a_port_that_is_taken_and_an_address_of_another_host_are_refused_by_name
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(DeviceError, match=rf"runtime.master_port: 127\.0\.0\.1:{port} is taken\. Set another"):
-            Nodes(runtime_of(port), SECRET, OWN)
-    runtime = runtime_of(free_port())
-    runtime.master_addr = "192.0.2.1"
+            nodes_of(port)
     with pytest.raises(DeviceError, match="cannot be had: Cannot assign requested address"):
-        Nodes(runtime, SECRET, OWN)
+        nodes_of(0, host="198.51.100.1")
 
 
 def test_a_node_0_that_is_not_there_is_named():
