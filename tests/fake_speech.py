@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mllm_compile.media.log_mel import LogMel
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.sources.facts import SourceFacts
 from mllm_compile.runtime.sources.request import RequestSource
+from mllm_compile.structured.grammars import Grammars
 from mllm_compile.text.tokenizer import Tokenizer
 from tests.fakes import FakeStepRunner, fake_engine
 
@@ -67,12 +69,15 @@ def fake_speech_engine(runner: SpeechAnswers, tokenizer: Tokenizer, files: dict[
     start = tokenizer.token_to_id("<|startoftranscript|>")
     assert start is not None
     facts = SourceFacts(max_length=STATES, bins=LOG_MEL.bins, frames=LOG_MEL.frames)
+    eos = tokenizer.eos_token_id or 0
+    vocabulary: Any = SimpleNamespace(tokens=[b""] * VOCAB, eos_token_ids=(eos,))
     return fake_engine(
         runner,
+        grammars=Grammars(lambda: vocabulary, (), 1),
         tokenizer=tokenizer,
         tokenizer_files=files,
         vocab_size=VOCAB,
-        eos_token_ids=frozenset({tokenizer.eos_token_id or 0}),
+        eos_token_ids=frozenset({eos}),
         decoder=DecoderPrompts((start,), VOCAB, facts, tokenizer, LOG_MEL),
         max_source_len=STATES,
         max_num_batched_tokens=512,

@@ -21,8 +21,8 @@ class Refused(Exception):
 class Form:
     """
     Attributes:
-        kind: json, regex, choice, grammar or structural_tag.
-        text: a JSON schema, regular expression, JSON list of texts, grammar, or structural tag as JSON.
+        kind: json, regex, choice, grammar, structural_tag or timestamps.
+        text: a JSON schema, regular expression, JSON list of texts, grammar, structural tag as JSON, or token id.
         is_compact: JSON without whitespace.
         whitespace: a regular expression for JSON's whitespace; None: the backend's own, bounded.
     """

@@ -15,6 +15,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.structured.backend import Backend, check_installed, make_backend
 from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.grammar_process import GrammarProcesses
+from mllm_compile.structured.timestamps import TimesGrammar
 from mllm_compile.structured.vocabulary import Vocabulary
 
 _MOST_KEPT = 64  # compiled forms, the last that were asked for
@@ -77,6 +78,8 @@ class Grammars:
         return grammar
 
     def _compile(self, form: Form) -> Grammar:
+        if form.kind == "timestamps":
+            return self._times(int(form.text))
         names = check_installed(self._names)
         reasons = []
         for name in names:
@@ -91,11 +94,23 @@ class Grammars:
                 break
         raise RequestError(f"structured_outputs: {form.kind} is refused: {'; '.join(reasons)}.")
 
+    def _times(self, no_timestamps: int) -> Grammar:
+        with self._preparing:
+            vocabulary = self._known_vocabulary()
+        try:
+            return TimesGrammar(no_timestamps, min(vocabulary.eos_token_ids), len(vocabulary.tokens))
+        except Refused as refusal:
+            raise RequestError(f"structured_outputs: timestamps: {refusal}.") from None
+
+    def _known_vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        return self._vocabulary
+
     def _parts_of(self, name: str) -> tuple[GrammarProcesses, Backend]:
         with self._preparing:
             if name not in self._parts:
-                if self._vocabulary is None:
-                    self._vocabulary = self._read_vocabulary()
-                processes = GrammarProcesses(name, self._vocabulary)
-                self._parts[name] = processes, make_backend(name, self._vocabulary, self._threads)
+                vocabulary = self._known_vocabulary()
+                processes = GrammarProcesses(name, vocabulary)
+                self._parts[name] = processes, make_backend(name, vocabulary, self._threads)
             return self._parts[name]

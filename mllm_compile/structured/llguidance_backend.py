@@ -55,6 +55,7 @@ class LlguidanceGrammar:
 
     masks: LlguidanceBackend
     first: llguidance.LLMatcher
+    first_time: int | None = None
 
     def matcher(self) -> llguidance.LLMatcher:
         """The state of a new answer."""

@@ -50,6 +50,7 @@ class XgrammarGrammar:
 
     masks: XgrammarBackend
     compiled: xgrammar.CompiledGrammar
+    first_time: int | None = None
 
     def matcher(self) -> xgrammar.GrammarMatcher:
         """The state of a new answer."""

@@ -55,9 +55,12 @@ class Grammar(Protocol):
 
     Attributes:
         masks: makes the masks of its matchers.
+        first_time: tokens from this one on are times: one of them is next where all together are likelier than any
+            other token. None: there is no such rule.
     """
 
     masks: MaskMaker
+    first_time: int | None
 
     def matcher(self) -> Any:
         """The state of a new answer."""

@@ -20,7 +20,7 @@ MAX_STRUCTURE_CHARACTERS = 1 << 18  # of a schema, regex, grammar, or all choice
 MAX_WHITESPACE_PATTERN = 1024
 MAX_JSON_DEPTH = 100  # what backends read
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "timestamps")
 _OF_JSON = ("json", "json_object")
 _ELSEWHERE = {
     "json_schema": "Did you mean json?",
@@ -33,7 +33,8 @@ _ELSEWHERE = {
 @by_name_alone("json={…}", _ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of json, regex, choice, grammar, json_object and structural_tag. Immutable.
+    """The form of an answer: exactly one of json, regex, choice, grammar, json_object, structural_tag and timestamps.
+    Immutable.
 
     Attributes:
         json: A JSON schema, as a dict or text.
@@ -42,12 +43,13 @@ class StructuredOutputsParams:
         grammar: A context-free grammar in GBNF (from `root`) or Lark (from `start`).
         json_object: True: a JSON object, whatever is in it.
         structural_tag: XGrammar's structural tag, or vLLM's older `structures` and `triggers`, as a dict or text.
+        timestamps: The id of <|notimestamps|>: text between times, as Whisper writes it.
         disable_any_whitespace: With json and json_object: no whitespace between the parts.
         disable_additional_properties: With json: only listed properties, in objects that do not say otherwise.
         whitespace_pattern: With json and json_object: a regular expression for what may be between the parts.
 
     Raises:
-        RequestError: A value of the wrong type or size, none or several of the six, or an option of another one.
+        RequestError: A value of the wrong type or size, none or several of the seven, or an option of another one.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -56,6 +58,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    timestamps: int | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -76,6 +79,8 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json_object is not None and self.json_object is not True:
             raise refused("json_object", "True or None", self.json_object)
+        if self.timestamps is not None and (isinstance(self.timestamps, bool) or not isinstance(self.timestamps, int)):
+            raise refused("timestamps", "a token id", self.timestamps)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -98,7 +103,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The one of the six that is given."""
+        """The one of the seven that is given."""
         return next(kind for kind in _KINDS if getattr(self, kind) is not None)
 
     @property

@@ -160,7 +160,8 @@ class GrammarRows:
         rows = plan.token_indices[[one.index + place for one in masked for place in range(1 + len(one.draft))]]
         num_rows = plan.fields.sampled[0].size  # of logits
         is_whole = rows.size == num_rows and rows[0] == 0 and rows[-1] == num_rows - 1
-        return self._masks.send(num_masks, None if is_whole else rows, draft_ids if is_cut else None)
+        index, drafts = None if is_whole else rows, draft_ids if is_cut else None
+        return self._masks.send(num_masks, index, drafts, _times(masked, num_masks))
 
     def _fill(self, masked: Sequence[_Masked], bits: np.ndarray) -> None:
         """Has all masks made. A grammar that fails with a draft begins again without: it may be the draft's fault."""
@@ -194,6 +195,17 @@ def _sampled(plan: StepPlan) -> Iterator[tuple[int, int, int, list[int]]]:
     for run, (index, place) in enumerate(zip(firsts, runs.requests.tolist(), strict=True)):
         draft = runs.draft_ids[run]
         yield run, index, place, draft[draft != NO_TOKEN].tolist()
+
+
+def _times(masked: Sequence[_Masked], num_masks: int) -> tuple[int, np.ndarray] | None:
+    """The first time of grammars that have some, which is one of a model, and whose masks these are; or None."""
+    first_times = {one.first: one.row.grammar.first_time for one in masked}
+    found = {place: first for place, first in first_times.items() if first is not None}
+    if not found:
+        return None
+    is_asked = np.zeros(num_masks, dtype=bool)
+    is_asked[list(found)] = True
+    return next(iter(found.values())), is_asked
 
 
 def _forbid_stops(bits: np.ndarray, request: Request) -> None:

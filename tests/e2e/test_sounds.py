@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ def test_a_bad_sound_is_refused_and_hurts_no_other(engine: Engine, model: Any, p
 
 def test_long_sounds_are_cut_and_their_windows_answered_together(engine: Engine, model: Any) -> None:
     sound = np.concatenate([tone(0.9, hertz) for hertz in (200, 400, 800)])
-    first, second = engine.transcribe([(sound, RATE), wav_of(tone(0.5, rate=8000), rate=8000)])
+    sounds = [(sound, RATE), wav_of(tone(0.5, rate=8000), rate=8000)]
+    first, second = engine.transcribe(sounds, temperature=0.0)
     windows = cut(sound, RATE, RATE)
     start = [100, 105]  # <|startoftranscript|><|notimestamps|>
     expected = [greedy_of_sound(model, part, start, 62, SUPPRESSED, [3]) for _, part in windows]
@@ -112,6 +114,22 @@ def test_long_sounds_are_cut_and_their_windows_answered_together(engine: Engine,
     assert first.segments[0].start == 0
     assert all(one.start <= one.end <= 2.7 for one in first.segments)
     assert (second.duration, second.language) == (0.5, None)
+
+
+def test_times_follow_the_rule_of_transformers(engine: Engine, model: Any) -> None:
+    from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+    told = SimpleNamespace(no_timestamps_token_id=105, eos_token_id=3, max_initial_timestamp_index=50)
+    rule = WhisperTimeStampLogitsProcessor(told, begin_index=1)
+    sounds = [tone(0.8), tone(0.5, 900)]
+    found = engine.transcribe([(one, RATE) for one in sounds], timestamps=True, temperature=0.0)
+    for sound, transcript in zip(sounds, found, strict=True):
+        ids = greedy_of_sound(model, sound, [100], 63, SUPPRESSED, rule=rule)
+        ids = ids[: ids.index(3)] if 3 in ids else ids
+        assert ids[0] > 105
+        assert [one for each in transcript.segments for one in each.token_ids] == [one for one in ids if one <= 105]
+    doubted = engine.transcribe((sounds[0], RATE), temperature=(0.0, 0.5))
+    assert {one.temperature for one in doubted[0].segments} == {0.5}, "a random model is sure of nothing"
 
 
 @pytest.mark.parametrize(("sound", "language", "said"), [([np.nan], None, "NaN"), ([0.5], "de", "English alone")])

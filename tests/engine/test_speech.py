@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.engine.speech.methods import SpeechMethods
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
 from mllm_compile.errors import RequestError
+from mllm_compile.media.log_mel import LogMel
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sources.facts import SourceFacts
 
 RATE = 1000
 NAMES = ("<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>", "<|startofprev|>")
@@ -53,7 +59,7 @@ def test_the_decoder_is_told_language_task_and_times() -> None:
     many, english = SpeechTokens.of(Words(), 51865), SpeechTokens.of(Words(), 51864)
     assert many.languages == {"en": 1, "de": 2}
     assert many.beginning("de", "translate", timestamps=False, earlier=[]) == [0, 2, 3, 6]
-    assert many.beginning("en", "transcribe", timestamps=True, earlier=[9] * 300) == [5, *[9] * 223, 0, 1, 4, 7]
+    assert many.beginning("en", "transcribe", timestamps=True, earlier=[9] * 300) == [5, *[9] * 223, 0, 1, 4]
     assert english.beginning(None, "transcribe", timestamps=False, earlier=[]) == [0, 6]
     assert (many.seconds(6), many.seconds(7), many.seconds(57)) == (None, 0.0, 1.0)
 
@@ -102,4 +108,63 @@ def test_forms_are_openais() -> None:
         "tokens": [7],
         "avg_logprob": None,
         "compression_ratio": 0,
+        "temperature": 0.0,
     }
+
+
+class Doubted(SpeechMethods):
+    """Answers each window as its first sample says, by temperature: (text, mean log-probability), and how likely
+    nobody speaks."""
+
+    default_params = SamplingParams()
+    ANSWERS: ClassVar[dict[int, tuple[dict[float, tuple[str, float]], float]]] = {
+        1: ({0.0: ("fine", -0.5)}, 0.9),
+        2: ({0.0: ("bad", -2.0), 0.4: ("bad too", -1.5), 0.8: ("last", -3.0)}, 0.1),
+        3: ({0.0: ("la" * 60, -0.1), 0.4: ("sung", -0.2)}, 0.0),
+        4: ({0.0: ("hum", -1.5)}, 0.7),
+    }
+
+    def __init__(self) -> None:
+        names = (*NAMES, "<|nospeech|>")
+        tokenizer = SimpleNamespace(
+            token_to_id=lambda name: names.index(name) if name in names else None,
+            decode=lambda ids, skip_special_tokens: self.texts[ids[0]],
+        )
+        facts = SourceFacts(max_length=5, bins=4, frames=10)
+        self.decoder: Any = SimpleNamespace(
+            source=facts, log_mel=LogMel(4, rate=8 * RATE, samples=RATE), tokenizer=tokenizer, vocab_size=200
+        )
+        self.texts: dict[int, str] = {}
+        self.asked: list[tuple[float, list[int]]] = []
+
+    def generate(self, prompts: Any, sampling_params: Any = None, *, priority: int = 0) -> list[Any]:
+        found = [round(float(one["encoder_prompt"]["multi_modal_data"]["audio"][0][0])) for one in prompts]
+        if list(sampling_params.allowed_token_ids or ()) == [7]:
+            assert all(one["decoder_prompt"] == [0] for one in prompts)
+            self.asked.append((-1.0, found))
+            return [self._output("", math.log(self.ANSWERS[one][1])) for one in found]
+        self.asked.append((sampling_params.temperature, found))
+        return [self._output(*self.ANSWERS[one][0][sampling_params.temperature]) for one in found]
+
+    def _output(self, text: str, logprob: float) -> Any:
+        token = -1 - len(self.texts)  # ids of times are above all others
+        self.texts[token] = text
+        first = SimpleNamespace(cumulative_logprob=logprob)
+        return SimpleNamespace(token_ids=[token], first=first, error=None)
+
+
+def test_doubted_windows_are_tried_at_the_next_temperature_and_silent_ones_have_no_text() -> None:
+    engine = Doubted()
+    sounds = [(np.full(RATE, number, dtype=np.float32), 8 * RATE) for number in engine.ANSWERS]
+    transcripts = engine.transcribe(sounds, temperature=(0.0, 0.4, 0.8))
+    assert [one.text for one in transcripts] == ["fine", "last", "sung", ""]
+    assert [[one.temperature for one in each.segments] for each in transcripts] == [[0.0], [0.8], [0.4], []]
+    assert engine.asked == [(0.0, [1, 2, 3, 4]), (-1.0, [2, 4]), (0.4, [2, 3]), (0.8, [2])]
+    alone = Doubted().transcribe(sounds, temperature=0.0)
+    assert [one.text for one in alone] == ["fine", "bad", "la" * 60, "hum"]
+
+
+@pytest.mark.parametrize("given", [(), "0", (0.0, "x"), True, (0.0,) * 17])
+def test_temperatures_that_cannot_be_are_refused(given: Any) -> None:
+    with pytest.raises(RequestError, match="temperature: expected a number, or 1 to 16"):
+        Doubted().transcribe((np.ones(9, dtype=np.float32), 8 * RATE), temperature=given)

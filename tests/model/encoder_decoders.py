@@ -155,14 +155,15 @@ def greedy_of_sound(
     count: int,
     suppressed: Sequence[int] = (),
     at_begin: Sequence[int] = (),
+    rule: Any = None,
 ) -> list[int]:
     """The likeliest tokens of a sound, by Transformers' own extractor and forward, without those that are suppressed,
-    or are at the beginning."""
+    or are at the beginning; `rule` changes logits as generate's processors do."""
     import transformers
 
     extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     features = extract(samples, sampling_rate=16000, return_tensors="pt").input_features
-    return _greedy(model, model.get_encoder()(features), start, count, suppressed, at_begin)
+    return _greedy(model, model.get_encoder()(features), start, count, suppressed, at_begin, rule)
 
 
 @torch.no_grad()
@@ -178,10 +179,13 @@ def _greedy(
     count: int,
     suppressed: Sequence[int] = (),
     at_begin: Sequence[int] = (),
+    rule: Any = None,
 ) -> list[int]:
     ids = list(start)
     for place in range(count):
         logits = model(encoder_outputs=states, decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         logits[[*suppressed, *(() if place else at_begin)]] = -torch.inf
+        if rule is not None:
+            logits = rule(torch.tensor([ids]), logits[None])[0]
         ids.append(int(logits.argmax()))
     return ids[len(start) :]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
 
 class SpeechTokenizer(Protocol):
@@ -24,9 +26,16 @@ def params_of_language(tokens: SpeechTokens) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=languages, detokenize=False)
 
 
-def params_of_text(temperature: float, defaults: SamplingParams, has_times: bool) -> SamplingParams:
+def params_of_silence(no_speech: int) -> SamplingParams:
+    """The parameters by which it says how likely nobody speaks in a window, behind the start token."""
+    return SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[no_speech], logprobs=0, detokenize=False)
+
+
+def params_of_text(
+    temperature: float, defaults: SamplingParams, tokens: SpeechTokens, has_times: bool
+) -> SamplingParams:
     """The parameters by which it writes down a window. The defaults name the tokens that the model's makers suppress;
-    where a time comes first, the end is not among them.
+    where a time comes first, the end is not among them. Times follow Whisper's rule.
 
     Raises:
         RequestError: there is no such temperature.
@@ -38,6 +47,7 @@ def params_of_text(temperature: float, defaults: SamplingParams, has_times: bool
         min_tokens=0 if has_times else defaults.min_tokens,
         logprobs=0,
         detokenize=False,
+        structured_outputs=StructuredOutputsParams(timestamps=tokens.no_timestamps) if has_times else None,
     )
 
 
@@ -53,12 +63,14 @@ def segments_of(
     logprob: float | None,
     first: float,
     last: float,
+    temperature: float = 0.0,
 ) -> list[Segment]:
     """The segments of a window's answer; their texts have the spaces between them.
 
     Args:
         logprob: of all its tokens.
         first, last: seconds of the sound.
+        temperature: at which it was written down.
     """
     ids = list(ids)
     mean = None if logprob is None or not ids else logprob / len(ids)
@@ -67,12 +79,12 @@ def segments_of(
     for begin, end, start, stop in segments_between(times, first, last):
         text = tokenizer.decode(ids[begin:end], skip_special_tokens=True)
         if text:
-            found.append(Segment(start, stop, text, ids[begin:end], mean))
+            found.append(Segment(start, stop, text, ids[begin:end], mean, temperature))
     return found
 
 
 def transcript_of(segments: Sequence[Segment], language: str | None, duration: float, task: str) -> Transcript:
     """The transcript of a sound's segments, in their order."""
     text = "".join(one.text for one in segments).strip()
-    alone = [Segment(one.start, one.end, one.text.strip(), one.token_ids, one.avg_logprob) for one in segments]
+    alone = [replace(one, text=one.text.strip()) for one in segments]
     return Transcript(text, language, duration, task, alone)

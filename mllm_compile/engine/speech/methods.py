@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,13 @@ from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.speech.answers import (
     ids_of_prompt,
     params_of_language,
+    params_of_silence,
     params_of_text,
     segments_of,
     transcript_of,
 )
 from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.engine.speech.doubt import TEMPERATURES, is_doubted, is_silent, is_unlikely, temperatures_of
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.errors import RequestError
@@ -47,7 +50,7 @@ class SpeechMethods:
         task: str = "transcribe",
         timestamps: bool = False,
         prompt: str | None = None,
-        temperature: float = 0.0,
+        temperature: float | Sequence[float] = TEMPERATURES,
         priority: int = 0,
     ) -> list[Transcript]:
         """Writes down what is said in sounds; long ones are cut where they are quiet, and all windows run beside each
@@ -59,7 +62,8 @@ class SpeechMethods:
             task: transcribe, or translate, into English.
             timestamps: the model marks when segments begin and end, in steps of 20 ms.
             prompt: what was said before, or how names are written.
-            temperature: 0 takes the likeliest tokens.
+            temperature: 0 takes the likeliest tokens. Of several the next is for windows whose text is doubted:
+                unlikely, or repeating itself. Nothing is written of an unlikely window in which nobody speaks.
             priority: lower is served first.
 
         Raises:
@@ -67,7 +71,8 @@ class SpeechMethods:
             MllmError: a step failed.
         """
         decoder, log_mel, tokens = speech_of(self.decoder)
-        usual = params_of_text(temperature, self.default_params, timestamps)
+        temperatures, usual = temperatures_of(temperature), self.default_params
+        params = [params_of_text(one, usual, tokens, timestamps) for one in temperatures]
         speech = _Speech(self, tokens, log_mel, decoder.tokenizer, priority)
         given = list(sounds) if isinstance(sounds, list) else [sounds]
         if prompt is not None and not isinstance(prompt, str):
@@ -81,7 +86,7 @@ class SpeechMethods:
         return [
             transcript_of(segments, one, sound.size / log_mel.rate, task)
             for one, sound, segments in zip(
-                languages, samples, speech.segments(samples, beginnings, usual), strict=True
+                languages, samples, speech.segments(samples, beginnings, params), strict=True
             )
         ]
 
@@ -100,6 +105,19 @@ def speech_of(decoder: DecoderPrompts | None) -> tuple[DecoderPrompts, LogMel, S
 
 
 @dataclass(frozen=True)
+class _Answer:
+    output: RequestOutput
+    temperature: float
+
+
+def _mean(answer: _Answer | None) -> float | None:
+    """The mean log-probability of an answer's tokens."""
+    if answer is None or answer.output.first.cumulative_logprob is None or not answer.output.token_ids:
+        return None
+    return answer.output.first.cumulative_logprob / len(answer.output.token_ids)
+
+
+@dataclass(frozen=True)
 class _Speech:
     engine: SpeechMethods
     tokens: SpeechTokens
@@ -114,24 +132,67 @@ class _Speech:
         return [names[output.token_ids[0]] for output in self._answers(prompts, params_of_language(self.tokens))]
 
     def segments(
-        self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], params: SamplingParams
+        self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> list[list[Segment]]:
-        """The segments of each sound."""
+        """The segments of each sound; `params` of each temperature that is tried."""
         windows = [cut(one, self.log_mel.samples, self.log_mel.rate) for one in samples]
         prompts = [
             self._prompt(part, beginning)
             for parts, beginning in zip(windows, beginnings, strict=True)
             for _, part in parts
         ]
-        outputs = iter(self._answers(prompts, params))
+        outputs = iter(self._believed(prompts, params))
         return [
             [segment for at, part in parts for segment in self._of_window(next(outputs), at, part.size)]
             for parts in windows
         ]
 
-    def _of_window(self, output: RequestOutput, at: int, count: int) -> list[Segment]:
-        rate, score = self.log_mel.rate, output.first.cumulative_logprob
-        return segments_of(self.tokens, self.tokenizer, output.token_ids, score, at / rate, (at + count) / rate)
+    def _of_window(self, answer: _Answer | None, at: int, count: int) -> list[Segment]:
+        if answer is None:
+            return []
+        rate, output = self.log_mel.rate, answer.output
+        score, ends = output.first.cumulative_logprob, (at / rate, (at + count) / rate)
+        return segments_of(self.tokens, self.tokenizer, output.token_ids, score, *ends, answer.temperature)
+
+    def _believed(self, prompts: list[Any], params: Sequence[SamplingParams]) -> list[_Answer | None]:
+        """An answer to each prompt, of the first temperature at which it is not doubted, or of the last; None of
+        windows in which nobody speaks."""
+        answers: list[_Answer | None] = [None] * len(prompts)
+        left = list(range(len(prompts)))
+        for of_temperature in params:
+            if not left:
+                break
+            outputs = self._answers([prompts[place] for place in left], of_temperature)
+            for place, output in zip(left, outputs, strict=True):
+                answers[place] = _Answer(output, of_temperature.temperature)
+            if len(params) == 1:
+                break
+            doubted = [place for place, output in zip(left, outputs, strict=True) if self._is_doubted(output)]
+            if of_temperature is params[0]:
+                silent = self._silent([place for place in doubted if is_unlikely(_mean(answers[place]))], prompts)
+                for place in silent:
+                    answers[place] = None
+                doubted = [place for place in doubted if place not in silent]
+            left = doubted
+        return answers
+
+    def _is_doubted(self, output: RequestOutput) -> bool:
+        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return is_doubted(text, _mean(_Answer(output, 0.0)))
+
+    def _silent(self, places: list[int], prompts: list[Any]) -> set[int]:
+        """The windows in which nobody speaks, as the model says behind its start token."""
+        if self.tokens.no_speech is None or not places:
+            return set()
+        asked = []
+        for place in places:
+            beginning = prompts[place]["decoder_prompt"]
+            asked.append(prompts[place] | {"decoder_prompt": beginning[: beginning.index(self.tokens.start) + 1]})
+        outputs = self._answers(asked, params_of_silence(self.tokens.no_speech))
+        scores = (output.first.cumulative_logprob for output in outputs)
+        return {
+            place for place, one in zip(places, scores, strict=True) if one is not None and is_silent(math.exp(one))
+        }
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
         outputs = self.engine.generate(prompts, params, priority=self.priority)

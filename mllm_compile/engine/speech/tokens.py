@@ -21,6 +21,7 @@ class SpeechTokens:
         start, previous, no_timestamps: ids of <|startoftranscript|>, <|startofprev|> and <|notimestamps|>.
         tasks: id by task.
         languages: id by language; empty: the model knows one alone, and is told none.
+        no_speech: id of <|nospeech|>, or <|nocaptions|>; None: there is neither.
     """
 
     start: int
@@ -28,6 +29,7 @@ class SpeechTokens:
     no_timestamps: int
     tasks: dict[str, int]
     languages: dict[str, int]
+    no_speech: int | None = None
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int) -> SpeechTokens:
@@ -48,7 +50,9 @@ class SpeechTokens:
         if vocab_size >= _MULTILINGUAL:  # the languages are between the two
             names = {one: tokenizer.id_to_token(one) for one in range(start + 1, min(tasks.values()))}
             languages = {name[2:-2]: one for one, name in names.items() if name and name.startswith("<|")}
-        return cls(start, find("startofprev"), find("notimestamps"), tasks, languages)
+        silences = (tokenizer.token_to_id(f"<|{name}|>") for name in ("nospeech", "nocaptions"))
+        no_speech = next((one for one in silences if one is not None), None)
+        return cls(start, find("startofprev"), find("notimestamps"), tasks, languages, no_speech)
 
     def beginning(self, language: str | None, task: str, timestamps: bool, earlier: list[int]) -> list[int]:
         """The ids that the decoder begins with.
@@ -64,8 +68,7 @@ class SpeechTokens:
             ids += [self.languages[self.known(language)], self.tasks[task]]
         elif task == "translate" or language not in (None, "en"):
             raise RequestError("the model knows English alone: expected task transcribe, and language en or none")
-        # A first time, or the model may go on without any; OpenAI's code forces one within the first second.
-        return [*ids, self.no_timestamps + (1 if timestamps else 0)]
+        return ids if timestamps else [*ids, self.no_timestamps]
 
     def known(self, language: str | None) -> str:
         """The language.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from mllm_compile.engine.speech.doubt import compression_ratio
 
 TranscriptForm = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
@@ -17,6 +18,7 @@ class Segment:
     Attributes:
         start, end: seconds from the sound's beginning.
         avg_logprob: mean log-probability of the tokens of its window.
+        temperature: at which its window was written down.
     """
 
     start: float
@@ -24,6 +26,7 @@ class Segment:
     text: str
     token_ids: list[int]
     avg_logprob: float | None = None
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,6 @@ class Transcript:
 
 
 def _as_object(index: int, segment: Segment) -> dict[str, Any]:
-    data = segment.text.encode()
     return {
         "id": index,
         "seek": int(segment.start * 100),
@@ -72,7 +74,8 @@ def _as_object(index: int, segment: Segment) -> dict[str, Any]:
         "text": segment.text,
         "tokens": segment.token_ids,
         "avg_logprob": segment.avg_logprob,
-        "compression_ratio": round(len(data) / len(zlib.compress(data)), 2) if data else 0.0,
+        "compression_ratio": round(compression_ratio(segment.text), 2),
+        "temperature": segment.temperature,
     }
 
 

@@ -181,7 +181,7 @@ class TextRequest(_WindowsRequest):
 
         return AnswerPlan(
             prompts,
-            params_of_text(fields.temperature, facts.defaults, fields.has_times),
+            params_of_text(fields.temperature, facts.defaults, speech.tokens, fields.has_times),
             answers,
             kept_bytes=sum(2 * len(window) for _, _, window in self._windows),
             has_text=False,

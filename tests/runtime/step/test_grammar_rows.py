@@ -67,6 +67,8 @@ class FakeMatcher:
 
 
 class FakeGrammar:
+    first_time = None
+
     def __init__(self, masks: FakeMasks, rule: Rule) -> None:
         self.masks, self.rule = masks, rule
 

@@ -1,0 +1,107 @@
+"""A table of what distances add to logits, in the Triton kernels of decodes and of prompts, against torch's operations.
+
+Through Triton's interpreter, on a CPU. It is for a whole process: without TRITON_INTERPRET one test here runs this file
+in a process that has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
+from mllm_compile.runtime.ops.trace import attention_reference
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+HEADS, KV_HEADS, HEAD_DIM, PAGE, REACH = 6, 2, 16, 8, 20
+LENGTHS = (1, 70, 30)  # the second is beyond the reach, and has two splits
+SCALE = 0.3
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernels_do_what_torchs_operations_do_through_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture
+def of_interpreter(monkeypatch):
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def with_bounds(tensor, scope):
+        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    return monkeypatch
+
+
+class Paged:
+    """Keys and values of requests in pages, in no order, and a table of what distances add."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        width = -(-max(LENGTHS) // PAGE)
+        self.table = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
+        slots = (self.table.long()[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
+        self.keys, self.values = torch.randn(2, self.table.numel() * PAGE, KV_HEADS, HEAD_DIM)
+        self.own = [slots[row, :length] for row, length in enumerate(LENGTHS)]
+        self.lens = torch.tensor(LENGTHS, dtype=torch.int32)
+        self.bias = torch.randn(HEADS, 2 * REACH + 1)
+
+    def expected(self, q: torch.Tensor, row: int) -> torch.Tensor:
+        """Attention of the last tokens q [T, H, D] of a request."""
+        own = self.own[row]
+        whole = torch.cat((q.new_zeros(len(own) - len(q), HEADS, HEAD_DIM), q))
+        out = attention_reference(
+            whole, self.keys[own], self.values[own], None, SCALE, 0.0, -1, bias=self.bias.to(q.dtype)
+        )
+        return out[len(own) - len(q) :]
+
+
+@interpreted
+@pytest.mark.parametrize("fetch_first", [False, True])
+def test_decodes_add_it(of_interpreter, fetch_first) -> None:
+    from mllm_compile.runtime.ops.attention import split_decode
+
+    of_interpreter.setattr(split_decode, "wrap_triton", lambda kernel: kernel)
+    paged, count, splits = Paged(), len(LENGTHS), 2
+    q = torch.randn(count, HEADS, HEAD_DIM)
+    out, partial = torch.empty_like(q), torch.empty(count, splits, HEADS, HEAD_DIM)
+    tops, totals = torch.empty(2, count, splits, HEADS)
+    done = torch.zeros(count, KV_HEADS, dtype=torch.int32)
+    batch = q, paged.keys, paged.values, paged.table, paged.lens
+    scratch = partial, tops, totals, done
+    split_decode.launch_split_decode(batch, out, scratch, PAGE, splits, SCALE, fetch_first=fetch_first, bias=paged.bias)
+    for row in range(count):
+        torch.testing.assert_close(out[row : row + 1], paged.expected(q[row : row + 1], row), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_prompts_add_it(of_interpreter) -> None:
+    from mllm_compile.runtime.ops.attention import prefill
+
+    of_interpreter.setattr(prefill, "wrap_triton", lambda kernel: kernel)
+    paged, new = Paged(), np.array((1, 40, 30), dtype=np.int32)
+    starts = np.concatenate(([0], np.cumsum(new)))
+    q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM)
+    out = torch.empty_like(q)
+    tiles = torch.from_numpy(list_tiles(starts, np.array(LENGTHS) - new, 0))
+    call = prefill.paged_prefill._init_fn if hasattr(prefill.paged_prefill, "_init_fn") else prefill.paged_prefill
+    call(q, paged.keys, paged.values, paged.table, paged.lens, tiles, out, None, paged.bias, PAGE, SCALE, 0)
+    for row, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+        torch.testing.assert_close(out[start:end], paged.expected(q[start:end], row), rtol=1e-4, atol=1e-4)
