@@ -14,7 +14,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
 from mllm_compile.runtime.short_repr import short_repr
 
-_ENCODER_DECODERS = ("ForConditionalGeneration", "MTModel")
+_ENCODER_DECODERS = ("ForConditionalGeneration", "MTModel", "ForTextToText")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _ENCODERS = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)(?<!MT)(Model|ForMaskedLM|ForPreTraining|EncoderModel)")
 # Keys that a model that pools has no use for, or is not served with.

@@ -177,9 +177,10 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 
     register_attention_hook()
     _know_text_config(config)
+    with_encoder = class_with_encoder(config)
     try:
         with torch.device("meta"), _in_class_tables(type(config), ATTENTION_IMPLEMENTATION):
-            model = auto_class(type(config), is_encoder_decoder(config)).from_config(
+            model = (with_encoder or auto_class(type(config))).from_config(
                 config,
                 attn_implementation=ATTENTION_IMPLEMENTATION,
                 dtype=dtype,
@@ -197,42 +198,34 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     rescale_outputs(model)
     constants, unknown, tables = compute_constants(model)
     rope, of_rope = follow_rope(model)
-    if is_encoder_decoder(config):
+    if with_encoder is not None:
         from mllm_compile.model.sources.cross import find_cross_attention
 
         return HFModel(model, constants | of_rope, unknown, tables=tables, cross=find_cross_attention(model))
     return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope, full_length(model))
 
 
-def is_encoder_decoder(config: PreTrainedConfig) -> bool:
-    """True if config.json names a class with an encoder and a decoder, which generates."""
+def class_with_encoder(config: PreTrainedConfig) -> Any:
+    """Transformers' class that builds the model with an encoder and a decoder that config.json names; None: it names
+    none that generates."""
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
     if not getattr(config, "is_encoder_decoder", False):
-        return False
-    mappings: Any = (AutoModelForSeq2SeqLM._model_mapping, AutoModelForSpeechSeq2Seq._model_mapping)
-    classes = {one[type(config)].__name__ for one in mappings if type(config) in one}
-    return not classes.isdisjoint(getattr(config, "architectures", None) or ())
+        return None
+    named, classes = getattr(config, "architectures", None) or (), (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+    for one in classes:
+        mapping: Any = one._model_mapping
+        if type(config) in mapping and mapping[type(config)].__name__ in named:
+            return one
+    return None
 
 
-def auto_class(config_class: type[PreTrainedConfig], has_encoder: bool = False) -> Any:
+def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
     or if the other has the text alone, and images have grids (model/towers/visual_grids.py) or a checkpoint's tensors
-    for images no place in it.
+    for images no place in it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    Args:
-        has_encoder: the class with an encoder and a decoder is asked for.
-    """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-    )
-
-    if has_encoder:
-        of_sounds: Any = AutoModelForSpeechSeq2Seq._model_mapping
-        return AutoModelForSpeechSeq2Seq if config_class in of_sounds else AutoModelForSeq2SeqLM
     with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
     if with_images is None:
         return AutoModelForCausalLM

@@ -55,6 +55,13 @@ _OF_GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "attn_logit_softcapping": None,
 }
+_PARTS = ("speech_encoder", "t2u_encoder", "t2u_decoder")  # that a translator of texts has not
+_OF_SEAMLESS: dict[str, Any] = {
+    "hidden_size": 64,
+    **{name: _OF_BART[name] for name in _OF_BART if name != "d_model"},
+    **{f"{part}_layers": 1 for part in _PARTS},
+    **{f"{part}_attention_heads": 4 for part in _PARTS},
+}
 # Of each class, and of each way that it is told to compute, what its config says.
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartForConditionalGeneration", _OF_BART),
@@ -73,6 +80,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mt5": ("MT5ForConditionalGeneration", _OF_T5 | {"feed_forward_proj": "gated-gelu"}),
     "umt5": ("UMT5ForConditionalGeneration", _OF_T5 | {"feed_forward_proj": "gated-gelu"}),
+    "seamless": ("SeamlessM4TForTextToText", _OF_SEAMLESS),
+    "seamless v2": ("SeamlessM4Tv2ForTextToText", _OF_SEAMLESS),
     "t5gemma": ("T5GemmaForConditionalGeneration", _OF_GEMMA),
 }
 
