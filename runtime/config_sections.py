@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 BackendName = Literal["flashinfer", "torch"]
 # In torch's names.
@@ -60,20 +60,45 @@ class CudaGraphSection:
     whole_prompts: bool = False
 
 
+PEER_CONNECTOR = "PeerConnector"  # of engines that hand pages over to each other
+KVRole = Literal["kv_both", "kv_producer", "kv_consumer"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVTransferSection:
     """`runtime.kv_transfer_config`."""
 
     kv_connector: str = ""
     kv_connector_module_path: str | None = None
-    kv_role: Literal["kv_both"] = "kv_both"
+    kv_role: KVRole = "kv_both"
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
     kv_connector_extra_config: Mapping[str, object] = field(default_factory=dict)
     timeout_s: float = 5.0
     trust_local_code: bool = False
 
     @property
+    def names_peers(self) -> bool:
+        """True if other engines are asked, or ask."""
+        return self.kv_connector == PEER_CONNECTOR and not self.kv_connector_module_path
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts and networks of the engines that may be asked."""
+        given: Any = self.kv_connector_extra_config.get("hosts", ("127.0.0.0/8", "::1", "localhost"))
+        return tuple(given)
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds that pages which another engine will fetch stay ahead of others."""
+        given: Any = self.kv_connector_extra_config.get("hold_s", 60.0)
+        return float(given)
+
+    @property
     def import_path(self) -> str:
         """module.Class of the store; empty without one."""
+        if self.names_peers:
+            return ""
         module = self.kv_connector_module_path
         return f"{module}.{self.kv_connector}" if module and self.kv_connector else self.kv_connector
 

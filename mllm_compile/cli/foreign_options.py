@@ -70,7 +70,7 @@ _INSTEAD = {
     "code is not loaded from options": """
         logits-processors logits-processor-pattern enable-custom-logit-processor additional-config plugins""",
     "write what it would hold into a YAML, and give that as MODEL": "config",
-    "KV is not moved between servers": "disaggregation-mode",
+    "it is --kv-transfer-config here (docs/apart.md)": "disaggregation-mode",
     "adapters are in the model's dtype, and read from their folders when they are needed": """
         lora-dtype fully-sharded-loras max-cpu-loras max-loaded-loras lora-eviction-policy""",
     "each step is as large as runtime.max_num_batched_tokens allows": """

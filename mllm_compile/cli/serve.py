@@ -142,6 +142,10 @@ def serve_command(
         str | None,
         typer.Option(metavar="|".join(LOGPROBS_MODES), help="The config's runtime.logprobs_mode.", show_default=False),
     ] = None,
+    kv_transfer_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="The config's runtime.kv_transfer_config: a store, or other engines."),
+    ] = None,
     kv_events_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The config's runtime.kv_events_config: events for routers.")
     ] = None,
@@ -185,6 +189,9 @@ def serve_command(
         "kv_offloading_disk_size": kv_offloading_disk_size,
     }
     runtime |= {name: value for name, value in given_keys.items() if value is not None}
+    if kv_transfer_config is not None:
+        example = '{"kv_connector": "PeerConnector", "kv_role": "kv_producer"}'
+        runtime["kv_transfer_config"] = json_object("--kv-transfer-config", kv_transfer_config, example)
     if kv_events_config is not None:
         runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
     are_several = len(models) > 1 or is_folder_of_yamls(models[0])

@@ -6,6 +6,8 @@ from mllm_compile.config.schema import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import KVTransferSection
 
+_OF_PEERS = ("hold_s", "hosts")
+
 
 def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
     """
@@ -13,7 +15,16 @@ def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
         ConfigError: it names no class, or code that is not trusted.
     """
     found = KVTransferSection(**asked.model_dump())
+    if found.names_peers:
+        _check_peers(found)
+        return found
     path = found.import_path
+    for key in ("kv_role", "kv_ip", "kv_port"):
+        if getattr(found, key) != getattr(KVTransferSection(), key):
+            raise ConfigError(
+                f"runtime.kv_transfer_config.{key} is {getattr(found, key)}, and kv_connector is {path or 'not set'}: "
+                "it is of kv_connector: PeerConnector (docs/apart.md). Leave it out, or name that."
+            )
     for key in ("kv_connector_module_path", "kv_connector_extra_config"):
         if getattr(found, key) and not path:
             raise ConfigError(
@@ -22,7 +33,8 @@ def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
     if path and "." not in path:
         raise ConfigError(
             f"runtime.kv_transfer_config.kv_connector is {path}, without a module: vLLM's own connectors are not here. "
-            "Give package.module.Class, or kv_connector_module_path (docs/lab/tiers.md)."
+            "Give PeerConnector for other engines (docs/apart.md), or for a store of your own package.module.Class, or "
+            "kv_connector_module_path (docs/lab/tiers.md)."
         )
     if path and not asked.trust_local_code:
         raise ConfigError(
@@ -30,6 +42,26 @@ def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
             "runtime.kv_transfer_config.trust_local_code: true."
         )
     return found
+
+
+def _check_peers(asked: KVTransferSection) -> None:
+    """
+    Raises:
+        ConfigError: an option of PeerConnector is none, or of another kind.
+    """
+    options = asked.kv_connector_extra_config
+    place = "runtime.kv_transfer_config.kv_connector_extra_config"
+    for name in options:
+        if name not in _OF_PEERS:
+            raise ConfigError(f"{place}.{name}: PeerConnector has no such option. Known: {', '.join(_OF_PEERS)}.")
+    hosts = options.get("hosts", [""])
+    if not isinstance(hosts, list | tuple) or not all(isinstance(one, str) for one in hosts):
+        raise ConfigError(f"{place}.hosts: expected a list of names, addresses and networks, got {hosts!r}.")
+    hold_s = options.get("hold_s", 60.0)
+    if isinstance(hold_s, bool) or not isinstance(hold_s, int | float) or not 0 <= hold_s <= 86400:
+        raise ConfigError(f"{place}.hold_s: expected seconds from 0 to 86400, got {hold_s!r}.")
+    if not asked.kv_ip:
+        raise ConfigError("runtime.kv_transfer_config.kv_ip: expected an address of this host, got an empty text.")
 
 
 def check_tiers(asked: RuntimeConfig) -> None:

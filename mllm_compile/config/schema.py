@@ -27,7 +27,14 @@ from mllm_compile.config.names import check_adapter_name, is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
-from mllm_compile.runtime.config_sections import DtypeName, GraphMode, LogprobsMode, SpeculativeMethod, Switch
+from mllm_compile.runtime.config_sections import (
+    DtypeName,
+    GraphMode,
+    KVRole,
+    LogprobsMode,
+    SpeculativeMethod,
+    Switch,
+)
 from mllm_compile.runtime.pooling.facts import ModelTask
 from mllm_compile.runtime.weights.file_names import is_gguf
 
@@ -189,19 +196,26 @@ class KVEventsConfig(Section):
 
 
 class KVTransferConfig(Section):
-    """A store of your own behind the host's memory (docs/lab/tiers.md), by vLLM's names."""
+    """A store of your own behind the host's memory (docs/lab/tiers.md), or other engines (docs/apart.md), by vLLM's
+    names."""
 
     kv_connector: str = ""
-    """package.module.Class, or the class alone with the key below. \"\": none."""
+    """package.module.Class, or the class alone with the key below; PeerConnector: other engines. \"\": none."""
 
     kv_connector_module_path: str | None = None
     """The module that has the class."""
 
-    kv_role: Literal["kv_both"] = "kv_both"
-    """Pages are stored and loaded."""
+    kv_role: KVRole = "kv_both"
+    """Of PeerConnector: kv_producer hands pages over, kv_consumer fetches them; kv_both: stored and loaded."""
+
+    kv_ip: str = "127.0.0.1"
+    """Of PeerConnector: the address of this host at which others fetch pages."""
+
+    kv_port: int = Field(default=14579, ge=0, le=65535)
+    """Its port; 0: a free one."""
 
     kv_connector_extra_config: dict[str, Any] = {}
-    """Options of the class."""
+    """Options of the class; of PeerConnector hosts (that may be asked) and hold_s."""
 
     timeout_s: float = Field(default=5.0, gt=0.0, le=600.0)
     """Longest time of a call; the engine goes on without the store then."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +55,17 @@ def _answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:
         num_cached_tokens=submission.sequences[0].request.num_cached_tokens,
         num_host_tokens=submission.sequences[0].request.host_tokens,
         num_disk_tokens=submission.sequences[0].request.disk_tokens,
+        kv_transfer_params=_transfer(submission),
         metrics=_metrics(submission),
         error=None if submission.failure is None else str(submission.failure),
         adapter=submission.adapter,
     )
+
+
+def _transfer(submission: Submission) -> dict[str, Any] | None:
+    """From where another engine fetches the prompt, of the completion that ended first with it."""
+    told = (sequence.request.kv_transfer for sequence in submission.sequences)
+    return next((one.to_wire() for one in told if one is not None), None)
 
 
 class StreamBuilder:
@@ -110,6 +118,7 @@ class StreamBuilder:
             num_cached_tokens=submission.sequences[0].request.num_cached_tokens,
             num_host_tokens=submission.sequences[0].request.host_tokens,
             num_disk_tokens=submission.sequences[0].request.disk_tokens,
+            kv_transfer_params=_transfer(submission) if finished else None,
             metrics=_metrics(submission) if finished else None,
             error=None if submission.failure is None else str(submission.failure),
             adapter=submission.adapter,

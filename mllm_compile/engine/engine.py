@@ -30,6 +30,7 @@ from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream, wai
 from mllm_compile.engine.unknown_arguments import unknown_of_a_call, unknown_of_an_engine
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
+from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter, reporter_for
@@ -153,6 +154,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
             tower=parts.tower,
             adapters=self.adapters,
             decoder=parts.decoder,
+            peers=None if parts.config is None else PeerRules.of(parts.config.runtime.kv_transfer_config),
         )
         self.decoder = parts.decoder
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -141,9 +141,12 @@ class RequestOutput:
         finished: all completions have ended.
         prompt_logprobs: for each prompt token, None at the first; in a stream with the first output.
         num_cached_tokens: prompt tokens that the prefix cache held, or a tier behind it.
-        num_host_tokens, num_disk_tokens: those of them that came from the host's memory, and from the disk.
+        num_host_tokens, num_disk_tokens: those of them that came from the host's memory, and from what is behind it:
+            the disk, a store, or another engine.
         metrics: seconds of each phase; in a stream with the last output.
         error: why the request was refused or failed, when `finish_reason` is "error".
+        kv_transfer_params: from where another engine fetches the prompt's pages, once it has ended; None unless
+            do_remote_decode was asked for.
         adapter: the adapter that answered, with its name and version; None: the model alone.
     """
 
@@ -159,6 +162,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     adapter: Adapter | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     decoder_prompt_token_ids: list[int] | None = None
 
     @property

@@ -30,6 +30,7 @@ from mllm_compile.engine.prompts import (
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import Session, SessionArg, SessionArgs, session_of_each
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -76,6 +77,7 @@ class RequestBuilder:
         tower: what prompts with images are checked with; a text: why they are refused.
         adapters: the adapters that requests may name; None: they are refused.
         decoder: as PromptReader has it.
+        peers: what may be asked of this engine's pages and others'.
     """
 
     def __init__(
@@ -91,8 +93,9 @@ class RequestBuilder:
         tower: Tower | str = "the model takes text alone",
         adapters: AdapterRegistry | None = None,
         decoder: DecoderPrompts | None = None,
+        peers: PeerRules | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._peers = tokenizer, peers or PeerRules()
         self._adapters = adapters
         self.grammars = grammars
         self._prompts = PromptReader(tokenizer, vocab_size, media, tower, decoder)
@@ -309,6 +312,7 @@ class RequestBuilder:
                 "return_routed_experts: expected false: experts are not kept. Set runtime.routed_experts in the config."
             )
         try:
+            self._peers.check(params)
             params.check_vocab(self._vocab_size)
         except RequestError as error:
             return error

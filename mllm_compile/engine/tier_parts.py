@@ -32,7 +32,7 @@ from mllm_compile.runtime.tiers.ranked import RankedCopies, Tell, layouts_of
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.weights.sums import weight_sums
 
-_MOST_SLOTS = 1 << 20  # where pages hold nothing, as of models without attention
+MOST_SLOTS = 1 << 20  # where pages hold nothing, as of models without attention
 _STATES = 0.5  # of the memory, of a model whose layers carry one beside attention
 # Keys of `runtime` that keys and values depend on; the runtime's own key has the rest.
 _OF_NUMERICS = (
@@ -72,6 +72,11 @@ def put_tiers_behind(
         )
         return
     namespace = cache(partial(_namespace, runners, pages, states, factors))  # sums of weights are made where needed
+    if runtime.kv_transfer_config.names_peers:
+        from mllm_compile.engine.peer_parts import put_peers_behind
+
+        put_peers_behind(scheduler, runner, (pages, states), (num_slots, num_states), namespace())
+        return
     store, found, below = _store(runtime, namespace, pages, states, reporter)
     with ExitStack() as opened:  # given back where the memory is refused: a second try finds them free
         if store is not None:
@@ -168,7 +173,7 @@ def _store(
     try:
         if path is None:
             store = connector_of(asked, namespace)
-            return store, [], (_MOST_SLOTS if pages.slot_bytes else 0, _MOST_SLOTS if states.slot_bytes else 0)
+            return store, [], (MOST_SLOTS if pages.slot_bytes else 0, MOST_SLOTS if states.slot_bytes else 0)
         size = runtime.kv_offloading_disk_size
         sizes = _slots("kv_offloading_disk_size", size, pages, states, ALIGNMENT, runtime)
         files = DiskFiles(Path(user_path(path)), namespace, int(size * 2**30))
@@ -193,7 +198,7 @@ def _slots(
     of_states = int(num_bytes * _STATES) if pages.slot_bytes else num_bytes
     num_states = of_states // state_bytes if has_states else 0
     rest = num_bytes - num_states * state_bytes
-    num_slots = rest // page_bytes if pages.slot_bytes else _MOST_SLOTS
+    num_slots = rest // page_bytes if pages.slot_bytes else MOST_SLOTS
     if not num_slots or (has_states and not num_states):
         least = page_bytes + (max(page_bytes, 2 * state_bytes) if has_states else 0)
         state = f", a state {format_bytes(states.slot_bytes)}" if has_states else ""

@@ -10,6 +10,7 @@ from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from mllm_compile.files.json_file import HeldFiles
+from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.server.pooling.front import PoolingFront
 from mllm_compile.server.wire.messages import Hello, params_of_wire
@@ -54,6 +55,7 @@ class EngineFacts:
             default_params=self.defaults,
             media=media,
             decoder=self.decoder,
+            peers=PeerRules.told(hello.config),
         )
 
     @property

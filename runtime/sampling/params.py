@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from mllm_compile.runtime.config_sections import LOGPROBS_MODES, LogprobsMode
 from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.short_repr import short_repr
 
 ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
@@ -137,6 +138,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Make text; stop needs it.
         structured_outputs: The form of the output. Refused beside ignore_eos, allowed_token_ids and bad_words.
+        kv_transfer_params: Another engine computes the prompt, or goes on with it (docs/apart.md); a dict is taken.
 
     Raises:
         RequestError: A value of the wrong type or out of range; names the field, the expected and the actual value.
@@ -168,12 +170,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     def __post_init__(self) -> None:
         self._check_distribution()
         self._check_length_and_stops()
         self._check_outputs()
         self._check_structure()
+        if self.kv_transfer_params is not None:
+            self._set("kv_transfer_params", KVTransferParams.of(self.kv_transfer_params))
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen for everyone else

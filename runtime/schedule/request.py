@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
+    from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
     from mllm_compile.runtime.sources.request import RequestSource
 
 ALL = sys.maxsize
@@ -81,6 +82,7 @@ class Request:
     output_logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     num_kept: int = 0  # ids of tokens that filters kept, in all of output_logprobs
+    kv_transfer: KVTransferParams | None = None  # of one that has ended: from where another engine fetches its pages
     routed_experts: Any = None  # [tokens - 1, layers, k] int16 of one that has ended and asked for them
     scheduled_time: float | None = None
     first_token_time: float | None = None

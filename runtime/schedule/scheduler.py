@@ -579,6 +579,9 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self._requests.remove(request)
+        asked = request.params.kv_transfer_params
+        if asked is not None and asked.do_remote_decode and reason != "abort" and self.tiers is not None:
+            self._promise(self.tiers, request)
         if request.session is not None:
             num_tokens = len(request.prompt_token_ids)
             self.pages.cache.sessions.over(request.session, num_tokens, request.num_cached_tokens)
@@ -586,6 +589,12 @@ class Scheduler:
             self._drafts.end(request)
         if request.row >= 0:
             self.rows.give_back(request.row)
+
+    def _promise(self, tiers: Tiers, request: Request) -> None:
+        """Has another engine find a request's prompt, but its last token: the logits behind it are to be computed."""
+        if tiers.handover is not None:
+            keys = request.cache_keys[: len(request.prompt_token_ids) - 1]
+            tiers.handover.promise(request, keys, self.rows.salt(request))
 
     def _leave_running(self, request: Request) -> None:
         """Take a running request off what schedule() works on."""

@@ -21,12 +21,11 @@ import torch
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.disk import DiskFiles
-from mllm_compile.runtime.tiers.guarded import GuardedConnector
 from mllm_compile.runtime.tiers.host_memory import HostMemory
 from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.rows import Copier, DeviceRows, HostRows, copier_on
-from mllm_compile.runtime.tiers.store_copies import StoreCopies
+from mllm_compile.runtime.tiers.store_copies import StoreCopies, TierStore
 
 logger = logging.getLogger("mllm_compile.tiers")
 
@@ -45,6 +44,7 @@ class SlotCopies:
         num_slots, num_state_slots: of each; pages come first.
         store: the tier below; None: there is no such tier.
         kept: memory for the slots that outlives the process.
+        is_lent: as HostMemory has it.
 
     Attributes:
         wake: called when a copy is over, from another thread.
@@ -57,14 +57,16 @@ class SlotCopies:
         num_slots: int,
         num_state_slots: int,
         device: torch.device,
-        store: DiskFiles | GuardedConnector | None = None,
+        store: TierStore | None = None,
         kept: KeptSlots | None = None,
+        is_lent: bool = False,
     ) -> None:
         self.page_bytes, self.state_bytes = pages.num_bytes, states.num_bytes
         self._device = device
         self.wake: Callable[[], None] = _nothing
         split = num_slots * pages.slot_bytes
-        self._memory = HostMemory([*pages.chunks(num_slots), *states.chunks(num_state_slots)], device, kept)
+        chunks = [*pages.chunks(num_slots), *states.chunks(num_state_slots)]
+        self._memory = HostMemory(chunks, device, kept, is_lent)
         self._kept = kept
         data = self._memory.data
         self._places = {
@@ -97,6 +99,19 @@ class SlotCopies:
             launched.record(torch.cuda.current_stream(self._device))
         self._num_begun += 1
         self._queues[ticket.kind].put((ticket, launched))
+
+    @property
+    def file(self) -> int | None:
+        """The descriptor of the slots' memory, where it is lent."""
+        return self._memory.file
+
+    def value_of(self, slot: int, is_state: bool) -> np.ndarray:
+        """[n] uint8, the bytes of a slot; for any thread. Nothing keeps them from changing."""
+        return self._places[is_state][1].bytes_of(slot)
+
+    def offset_of(self, value: np.ndarray) -> int:
+        """Where in the memory a slot's bytes begin."""
+        return int(value.ctypes.data) - self._memory.data.data_ptr()
 
     @property
     def takes_writes(self) -> bool:

@@ -7,7 +7,9 @@ driver registers a part. So parts are small, their pages are there before, and a
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -60,21 +62,28 @@ class HostMemory:
         chunks: bytes of each part that is registered by itself: no copy may reach from one into the next.
         device: whose GPU copies; a CPU needs no registration.
         kept: memory that outlives the process, for the same; None: it has none.
+        is_lent: other processes may map it, so it is a file in memory, which cannot shrink.
 
     Attributes:
         data: [num_bytes] uint8.
+        file: its descriptor, where it is lent; else None.
 
     Raises:
         DeviceMemoryError: the system has too little.
     """
 
-    def __init__(self, chunks: Sequence[int], device: torch.device, kept: KeptSlots | None = None) -> None:
+    def __init__(
+        self, chunks: Sequence[int], device: torch.device, kept: KeptSlots | None = None, is_lent: bool = False
+    ) -> None:
         size = max(sum(chunks), ALIGNMENT)
         self._chunks, self._kept = chunks, kept
+        self.file: int | None = None
         if kept is None:
             check_host_memory(size)
             with refused_memory(size):
-                memory, start = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+                self.file = _file_of(size) if is_lent else None
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self.file is None else mmap.MAP_SHARED
+                memory, start = mmap.mmap(-1 if self.file is None else self.file, size, flags), 0
         else:
             memory, start = kept.map, kept.data_start
         self.data = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size, offset=start))
@@ -124,6 +133,9 @@ class HostMemory:
         self._num_registered = 0
         if self._kept is not None:
             self._kept.close()
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
     def _reserve(self, start: int, count: int) -> None:
         """
@@ -178,6 +190,17 @@ class HostMemory:
     def _call(self, name: str, start: int, *arguments: ctypes.c_size_t | ctypes.c_uint) -> None:
         address = ctypes.c_void_p(self.data.data_ptr() + start)
         driver.call(name, self._device, "registering the memory of runtime.kv_offloading_size", address, *arguments)
+
+
+def _file_of(size: int) -> int:
+    file = os.memfd_create("mllm-kv-lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 @cache

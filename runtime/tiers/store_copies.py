@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.connector import KVConnector
@@ -18,17 +20,44 @@ _READERS = 8
 _Call = Callable[[Sequence[Place], Sequence[memoryview]], Sequence[bool]]
 
 
+class TierStore(KVConnector, Protocol):
+    """A store, and whether it is in use.
+
+    Attributes:
+        takes_writes: False: it is not used any more.
+        share: the part of it that is left to this engine.
+    """
+
+    @property
+    def takes_writes(self) -> bool: ...
+
+    @property
+    def share(self) -> float: ...
+
+
+@runtime_checkable
+class AsksEngines(Protocol):
+    """A store of what other engines have; each request names one."""
+
+    def lookup_at(self, source: KVTransferParams, places: Sequence[Place]) -> Sequence[bool]:
+        """As KVConnector.lookup, of that engine."""
+
+
 class StoreCopies:
     """Used by the threads of SlotCopies, each for its own tickets."""
 
-    def __init__(self, store: KVConnector) -> None:
+    def __init__(self, store: TierStore) -> None:
         self._store = store
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="mllm-tier-read")
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="mllm-tier-write")  # in order, removals too
 
     def look_up(self, ticket: Ticket) -> None:
         """Asks which entries the store has; notes in the ticket what it has not."""
-        found = self._store.lookup(_places(ticket.entries, ticket.is_state))
+        places = _places(ticket.entries, ticket.is_state)
+        if ticket.source is not None and isinstance(self._store, AsksEngines):
+            found = self._store.lookup_at(ticket.source, places)
+        else:
+            found = self._store.lookup(places)
         ticket.failed[:] = [not is_there for is_there in found]
 
     def read(self, ticket: Ticket, slots: HostRows) -> None:

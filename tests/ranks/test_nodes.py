@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.process import shared_secret
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import admission, node, nodes
 from mllm_compile.ranks.admission import Hello, Verdict, hear, introduce, node_secret
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
-from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import LAST, PART
 from mllm_compile.runtime.ranks.sealed import ForgedFrameError, SealedConnection
 from mllm_compile.runtime.ranks.sent_ring import ReceivedRing, SentRing
@@ -98,7 +98,7 @@ def test_a_stranger_at_node_0_s_address_is_told():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         coming = Coming(listener.getsockname()[1])
         connection, _ = listener.accept()
-        connection.sendall(admission._GREETING + bytes(32))
+        connection.sendall(admission._ROLES.greeting + bytes(32))
         connection.recv(64)
         connection.sendall(b"\1" + bytes(32))
         assert "does not know MLLM_NODES_SECRET" in str(coming.ended())
@@ -317,13 +317,13 @@ def test_a_hello_of_other_fields_or_too_long_is_no_rank(waiting):
         ours, theirs = socket.socketpair()
 
         def introduce_badly(connection: socket.socket = theirs, text: bytes = said) -> None:
-            greeting = admission._exactly(connection, len(admission._GREETING) + 32)
+            greeting = shared_secret.read_exactly(connection, len(admission._ROLES.greeting) + 32)
             nonce = bytes(32)
-            connection.sendall(nonce + admission._proof(secret, b"node", greeting[-32:], nonce))
-            admission._exactly(connection, 33)
-            session = admission._proof(secret, b"session", nonce, greeting[-32:])
+            connection.sendall(nonce + shared_secret._proof(secret, b"node", greeting[-32:], nonce))
+            shared_secret.read_exactly(connection, 33)
+            session = shared_secret._proof(secret, b"session", nonce, greeting[-32:])
             with suppress(OSError):
-                connection.sendall(text + admission._seal(session, Hello, text))
+                connection.sendall(text + shared_secret.seal(session, Hello, text))
 
         threading.Thread(target=introduce_badly, daemon=True).start()
         with pytest.raises(ValueError) as told:
@@ -411,12 +411,12 @@ def test_a_frame_that_another_has_touched_is_refused(what, waits):
 @pytest.mark.parametrize("message", [OTHER, Verdict("node 1 runs something else")])
 def test_a_hello_or_a_verdict_that_another_has_changed_is_refused(message):
     ours, theirs = socket.socketpair()
-    admission._send_line(ours, b"session", message)
+    shared_secret.send_line(ours, b"session", message)
     said = theirs.recv(1 << 16)
     ours.sendall(said)
-    assert from_json(type(message), parse_json(admission._line(theirs, b"session", type(message)))) == message
+    assert shared_secret.read_line(theirs, b"session", type(message)) == message
     ours.sendall(said.replace(b"1", b"7", 1))
     with pytest.raises(ValueError, match=f"its {type(message).__name__} has another MAC"):
-        admission._line(theirs, b"session", type(message))
+        shared_secret.read_line(theirs, b"session", type(message))
     ours.close()
     theirs.close()

@@ -160,7 +160,9 @@ class OpenAIAnswers:
             if self._prompt_texts is not None:
                 entry["prompt_logprobs"] = prompt_logprobs(self._prompt_texts, choice.prompt.scores)
             choices.append(entry)
-        return encode(self._answer_head | {"choices": choices, "usage": usage_of(job)})
+        told = [prompt.kv_transfer_params for prompt in job.prompts if prompt.kv_transfer_params is not None]
+        transfer = {"kv_transfer_params": told[0]} if told else {}
+        return encode(self._answer_head | {"choices": choices, "usage": usage_of(job)} | transfer)
 
     def _answer(self, choice: Choice) -> dict[str, Any]:
         """An answer's entry: text and log-probabilities."""

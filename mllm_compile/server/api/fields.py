@@ -30,7 +30,7 @@ _LONGEST_ID = 128
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs", "logprobs_mode",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs", "logprobs_mode", "kv_transfer_params",
 )  # fmt: skip
 # Values that ask for nothing, of fields that another path has; beside the empty ones, and SamplingParams' defaults.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -77,6 +77,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: Any = None
     prompt_logprobs: Any = None
     logprobs_mode: Any = None
+    kv_transfer_params: Any = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None

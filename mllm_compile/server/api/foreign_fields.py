@@ -32,7 +32,7 @@ class Foreign(NamedTuple):
 ForeignFields = Mapping[str, Foreign]
 
 _BEAMS = "there is no beam search. Use n with a temperature"
-_KV = "KV is not moved between servers"
+_KV = "use kv_transfer_params (docs/apart.md)"
 _ADAPTERS = "name the adapter as the model"
 _CODE = "code is not taken from a request. Use logit_bias, bad_words or allowed_token_ids"
 _TEXT = "only text is answered"
@@ -82,8 +82,7 @@ FOREIGN: ForeignFields = {
     "logprob_token_ids": Foreign("vLLM", "log-probabilities are of the likeliest tokens. Use logprobs", ([],)),
     "mm_processor_kwargs": Foreign("vLLM", _IMAGES, ({},)),
     "media_io_kwargs": Foreign("vLLM", _IMAGES, ({},)),
-    "kv_transfer_params": Foreign("vLLM", _KV, ({},)),
-    "ec_transfer_params": Foreign("vLLM", _KV, ({},)),
+    "ec_transfer_params": Foreign("vLLM", "features of images are not moved between servers", ({},)),
     "vllm_xargs": Foreign("vLLM", "there are no extensions that would read it", ({},)),
     "logits_processors": Foreign("vLLM", _CODE, ([],)),
     "guided_decoding_backend": Foreign(

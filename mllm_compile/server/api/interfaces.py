@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from mllm_compile.errors import RequestError
 from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
 from mllm_compile.server.api.calls import AnswerReading, ReadChatAnswers
@@ -116,6 +118,7 @@ class CompletionRequest:
         has_text = bool(self.fields.bad_words) or any(isinstance(item, str) for item in self._items)
         self.is_quick = len(body) <= (_QUICK_TEXT_BYTES if has_text else _QUICK_IDS_BYTES)
         _check_stream(self.fields)
+        _check_transfer(self.fields, self.num_prompts)
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
         fields = self.fields
@@ -149,6 +152,7 @@ class ChatRequest:
         check_parts("messages", self.fields.messages)
         self.has_media = has_media(self.fields.messages)
         _check_stream(self.fields)
+        _check_transfer(self.fields, self.num_prompts)
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
         fields = self.fields
@@ -206,6 +210,17 @@ def _check_stream(fields: GenerateFields) -> None:
         raise bad_request("prompt_logprobs: not in a stream. Use echo with logprobs, or stream: false")
     if fields.stream_interval is not None and fields.stream_interval < 1:
         raise bad_request(f"stream_interval: expected at least 1, got {fields.stream_interval}")
+
+
+def _check_transfer(fields: GenerateFields, num_prompts: int) -> None:
+    try:
+        asked = KVTransferParams.of(fields.kv_transfer_params)
+    except RequestError as error:
+        raise bad_request(str(error), "kv_transfer_params") from None
+    if asked is not None and num_prompts > 1:
+        raise bad_request(f"kv_transfer_params: expected one prompt beside it, got {num_prompts}", "kv_transfer_params")
+    if asked is not None and asked.do_remote_decode and fields.stream:
+        raise bad_request("stream: expected false beside kv_transfer_params.do_remote_decode", "stream")
 
 
 def _options(fields: GenerateFields, facts: EngineFacts, params: SamplingParams) -> dict[str, Any]:

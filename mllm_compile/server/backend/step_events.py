@@ -111,6 +111,8 @@ class StepEvents:
         place = self._places.get(request)
         if place is not None:
             self._rest.finished.append((*place, request.finish_reason or "stop", request.stop_reason))
+            if request.kv_transfer is not None:
+                self._rest.transfers.append((place[0], request.kv_transfer.to_wire()))
             if request.routed_experts is not None:
                 experts = request.routed_experts
                 self._rest.experts.append((*place, experts.tobytes(), list(experts.shape)))

@@ -6,7 +6,7 @@ The rules are engine/sequences.py's, so a served text is the text of `Engine.gen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -38,6 +38,7 @@ class PromptRun:
         is_only_echoed: generate nothing (max_tokens 0); the engine makes one token, which is dropped.
         is_waiting: it has not been admitted yet.
         scores: log-probabilities of its tokens but the first, once they have come.
+        kv_transfer_params: from where another engine fetches its pages, once it was computed for one.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PromptRun:
         self.is_waiting = True
         self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0
         self.scores: list[Scores] = []
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.choices: list[Choice] = []
 
     @property

@@ -185,6 +185,9 @@ class Dispatcher:
         for key, prompt_scores in rest.prompt_scores:
             if key in self._runs:
                 self._runs[key][1].scores = prompt_scores
+        for key, transfer in rest.transfers:
+            if key in self._runs:
+                self._runs[key][1].kv_transfer_params = transfer
         for key, index, data, shape in rest.experts:
             if key in self._runs:
                 self._runs[key][1].choices[index].experts = (data, shape)

@@ -274,11 +274,12 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first
     drafts: list[tuple[int, int, int]] = []  # row, drafted tokens, accepted ones
     experts: list[tuple[int, int, bytes, list[int]]] = []  # key, index, int16 of one that has ended, and their shape
+    transfers: list[tuple[int, dict[str, Any]]] = []  # key, kv_transfer_params of one that has ended
     version: str | None = None  # of the weights, where this step is the first that has them
 
     def is_empty(self) -> bool:
         told = self.admitted or self.finished or self.ended or self.scores or self.prompt_scores or self.drafts
-        return not (told or self.experts) and self.version is None
+        return not (told or self.experts or self.transfers) and self.version is None
 
 
 Command = Submit | Abort | Close | LoadAdapter | UnloadAdapter | Begin | Control | Grant | AskSession | Pool
@@ -338,6 +339,8 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     changed = _changed(params)
     if params.structured_outputs is not None:
         changed["structured_outputs"] = _changed(params.structured_outputs)
+    if params.kv_transfer_params is not None:
+        changed["kv_transfer_params"] = params.kv_transfer_params.to_wire()
     return changed
 
 

@@ -101,8 +101,8 @@ class Loads:
             self._waits[request] = on_its_way
             on_its_way.waiting.add(request)
             return True
-        asks = shelves.asks_below and shelves.below and shelves.copies.takes_writes
-        if asks and not self._lookups.has_asked(request):  # once: a path of many pages takes its time at each step
+        # Once: a path of many pages takes its time at each step.
+        if not self._lookups.has_asked(request) and shelves.has_to_ask(request):
             path = self._path(known, parent, keys.chain(parent, rest))
             if self._lookups.holds_back(request, path):
                 return True
@@ -114,7 +114,7 @@ class Loads:
                 self._later.add(request)
             return has_more
         found = self._found(run, known, keys.chain(parent, rest) if has_more else [])
-        if found is None or not self._pays(found):
+        if found is None or not (shelves.source_of(request) is not None or self._pays(found)):
             return False
         return self._begin(request, token_ids[: found.end * page_size], salt, found, num_needed - found.have)
 
@@ -276,9 +276,10 @@ class Loads:
                 shelves.host[is_state].put(entry)
                 shelves.below[is_state].use([entry.key])
                 shelves.below[is_state].tell(entry.key)
-                return
-            shelves.host[is_state].give_back([entry.slot])
-            if lower is not None and not lower.users:
+            else:
+                shelves.host[is_state].give_back([entry.slot])
+            is_gone = ticket.failed[place] or shelves.asks_peers
+            if is_gone and lower is not None and not lower.users:
                 shelves.below[is_state].drop(lower)
         elif not ticket.failed[place]:
             shelves.host[is_state].tell(entry.key)

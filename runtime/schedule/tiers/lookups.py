@@ -51,7 +51,7 @@ class Lookups:
                 replace(one, parent=b"") if is_state else one for one in path if shelves.find(one.key, is_state) is None
             ]
             if unknown:
-                ticket = Ticket("lookup", unknown, is_state=is_state)
+                ticket = Ticket("lookup", unknown, is_state=is_state, source=shelves.source_of(request))
                 shelves.copies.begin(ticket)
                 self._asked[ticket] = request
                 self._waiting[request] = self._waiting.get(request, 0) + 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.schedule.pages.page_run import PageRun
 from mllm_compile.runtime.schedule.pages.tables import PageTables
+from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.tiers.gain import Gain
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.ticket import TierCopies
@@ -36,6 +38,7 @@ class Shelves:
         counts: of the host's memory and of the tier below.
         changes: grows when pages changed hands.
         asks_below: the tier below does not tell what it has: it is asked about each request.
+        asks_peers: it is other engines: a request names the one that is asked, and what came is not theirs any more.
         rows_to_read: gives rows of states that the step that is planned will read; a load begins before it.
     """
 
@@ -47,6 +50,7 @@ class Shelves:
     below: dict[bool, TierIndex]
     counts: tuple[Counts, Counts] = field(default_factory=lambda: (Counts(), Counts()))
     asks_below: bool = False
+    asks_peers: bool = False
     changes: int = 0
     rows_to_read: Callable[[], Container[int]] = tuple
 
@@ -61,6 +65,17 @@ class Shelves:
     def piece(self) -> int:
         """Most pages of one copy."""
         return max(1, _PIECE_BYTES // max(self.copies.page_bytes, 1 << 10))
+
+    def source_of(self, request: Request) -> KVTransferParams | None:
+        """The engine that has computed a request's prompt; None: it names none."""
+        asked = request.params.kv_transfer_params if self.asks_peers else None
+        return asked if asked is not None and asked.do_remote_prefill else None
+
+    def has_to_ask(self, request: Request) -> bool:
+        """True if the tier below is asked about a request."""
+        if not self.below or not self.copies.takes_writes:
+            return False
+        return self.asks_below or self.source_of(request) is not None
 
     @property
     def has_states(self) -> bool:

@@ -32,10 +32,11 @@ class Stores:
         self._fresh_states: dict[PageRun, None] = {}
         self._stores: dict[Ticket, PageRun] = {}
         self._storing: set[bytes] = set()  # keys of pages
+        self._storing_states: set[bytes] = set()
         self._to_write: dict[bool, deque[Entry]] = {False: deque(), True: deque()}
         self._writes: dict[Ticket, list[int]] = {}  # with slots of the tier below
         self._has_new: set[bool] = set()  # pages, states: what is written back later came since it was looked at
-        self.takes_writes = bool(shelves.below)
+        self.takes_writes = bool(shelves.below) and not shelves.asks_peers
 
     def __bool__(self) -> bool:
         """Copies to the host's memory are in flight."""
@@ -45,6 +46,17 @@ class Stores:
     def has_more(self) -> bool:
         """A store would begin now."""
         return bool(self._fresh_states) or (bool(self._fresh) and len(self._storing) < self._most)
+
+    def is_storing(self, run: PageRun | None, keys: Iterable[bytes]) -> bool:
+        """True while a path's pages or states are on their way to the host's memory, or wait for it.
+
+        Args:
+            run: the path's end in the prefix cache.
+            keys: of its pages.
+        """
+        if run is not None and run in self._fresh:
+            return True
+        return any(key in self._storing or key in self._storing_states for key in keys)
 
     @property
     def is_writing(self) -> bool:
@@ -136,7 +148,7 @@ class Stores:
     def _store_state(self, run: PageRun) -> None:
         shelves, states = self._shelves, self._shelves.host[True]
         key = shelves.keys_of(run)[-1]
-        if run not in self._cache.states or key in states:
+        if run not in self._cache.states or key in states or key in self._storing_states:
             return
         for slot in states.take(1):
             depth = sum(one.pages.size for one in self._cache.path_of(run)) * shelves.page_size
@@ -150,8 +162,7 @@ class Stores:
         self._shelves.copies.begin(ticket)  # ahead of the rest: none waits for one that did not begin
         self._cache.lock(run)
         self._stores[ticket] = run
-        if not is_state:
-            self._storing.update(entry.key for entry in entries)
+        (self._storing_states if is_state else self._storing).update(entry.key for entry in entries)
 
     def over(self, ticket: Ticket) -> None:
         """Takes a copy in that is over."""
@@ -164,6 +175,7 @@ class Stores:
         index, counts, num_bytes = shelves.host[ticket.is_state], shelves.counts[0], shelves.copies.page_bytes
         if ticket.is_state:
             self._cache.states.let_go(run)
+            self._storing_states.difference_update(entry.key for entry in ticket.entries)
             num_bytes = shelves.copies.state_bytes
         else:
             self._storing.difference_update(entry.key for entry in ticket.entries)

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.schedule.tiers.index import Entry
 
 _NO_FLAGS = np.empty(0, dtype=bool)
@@ -28,6 +29,7 @@ class Ticket:
         is_state: states are copied, and no pages.
         from_below: [n] bool, of a load: what the tier below has. It is read into the slot first.
         failed: [n] bool, of one that is over: what did not arrive, or is not there.
+        source: of a lookup, the engine that is asked; None: the tier below is no engine.
         seconds: how long it took.
         is_over: True at its end.
     """
@@ -38,6 +40,7 @@ class Ticket:
     is_state: bool = False
     from_below: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     failed: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    source: KVTransferParams | None = None
     seconds: float = 0.0
     is_over: bool = False
 

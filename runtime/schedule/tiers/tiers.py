@@ -24,6 +24,7 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.tiers.figures import TierFigures
 from mllm_compile.runtime.schedule.tiers.gain import Gain
+from mllm_compile.runtime.schedule.tiers.handover import HandOver, Whereabouts
 from mllm_compile.runtime.schedule.tiers.index import TierIndex
 from mllm_compile.runtime.schedule.tiers.loads import Loads
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
@@ -45,7 +46,11 @@ class Tiers:
         below: the indices of the tier below, of pages and of states; None: there is no such tier.
         writes_through: as Stores has it.
         name_below: of the tier below, in figures.
-        asks_below: as Shelves has it.
+        asks_below, asks_peers: as Shelves has it.
+        hands_over: where other engines ask, and hold_s as HandOver has it; None: nothing is handed over.
+
+    Attributes:
+        handover: what other engines may fetch; None: nothing.
     """
 
     def __init__(
@@ -59,14 +64,19 @@ class Tiers:
         writes_through: bool = True,
         name_below: str = "disk",
         asks_below: bool = False,
+        asks_peers: bool = False,
+        hands_over: tuple[Whereabouts, float] | None = None,
     ) -> None:
         self._names = "host", name_below
         self._has_left = self._is_closed = False
         upper = {False: host[0], True: host[1]}
         lower = {} if below is None else {False: below[0], True: below[1]}
-        self._shelves = Shelves(pages, copies, secret, Gain(min_gain), upper, lower, asks_below=asks_below)
+        self._shelves = Shelves(
+            pages, copies, secret, Gain(min_gain), upper, lower, asks_below=asks_below, asks_peers=asks_peers
+        )
         self._copies = copies
         self._loads, self._stores = Loads(self._shelves), Stores(self._shelves, writes_through)
+        self.handover = None if hands_over is None else HandOver(self._shelves, self._stores, *hands_over)
         pages.cache.watchers.append(self._stores)
 
     # --- requests that wait -------------------------------------------------------------------------------------------
@@ -108,7 +118,7 @@ class Tiers:
     @property
     def has_more(self) -> bool:
         """`advance` would begin a store."""
-        return self._stores.has_more
+        return self._stores.has_more or (self.handover is not None and self.handover.has_more)
 
     @property
     def changes(self) -> int:
@@ -118,8 +128,12 @@ class Tiers:
     def advance(self) -> None:
         """Takes in the copies that are over, and begins stores."""
         self._take_in()
+        if self.handover is not None:
+            self.handover.begin()
         self._stores.begin()
         self._stores.begin_writes()
+        if self.handover is not None:
+            self.handover.settle()
 
     def settle(self) -> None:
         """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they
@@ -142,7 +156,8 @@ class Tiers:
 
     def watch(self, tell: Callable[[str, bytes, bool], None]) -> None:
         """Tells which pages tiers hold: a tier's name, a page's key, and whether it holds the page now."""
-        for name, indices in zip(self._names, (self._shelves.host, self._shelves.below), strict=True):
+        below = {} if self._shelves.asks_peers else self._shelves.below
+        for name, indices in zip(self._names, (self._shelves.host, below), strict=True):
             if indices:
                 indices[False].watch = partial(tell, name)
 
@@ -157,6 +172,8 @@ class Tiers:
         """Uses the tier below no more: what is computed from now on is not what it is named after. Nothing may move.
         Nor does another process find what the host's memory has."""
         self._copies.void_kept()
+        if self.handover is not None:
+            self.handover.close()
         self._stores.takes_writes = False
         self._has_left |= bool(self._shelves.below)
         for index in self._shelves.below.values():
@@ -194,6 +211,8 @@ class Tiers:
         if self._is_closed:
             return
         self._is_closed = True
+        if self.handover is not None:
+            self.handover.close()
         try:
             self._copies.wait()
             self.advance()
