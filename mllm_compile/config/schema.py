@@ -206,10 +206,10 @@ class KVTransferConfig(Section):
     """The module that has the class."""
 
     kv_role: KVRole = "kv_both"
-    """Of PeerConnector: kv_producer hands pages over, kv_consumer fetches them; kv_both: stored and loaded."""
+    """kv_both: pages are stored and loaded. PeerConnector's kv_producer hands them over, its kv_consumer fetches."""
 
     kv_ip: str = "127.0.0.1"
-    """Of PeerConnector: the address of this host at which others fetch pages."""
+    """The address of this host at which others fetch pages, with PeerConnector."""
 
     kv_port: int = Field(default=14579, ge=0, le=65535)
     """Its port; 0: a free one."""

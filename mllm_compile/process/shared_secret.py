@@ -13,14 +13,11 @@ import secrets
 import socket
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 _NONCE, _MAC = 32, 32
 _YES, _NO = b"\1", b"\0"
@@ -28,7 +25,7 @@ _MOST_BYTES = 1 << 16  # of a line
 
 
 class Roles(NamedTuple):
-    """What the two ends of a kind of connection are called, in their proofs.
+    """The names of the two ends of a kind of connection, in their proofs.
 
     Attributes:
         greeting: the first bytes of the host's end.
@@ -97,13 +94,13 @@ def read_exactly(connection: socket.socket, size: int, until: float | None = Non
     return data
 
 
-def send_line(connection: socket.socket, session: bytes, message: DataclassInstance) -> None:
+def send_line(connection: socket.socket, session: bytes, message: Any) -> None:
     """Sends a dataclass as a line of JSON."""
     line = json.dumps(asdict(message)).encode() + b"\n"
     connection.sendall(line + seal(session, type(message), line))
 
 
-def seal(session: bytes, kind: type[DataclassInstance], line: bytes) -> bytes:
+def seal(session: bytes, kind: type, line: bytes) -> bytes:
     """The MAC of a line of a kind of messages."""
     return hmac.digest(session, kind.__name__.encode() + b"\0" + line, "sha256")
 

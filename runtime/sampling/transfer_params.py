@@ -22,7 +22,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 @by_name_alone("do_remote_decode=True", {})
 @dataclass(frozen=True, kw_only=True)
 class KVTransferParams:
-    """What a request says of its prompt's pages. Immutable. At most one of the first two is true.
+    """The words of a request about its prompt's pages. Immutable. At most one of the first two is true.
 
     Attributes:
         do_remote_decode: another engine will fetch them: the answer says from where.

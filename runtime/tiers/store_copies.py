@@ -40,7 +40,7 @@ class AsksEngines(Protocol):
     """A store of what other engines have; each request names one."""
 
     def lookup_at(self, source: KVTransferParams, places: Sequence[Place]) -> Sequence[bool]:
-        """As KVConnector.lookup, of that engine."""
+        """Tells which values that engine has; see KVConnector.lookup."""
 
 
 class StoreCopies:

@@ -12,7 +12,7 @@ import pytest
 from mllm_compile.errors import ConfigError
 from mllm_compile.kv_events.installed import make_publisher
 from mllm_compile.kv_events.news import NO_PAGE, Origin, Removed, Stored
-from mllm_compile.runtime.config_sections import KVEventsSection
+from mllm_compile.runtime.config_sections import KVEventsSection, KVTransferSection
 from tests.engine.cases import params
 from tests.fakes import fake_engine
 from tests.hang_guard import HANG_S, until
@@ -204,7 +204,10 @@ def test_an_engines_events_end_with_what_it_caches(publisher, subscriber):
 
 
 def test_an_engine_publishes_by_itself_until_it_is_closed(folder):
-    runtime = SimpleNamespace(kv_events_config=section(folder), expert_parallel_size=1, routed_experts=False)
+    transfer = KVTransferSection()
+    runtime = SimpleNamespace(
+        kv_events_config=section(folder), kv_transfer_config=transfer, expert_parallel_size=1, routed_experts=False
+    )
     config = SimpleNamespace(runtime=runtime, lora=SimpleNamespace(adapters={}))
     for _ in range(2):  # the endpoints can be had again
         with fake_engine(config=config) as engine:

@@ -1,4 +1,4 @@
-"""What two engines say when they have met: questions for pages or states, by their keys, and the answers.
+"""The words of two engines that have met: questions for pages or states, by their keys, and the answers.
 
 A question is a header and keys. All sizes are bounded, and known to both from the header: no length is believed.
 
@@ -43,7 +43,7 @@ def read_question(connection: socket.socket, idle_s: float, within_s: float) -> 
         within_s: it is whole so long behind its beginning.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no question.
         OSError, EOFError: the other end is gone.
     """
     connection.settimeout(idle_s)

@@ -31,7 +31,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Hello:
-    """What the engine that asks is.
+    """The engine that asks.
 
     Attributes:
         engine_id: of the engine that it wants.
@@ -82,12 +82,12 @@ def secret_of_keys(secret: bytes) -> bytes:
 
 
 def hello_of(namespace: Namespace, engine_id: str) -> Hello:
-    """What an engine with this namespace says."""
+    """The words of an engine with this namespace."""
     return Hello(engine_id, facts_of(namespace), namespace.page_bytes, namespace.state_bytes)
 
 
 def facts_of(namespace: Namespace) -> dict[str, str]:
-    """What pages depend on; long values as hashes."""
+    """The facts that pages depend on; long values as hashes."""
     return {name: _short(value) for name, value in sorted(namespace.facts.items())}
 
 

@@ -1,7 +1,7 @@
 """The memory of an engine, mapped by another one of the same host and user.
 
 It is a file in memory without a name, which cannot shrink: a map of it never faults. Its descriptor goes over a Unix
-socket, read-only, to whoever has the pass word that was told over the connection where both have proved themselves.
+socket, read-only, to an engine with the pass word that was told over the connection where both have proved themselves.
 """
 
 from __future__ import annotations

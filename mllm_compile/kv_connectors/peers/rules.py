@@ -1,4 +1,4 @@
-"""What an engine may be asked of its own pages and others': its role, and the hosts that it asks.
+"""The requests for pages that an engine takes: its role, and the hosts that it asks.
 
 A request names the host that is asked, so hosts are listed: a client cannot have an engine connect anywhere else.
 """

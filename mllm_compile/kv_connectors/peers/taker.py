@@ -40,7 +40,7 @@ class _Address(NamedTuple):
 
 
 class PeerStore:
-    """As a KVConnector, which writes nothing; `lookup_at` comes ahead of `load`. Several threads call it at once.
+    """A KVConnector that writes nothing; `lookup_at` comes ahead of `load`. Several threads call it at once.
 
     Args:
         secret: of the engines.
@@ -153,7 +153,7 @@ class _Peer:
         self._is_closed = False
 
     def lookup(self, keys: Sequence[bytes], is_state: bool) -> list[bool] | None:
-        """Which of them it has; None: it does not answer."""
+        """A flag for each that it has; None: it does not answer."""
 
         def call(connection: socket.socket) -> list[bool]:
             until = deadline(self._timeout_s)

@@ -1,7 +1,7 @@
-"""What other engines may fetch of the host's memory: the prompts that were computed for them.
+"""The part of the host's memory that other engines may fetch: the prompts that were computed for them.
 
 A request that another engine will go on with *promises* its prompt's pages when it ends. They are published and stored
-as any others; whoever asks for them waits until that is over. From then on others go before them when memory is short,
+as any others; an engine that asks for them waits until that is over. From then on others go before them when memory is short,
 until they were fetched or their time is over: nothing is held for ever. Promises are made and kept by the engine's
 thread; other threads ask. Free of torch.
 """
@@ -26,11 +26,11 @@ from mllm_compile.runtime.schedule.tiers.stores import Stores
 
 
 def _nothing() -> None:
-    """What is called by default."""
+    """The default of an optional callback."""
 
 
 class Whereabouts(NamedTuple):
-    """Where other engines ask.
+    """The place where other engines ask.
 
     Attributes:
         engine_id: of this one, from its start to its end.
