@@ -1,9 +1,9 @@
 """The part of the host's memory that other engines may fetch: the prompts that were computed for them.
 
 A request that another engine will go on with *promises* its prompt's pages when it ends. They are published and stored
-as any others; an engine that asks for them waits until that is over. From then on others go before them when memory is short,
-until they were fetched or their time is over: nothing is held for ever. Promises are made and kept by the engine's
-thread; other threads ask. Free of torch.
+as any others; an engine that asks for them waits until that is over. From then on others go before them when memory is
+short, until they were fetched or their time is over: nothing is held for ever. Promises are made and kept by the
+engine's thread; other threads ask. Free of torch.
 """
 
 from __future__ import annotations

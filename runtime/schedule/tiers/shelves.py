@@ -38,7 +38,7 @@ class Shelves:
         counts: of the host's memory and of the tier below.
         changes: grows when pages changed hands.
         asks_below: the tier below does not tell what it has: it is asked about each request.
-        asks_peers: it is other engines: a request names the one that is asked, and pages that arrived are not theirs any more.
+        asks_peers: it is other engines: a request names the one that is asked. Pages that arrived are not theirs.
         rows_to_read: gives rows of states that the step that is planned will read; a load begins before it.
     """
 
