@@ -5,6 +5,8 @@
 A line of TRACE is one call as JSON: `id`, `session`, `parent`, `fork`, `after` (ids that it waits for), `pause_s`,
 `keep` (messages of its session, or of the parent where it is a fork), `append` ([{tokens, seed}]), `out_tokens`.
 Messages are random ids; answers are the model's. Both runs end after so many seconds: their calls count that are over.
+Cached tokens are compared with an LRU's of the same calls in the same order, as benchmarks.server.session_eviction has
+it, of as many tokens as the KV cache and the memory hold together.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.server.agent_trace import OVERHEAD, prompts_of
+from benchmarks.server.session_eviction import Lru
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime
@@ -36,6 +40,7 @@ class Replay:
 
     Attributes:
         over: (prompt tokens, cached tokens, output tokens, seconds) of each call that is over.
+        begun: ids of calls, in the order in which they began.
     """
 
     def __init__(self, engine: Engine, calls: list[Call], seconds: float) -> None:
@@ -43,6 +48,7 @@ class Replay:
         self._done = {call["id"]: threading.Event() for call in calls}
         self._messages: dict[str, list[list[int]]] = {}
         self.over: list[tuple[int, int, int, float]] = []
+        self.begun: list[str] = []
         sessions: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
             sessions[call["session"]].append(call)
@@ -67,8 +73,9 @@ class Replay:
     def _one(self, call: Call) -> None:
         source = call["parent"] if call["fork"] else call["session"]
         messages = list(self._messages.get(source, [])[: call["keep"]])
-        messages += [_ids(part["seed"], part["tokens"]) for part in call["append"]]
+        messages += [ids_of(part["seed"], part["tokens"]) for part in call["append"]]
         prompt = [token for message in messages for token in message]
+        self.begun.append(call["id"])
         began = time.monotonic()
         output = self._engine.generate([prompt], greedy(call["out_tokens"]), progress=False)[0]
         taken = time.monotonic() - began
@@ -77,8 +84,21 @@ class Replay:
         self._messages[call["session"]] = [*messages, output.token_ids]
 
 
-def _ids(seed: int, count: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(0, _VOCABULARY, count).tolist()
+def lru_share(calls: list[Call], begun: list[str], tokens: int) -> float:
+    """The share of prompt tokens that an LRU of so many has of calls in this order."""
+    prompts = {call["id"]: (call, prompt) for call, prompt in prompts_of(calls)}
+    lru, hits, total = Lru(tokens), 0, 0
+    for number, name in enumerate(begun):
+        call, prompt = prompts[name]
+        without = [(role, count - OVERHEAD, seed) for role, count, seed in prompt]  # which messages here do not have
+        hits += lru.call(number, without, ("assistant", call["out_tokens"] - OVERHEAD, call["reply_seed"]))
+        total += sum(count for _, count, _ in prompt)
+    return hits / total
+
+
+def ids_of(seed: int, count: int, vocabulary: int = _VOCABULARY) -> list[int]:
+    """A message."""
+    found: list[int] = np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
     return found
 
 
@@ -90,6 +110,7 @@ def measure(config: EngineConfig, calls: list[Call], args: Namespace, what: str)
         replay = Replay(engine, calls, args.seconds)
         replay.run()
         stats = engine.stats()
+        page_size = engine.config.runtime.page_size
     if not replay.over:
         sys.exit("no call was over in time; give it more --seconds")
     prompt, cached, out, taken = (np.array(column) for column in zip(*replay.over, strict=True))
@@ -101,6 +122,9 @@ def measure(config: EngineConfig, calls: list[Call], args: Namespace, what: str)
         f"p50 {np.median(rates):.1f}, p90 {p90:.1f} a second; preemptions {stats.preemptions}",
         flush=True,
     )
+    tokens = args.total_tokens + sum(tier.capacity for tier in stats.tiers) * page_size
+    share, found = lru_share(calls, replay.begun, tokens), cached.sum() / prompt.sum()
+    print(f"  an LRU of {tokens:,} tokens has {share:.1%}: the engine {found / share:.3f} of it", flush=True)
     for tier in stats.tiers:
         print(f"  {tier}", flush=True)
     return p90
