@@ -21,6 +21,11 @@ class KeptMemory:
         """The variable by which an engine that inherits the descriptor finds it."""
         return {KEPT_VARIABLE: str(self.descriptor)}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes now."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
     def close(self) -> None:
         """Gives the memory back, when no engine has it any more."""
         os.close(self.descriptor)

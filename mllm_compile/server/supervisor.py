@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mllm_compile.engine.stats import HistogramSnapshot
 from mllm_compile.errors import MllmError
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, EngineLink
@@ -286,7 +287,7 @@ class Supervisor:
             if not await self._started(link, self._hello):
                 await link.interrupt()
                 return False
-            await self._serve(link)
+            await self._serve(link, kept)
             return True
         finally:
             self._link = None
@@ -313,7 +314,7 @@ class Supervisor:
         self._on_ready(self.facts)
         return True
 
-    async def _serve(self, link: EngineLink) -> None:
+    async def _serve(self, link: EngineLink, kept: KeptMemory) -> None:
         """Watches a ready engine until it is to end, or is lost."""
         while not self._is_closing.is_set():
             if await self._wait(link.exited, _TICK_S):
@@ -328,7 +329,7 @@ class Supervisor:
             if not self._is_idle():
                 self.worked_s = now
             elif self._sleep_after_s is not None and now - self.worked_s > self._sleep_after_s:
-                await self._sleep(link)
+                await self._sleep(link, kept)
                 return
         await link.close()
 
@@ -338,11 +339,13 @@ class Supervisor:
         logger.error("%s is lost: %s. Starting it again.", self._engine, why)
         self._on_lost(not_ready(f"{self._engine} is lost: {why}. It starts again.", "engine_lost"))
 
-    async def _sleep(self, link: EngineLink) -> None:
+    async def _sleep(self, link: EngineLink, kept: KeptMemory) -> None:
         logger.info("no request for %g s: the engine sleeps until the next one", self._sleep_after_s)
         self._is_wanted.clear()
         self._enter(ASLEEP)
         await link.close()
+        if kept.num_bytes:
+            logger.info("its prefixes keep %s of the host's memory meanwhile", format_bytes(kept.num_bytes))
         await self._is_wanted.wait()
 
     def _enter(self, state: str) -> None:

@@ -80,6 +80,7 @@ class KeptSlots:
     ) -> None:
         self._is_bounded = is_bounded
         self._num_slots, num_records = num_slots, num_slots + num_states
+        self._slot_bytes = np.repeat([namespace.page_bytes, namespace.state_bytes], [num_slots, num_states])
         self.data_start = _start_of(num_records)
         self.num_bytes = self.bytes_of(namespace, num_slots, num_states)
         self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)  # with a lock of its own
@@ -149,9 +150,21 @@ class KeptSlots:
         self.map[: len(_MAGIC)] = bytes(len(_MAGIC))
 
     def close(self) -> None:
-        """Lets another process have the file; the content stays."""
+        """Lets another process have the file; the content stays, and takes no more memory than it has to."""
+        self._give_back()
         fcntl.flock(self._file, fcntl.LOCK_UN)  # the map has the file open, too
         os.close(self._file)
+
+    def _give_back(self) -> None:
+        """Gives the memory of slots that hold nothing back to the system."""
+        is_void = not any(self.map[: len(_MAGIC)])
+        ends = self.data_start + np.cumsum(self._slot_bytes)
+        is_free = np.ones(ends.size, dtype=bool) if is_void else self._table["check"] == 0
+        edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).reshape(-1, 2)
+        for first, behind in edges.tolist():
+            start = int(ends[first] - self._slot_bytes[first])
+            if count := int(ends[behind - 1]) - start:
+                self.map.madvise(mmap.MADV_REMOVE, start, count)
 
     def _content_of(self, namespace: Namespace, sizes: tuple[int, ...], secret: bytes | None) -> bytes:
         """The secret of what there is, where that is of this namespace; else that of a new, empty file."""

@@ -184,6 +184,24 @@ def test_the_next_server_has_the_prefixes_of_one_that_was_killed_in_a_named_file
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
 
 
+@pytest.mark.slow
+def test_a_server_that_sleeps_keeps_prefixes_in_no_more_memory_than_they_take(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "cache", runtime=RUNTIME, compile={"backend": "eager"})
+    path = tmp_path / "tiny.yaml"
+    path.write_text(config.model_dump_json(exclude_defaults=True))
+    command = [sys.executable, "-m", "mllm_compile", "serve", str(path), "--port", "0", "--sleep-after", "1"]
+    asked = {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    with running(command, tmp_path / "log") as server:
+        tokens = server.complete(**asked).json["choices"][0]["token_ids"]
+        until(lambda: "its prefixes keep" in server.said, "the server sleeps")
+        kept = re.search(r"its prefixes keep ([\d.]+) (\w+) of the host's memory meanwhile", server.said)
+        assert kept is not None
+        assert kept[2] == "KiB", "of 51 MiB"
+        again = server.complete(**asked).json
+    assert again["choices"][0]["token_ids"] == tokens
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
+
+
 def _tier_figure(server: object, name: str) -> float:
     text = server.get("/metrics").body.decode()  # type: ignore[attr-defined]
     found = re.search(rf'^mllm:kv_tier_{name}{{[^}}]*tier="host"[^}}]*}} (\S+)$', text, re.MULTILINE)

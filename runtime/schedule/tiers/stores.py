@@ -125,23 +125,25 @@ class Stores:
                 return
 
     def _missing(self, run: PageRun) -> list[tuple[Entry, int]]:
-        """Entries of the path's pages that the tier lacks, and the pages."""
-        shelves, index, path = self._shelves, self._shelves.host[False], list(self._cache.path_of(run))
-        depth, num_above = sum(one.pages.size for one in path), 0
-        for num_above, one in enumerate(path, start=1):
-            if num_above > 1 and shelves.keys_of(one)[-1] in index:
-                num_above -= 1
+        """Entries of the path's pages that the tier lacks, and the pages. It is looked at from its end up to a run that
+        the tier has the end of: a path of many runs, as a load publishes it, would take long for each of them."""
+        shelves, index = self._shelves, self._shelves.host[False]
+        above: list[PageRun] = []
+        held: Entry | None = None
+        for one in self._cache.path_of(run):
+            held = index.get(shelves.keys_of(one)[-1]) if above else None
+            if held is not None:
                 break
-        above = path[:num_above]
-        depth -= sum(one.pages.size for one in above)
-        first, keys = shelves.first_of(run), self._cache.use_keys(shelves.secret)
+            above.append(one)
+        first, depth = (shelves.keys_of(above[-1])[0], 0) if held is None else (held.first, held.depth)
+        keys = self._cache.use_keys(shelves.secret)
         missing: list[tuple[Entry, int]] = []
         for one in reversed(above):
             parent = keys.parent_of(one)
             for key, page in zip(keys.of(one), one.pages.tolist(), strict=True):
-                depth += 1
+                depth += shelves.page_size
                 if key not in index and key not in self._storing:
-                    missing.append((Entry(key, parent, first, depth * shelves.page_size, -1), page))
+                    missing.append((Entry(key, parent, first, depth, -1), page))
                 parent = key
         return missing
 

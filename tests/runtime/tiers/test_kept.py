@@ -98,6 +98,23 @@ def test_a_changed_byte_of_header_or_table_is_found(descriptor: int, at: int) ->
     again.close()
 
 
+def test_the_end_gives_the_memory_of_empty_slots_back(descriptor: int) -> None:
+    first = filled(descriptor)
+    first.map[first.data_start :] = bytes([7]) * (first.num_bytes - first.data_start)
+    held = held_bytes(descriptor)
+    first.close()  # slot 3 of pages and 0 of states, which are neighbours, are empty
+    assert held_bytes(descriptor) == held - 8192 - 4096
+    again = opened(descriptor)
+    assert len(found(again)) == 4
+    for entry, is_state in again.entries():
+        start = again.data_start + (4 * 8192 if is_state else 0) + entry.slot * (4096 if is_state else 8192)
+        size = 4096 if is_state else 8192
+        assert again.map[start : start + size] == bytes([7]) * size
+    again.void()
+    again.close()
+    assert held_bytes(descriptor) < 1 << 16
+
+
 def test_new_weights_let_the_next_process_find_nothing(descriptor: int) -> None:
     first = filled(descriptor)
     first.void()

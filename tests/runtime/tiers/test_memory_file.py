@@ -43,10 +43,10 @@ def test_what_is_in_it_is_there_for_the_next_process_and_takes_its_memory_at_onc
     first = slots_of(path)
     HostMemory([4 * 8192, 2 * 4096], torch.device("cpu"), first).data[:3] = 7
     first.put(Entry(b"k" * 16, b"p" * 16, b"f" * 16, 64, 0), is_state=False)
-    first.close()
     status = path.stat()
     assert status.st_mode & 0o777 == 0o600
     assert status.st_blocks * 512 >= status.st_size
+    first.close()
     again = slots_of(path)
     assert [entry.key for entry, _ in again.entries()] == [b"k" * 16]
     assert again.map[again.data_start : again.data_start + 4] == b"\7\7\7\0"
