@@ -5,7 +5,7 @@ Tiny random models on a CPU; each engine has its own pages, and meets the other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -17,7 +17,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import RequestError
 from mllm_compile.kv_connectors.peers import taker
 from mllm_compile.kv_connectors.peers.meeting import VARIABLE
-from tests.e2e.test_tiers import KINDS, PAGE, Served, tokens_of, turns_of
+from tests.e2e.test_tiers import KINDS, PAGE, Kind, Served, tokens_of, turns_of
 from tests.kv_connectors.peers.relay import relay_to
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.sample import slow_but_a_sample
@@ -31,19 +31,25 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "a secret of engines")
 
 
-@pytest.fixture(scope="module", params=slow_but_a_sample(KINDS, 1), ids=str)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    folder = tmp_path_factory.mktemp(request.param.architecture)
-    config = tiny_config(request.param.architecture, eos_token_id=None, bos_token_id=None)
-    save_tiny_model(config, folder / "model")
-    return Served(request.param, folder)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Served]:
+    """Makes a model of each kind once."""
+
+    found: dict[str, Served] = {}
+
+    def of(kind: Kind) -> Served:
+        if str(kind) not in found:
+            folder = tmp_path_factory.mktemp(kind.architecture)
+            save_tiny_model(tiny_config(kind.architecture, eos_token_id=None, bos_token_id=None), folder / "model")
+            found[str(kind)] = Served(kind, folder)
+        return found[str(kind)]
+
+    return of
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    folder = tmp_path_factory.mktemp("qwen3")
-    save_tiny_model(tiny_config("qwen3", eos_token_id=None, bos_token_id=None), folder / "model")
-    return Served(KINDS[0], folder)
+def qwen(folders: Callable[[Kind], Served]) -> Served:
+    return folders(KINDS[0])
 
 
 @contextmanager
@@ -62,10 +68,13 @@ def handed(prefill: Engine, prompt: list[int], **changes: Any) -> SamplingParams
     return replace(GREEDY, kv_transfer_params=answer.kv_transfer_params | changes)
 
 
-@pytest.mark.parametrize("way", ["memory", "connection"])
+@pytest.mark.parametrize(
+    ("kind", "way"), slow_but_a_sample([(kind, way) for kind in KINDS for way in ("memory", "connection")], 1)
+)
 def test_tokens_are_one_engines_and_whole_prompts_are_handed_over(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
+    folders: Callable[[Kind], Served], kind: Kind, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served = folders(kind)
     monkeypatch.setattr(taker, "_copied" if way == "connection" else "_received", None)
     if way == "connection":
         monkeypatch.setattr(taker, "borrow", _not_lent)
@@ -87,6 +96,7 @@ def _not_lent(*_: object) -> None:
     raise OSError("no such memory")
 
 
+@pytest.mark.slow
 def test_both_roles_in_each_and_either_may_begin(qwen: Served) -> None:
     turns = turns_of(Random(11), 6)
     with qwen.engine() as plain:

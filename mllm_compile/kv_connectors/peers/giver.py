@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ logger = logging.getLogger("mllm_compile.tiers")
 _MOST_CONNECTIONS = 128
 _MEETING_S = 10.0
 _IDLE_S = 120.0
+_REST_S = 0.1
 _STORED_S = 3.0  # promised pages are waited for so long
 
 ValueOf = Callable[[int, bool], np.ndarray]
@@ -118,6 +120,7 @@ class Giver:
             except OSError:
                 if self._is_closed:
                     return
+                time.sleep(_REST_S)  # there are too many open files
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, place), name="mllm-kv-give", daemon=True)
             with self._lock:
