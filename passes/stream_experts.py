@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import few_token_variant
@@ -17,6 +16,7 @@ from mllm_compile.passes.match.experts import match_expert_linear, match_weighte
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import (
     LINEAR,
+    are_alike,
     call,
     called_pieces,
     drop_dead_nodes,
@@ -132,15 +132,9 @@ def _match(node: fx.Node) -> _Experts | None:
     for residual, added in (node.args, node.args[::-1]):
         total = _sum_in(added)
         operands = None if total is None else match_weighted_sum(total)
-        if operands is not None and isinstance(residual, fx.Node) and _are_alike(residual, node):
+        if operands is not None and isinstance(residual, fx.Node) and are_alike(residual, node):
             return _match_linears(node, *operands, residual)
     return None
-
-
-def _are_alike(one: fx.Node, other: fx.Node) -> bool:
-    """True if both surely have one shape."""
-    shapes = [node.meta["val"].shape for node in (one, other)]
-    return len(shapes[0]) == len(shapes[1]) and all(statically_known_true(a == b) for a, b in zip(*shapes, strict=True))
 
 
 def _sum_in(added: Any) -> fx.Node | None:

@@ -10,6 +10,7 @@ weights once, and of each window the keys and values of its states.
 from __future__ import annotations
 
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,15 @@ def main() -> None:
     parser.add_argument("--windows", type=positives, default=[1, 8, 32], help="that are decoded together")
     parser.add_argument("--tokens", type=positive, default=200, help="of an answer")
     parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--layers", type=positive, help="of encoder and decoder; by default all")
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--mode", default="auto", help="cudagraph.mode")
     args = parser.parse_args()
     told, device = AutoConfig.from_pretrained(args.model), torch.device(args.device)
+    if args.layers:  # of random weights
+        told.encoder_layers = told.decoder_layers = args.layers
+        args.model = Path(tempfile.mkdtemp())
+        told.save_pretrained(args.model)
     config: dict[str, Any] = {
         "model": {"path": str(args.model), "dtype": args.dtype} | ({"load_format": "dummy"} if args.dummy else {}),
         "runtime": {"device": args.device, "max_running_requests": max(args.windows)},

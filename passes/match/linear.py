@@ -11,7 +11,15 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op, is_symbolic, linear_operands, takes_kernels
+from mllm_compile.passes.match.nodes import (
+    LINEAR,
+    are_alike,
+    is_call,
+    is_op,
+    is_symbolic,
+    linear_operands,
+    takes_kernels,
+)
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
 
@@ -141,5 +149,6 @@ def match_residual(
         if linear is None or len(linear.node.users) != 1 or not isinstance(residual, fx.Node):
             continue
         ours, theirs = linear.node.meta["val"], residual.meta["val"]
-        if ours.shape == theirs.shape and ours.dtype == theirs.dtype and match_rms_norm(linear.source) is None:
+        is_like = ours.dtype == theirs.dtype and are_alike(linear.node, residual)
+        if is_like and match_rms_norm(linear.source) is None:
             yield linear, residual

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 LINEAR = torch._C._nn.linear
 # Where the kernels run that passes put into pieces, and on what.
@@ -22,6 +23,12 @@ def is_call(node: object, *targets: Callable[..., Any] | str) -> TypeGuard[fx.No
     """True for a call of one of `targets`: functions, or methods by their names. In a canonical graph an operation has
     one target, and its arguments are by place (spelling.py)."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+
+
+def are_alike(one: fx.Node, other: fx.Node) -> bool:
+    """True if both values surely have one shape."""
+    shapes = [node.meta["val"].shape for node in (one, other)]
+    return len(shapes[0]) == len(shapes[1]) and all(statically_known_true(a == b) for a, b in zip(*shapes, strict=True))
 
 
 def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

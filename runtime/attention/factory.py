@@ -66,6 +66,7 @@ def make_attention_backend(
         from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
+        own = model.layer_kernels  # of other layers too, which another backend serves
         wrappers = GroupWrappers(
             model.layers,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -76,7 +77,7 @@ def make_attention_backend(
             max_requests=config.max_attended * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
-            kernels=model.layer_kernels,
+            kernels={one.name: own[one.name] for one in model.layers if one.name in own},
             copy_prefix=runtime.takes("copy_prefix"),
             divide_prefix=runtime.takes("divide_prefix"),
             part=part,
