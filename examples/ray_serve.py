@@ -132,8 +132,16 @@ def _prompt_of(body: bytes) -> str:
 def start(model: str, replicas: int, port: int, **actor: Any) -> None:
     """Serves a model by so many replicas; `actor` are options of each, such as num_gpus."""
     serve.start(http_options={"port": port})
-    each = Replica.options(num_replicas=replicas, ray_actor_options=actor).bind(model)
-    serve.run(Ingress.bind(each), route_prefix="/")
+    serve.run(_application(model, replicas, actor), route_prefix="/")
+
+
+def application(arguments: dict[str, str]) -> serve.Application:
+    """The application of a Serve config, such as clusters/ray_service.yaml."""
+    return _application(arguments["model"], int(arguments["replicas"]), {"num_gpus": float(arguments["gpus"])})
+
+
+def _application(model: str, replicas: int, actor: dict[str, Any]) -> serve.Application:
+    return Ingress.bind(Replica.options(num_replicas=replicas, ray_actor_options=actor).bind(model))
 
 
 def main() -> None:

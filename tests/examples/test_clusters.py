@@ -1,0 +1,168 @@
+"""Manifests of examples/clusters: their commands parse, their probes and services meet, their fields are known."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from mllm_compile.cli import make_app
+from mllm_compile.server.app import paths_of
+from mllm_compile.server.options import ServeOptions
+
+ROOT = Path(__file__).parents[2]
+CLUSTERS = ROOT / "examples" / "clusters"
+FILES = {path.stem: list(yaml.safe_load_all(path.read_text())) for path in sorted(CLUSTERS.glob("*.yaml"))}
+DOCUMENTS = [
+    pytest.param(name, document, id=f"{name}-{document['kind']}")
+    for name, documents in FILES.items()
+    for document in documents
+    if "kind" in document
+]
+# What LeaderWorkerSet sets in each pod (kubernetes-sigs/lws), with values of its second one.
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "mllm-0.mllm"}
+# Fields of the custom resources and charts, seen in November 2026; a path of (…) is a list's item.
+KNOWN = {
+    "LeaderWorkerSet": {
+        "spec": "replicas leaderWorkerTemplate rolloutStrategy startupPolicy networkConfig",
+        "spec.leaderWorkerTemplate": "size restartPolicy workerTemplate leaderTemplate subGroupPolicy",
+    },
+    "RayService": {
+        "spec": "serveConfigV2 rayClusterConfig serveService upgradeStrategy excludeHeadPodFromServeSvc",
+        "spec.rayClusterConfig": "rayVersion headGroupSpec workerGroupSpecs enableInTreeAutoscaling autoscalerOptions",
+        "spec.rayClusterConfig.headGroupSpec": "rayStartParams template serviceType headService enableIngress",
+        "spec.rayClusterConfig.workerGroupSpecs.0": "groupName replicas minReplicas maxReplicas numOfHosts "
+        "rayStartParams template idleTimeoutSeconds suspend",
+    },
+}
+CHARTS = {
+    "router": {
+        "": "servingEngineSpec routerSpec",
+        "routerSpec": "enableRouter replicaCount serviceDiscovery staticBackends staticModels routingLogic sessionKey "
+        "engineScrapeInterval requestStatsWindow",
+    },
+    "llm_d": {
+        "": "inferencePool inferenceExtension",
+        "inferencePool": "targetPorts modelServerType modelServers apiVersion",
+        "inferenceExtension": "replicas image extProcPort pluginsConfigFile pluginsCustomConfig flags",
+    },
+}
+
+
+def at(document: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        document = document[int(name) if isinstance(document, list) else name]
+    return document
+
+
+def pods(value: Any) -> Iterator[dict[str, Any]]:
+    """All templates of pods in a manifest."""
+    if isinstance(value, dict):
+        if "containers" in value.get("spec", ()):
+            yield value
+        for inner in value.values():
+            yield from pods(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pods(inner)
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The options of a `serve` command, read by our own command line."""
+    assert words[:2] == ["mllm-compile", "serve"]
+    serve = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
+    named = [re.sub(r"\$\((\w+)\)", lambda found: LWS[found[1]], word) for word in words[2:]]
+    return serve.make_context("serve", named).params
+
+
+def test_there_is_a_manifest_of_each_kind():
+    kinds = {document["kind"] for documents in FILES.values() for document in documents if "kind" in document}
+    assert kinds == {"Deployment", "Service", "LeaderWorkerSet", "RayService"}
+    assert set(CHARTS) <= set(FILES)
+
+
+@pytest.mark.parametrize(("name", "document"), DOCUMENTS)
+def test_commands_parse_and_probes_ask_paths_of_the_server(name, document):
+    paths = {path for method, path in paths_of(ServeOptions(model="x")) if method == "GET"}
+    for pod in pods(document):
+        for container in pod["spec"]["containers"]:
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+            if words := [*container.get("command", ()), *container.get("args", ())]:
+                options = parsed(words)
+                assert options["host"] == "0.0.0.0", "other pods reach it"
+                assert not ports or ports["http"] == options["port"]
+                assert pod["spec"]["terminationGracePeriodSeconds"] > float(options["shutdown_timeout"].rstrip("s"))
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                if kind in container:
+                    asked = container[kind]["httpGet"]
+                    assert asked["path"] in paths and asked["port"] in ports
+            mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+            assert mounted <= {volume["name"] for volume in pod["spec"].get("volumes", ())}
+
+
+def test_a_group_of_nodes_gets_its_size_its_rank_and_its_leader():
+    (group, _) = FILES["leader_worker_set"]
+    for pod in pods(group):
+        (container,) = pod["spec"]["containers"]
+        options = parsed(container["command"])
+        told = [options[name] for name in ("nnodes", "node_rank", "master_addr")]
+        assert told == [2, 1, LWS["LWS_LEADER_ADDRESS"]]
+        assert {one["name"] for one in container["env"]} == {"MLLM_NODES_SECRET"}
+    assert at(group, "spec.leaderWorkerTemplate.size") == 2
+
+
+def test_services_find_pods_with_the_port():
+    services = [(name, one) for name, documents in FILES.items() for one in documents if one.get("kind") == "Service"]
+    assert len(services) == 2
+    for name, service in services:
+        wanted = service["spec"]["selector"].items()
+        found = [pod for one in FILES[name] for pod in pods(one) if wanted <= pod["metadata"]["labels"].items()]
+        assert len(found) == 1
+        ports = {port["name"] for port in found[0]["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    backends = FILES["router"][0]["routerSpec"]["staticBackends"].split(",")
+    assert backends == [f"http://{service['metadata']['name']}:8000" for _, service in services[-1:]]
+
+
+@pytest.mark.parametrize(
+    ("document", "known"),
+    [
+        *((document, KNOWN[document["kind"]]) for _, document in (one.values for one in DOCUMENTS)
+          if document["kind"] in KNOWN),
+        *((FILES[name][0], known) for name, known in CHARTS.items()),
+    ],
+)  # fmt: skip
+def test_fields_are_known(document, known):
+    for path, names in known.items():
+        assert set(at(document, path)) <= set(names.split()), path
+
+
+def test_rays_application_is_built_of_the_arguments_that_it_gets():
+    application = yaml.safe_load(FILES["ray_service"][0]["spec"]["serveConfigV2"])["applications"][0]
+    module, _, name = application["import_path"].partition(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    (builder,) = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name]
+    read = {one.slice.value for one in ast.walk(builder) if isinstance(one, ast.Subscript)
+            and isinstance(one.slice, ast.Constant)}  # fmt: skip
+    assert read == set(application["args"])
+    assert all(isinstance(value, str) for value in application["args"].values())
+
+
+@pytest.mark.parametrize(("name", "document"), DOCUMENTS)
+@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="needs kubernetes-validate")
+def test_kubernetes_own_schemas_take_them(name, document):
+    import kubernetes_validate
+
+    version = kubernetes_validate.latest_version()
+    if document["apiVersion"] in ("v1", "apps/v1"):
+        kubernetes_validate.validate(document, version, strict=True)
+    for pod in pods(document) if document["kind"] in KNOWN else ():
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
+        kubernetes_validate.validate(whole, version, strict=True)
