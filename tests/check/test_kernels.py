@@ -26,7 +26,7 @@ from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces
 from mllm_compile.runtime.program.steps import RopeInputNames
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
-from tests.config.test_resolve import H200, resolved
+from tests.config.resolving import H200, resolved
 from tests.runtime.sampling.sampling_cases import scored_by_torch
 
 Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -73,7 +73,7 @@ from mllm_compile.runtime.quantised.numbers import dequantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme, tensor_name
 from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
-from tests.config.test_resolve import CPU
+from tests.config.resolving import CPU
 from tests.quantised_checkpoints import set_quantisation
 from tests.tiny_model import TINY
 

@@ -106,7 +106,7 @@ from mllm_compile.runtime import ops
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
-from tests.config.test_resolve import CPU, resolved
+from tests.config.resolving import CPU, resolved
 
 mllm_compile.kernels.paged_attention.has_libraries = lambda device, backend: False
 layers = tuple(LayerSpec(f"layers.{i}.attn", i, 4, 2, 16, 16, 0.25, 0.0, -1, None) for i in range(2))

@@ -14,7 +14,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.key import _attention
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.resolving import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.1, 0.0, -1, None)
 ON = {"runtime": {"cascade_attention": True}}  # 256 requests of the longest texts

@@ -20,7 +20,7 @@ from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
-from tests.config.test_resolve import CPU, resolved
+from tests.config.resolving import CPU, resolved
 
 SMALL = CpuLibrary("seven", "attention/paged/seven.cpp", "runtime.without: [seven]")
 

@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, OF_ONE
 from mllm_compile.runtime.program.spec import Program
-from tests.config.test_resolve import A100, CPU, H200, resolved
+from tests.config.resolving import A100, CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
 WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)

@@ -11,7 +11,7 @@ from mllm_compile.kernels.latent_attention import add_latent_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import LatentKernels, of_kind
 from mllm_compile.runtime.program.spec import Program
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.resolving import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 16, 1, 576, 512, 0.07, 0.0, -1, None, is_latent=True)
 

@@ -34,7 +34,7 @@ from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
 from mllm_compile.runtime.sampling.state import RowState
-from tests.config.test_resolve import H200, resolved
+from tests.config.resolving import H200, resolved
 from tests.runtime.attention.attention_cases import make_case
 from tests.runtime.sampling.sampling_cases import make_state
 

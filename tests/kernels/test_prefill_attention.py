@@ -14,7 +14,7 @@ from mllm_compile.kernels.prefill_attention import add_prefill_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.program.spec import Program
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.resolving import CPU, H200, resolved
 
 PLAIN = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.1, 0.0, -1, None)
 CHUNKED = replace(PLAIN, name="layers.1.attn", layer_id=1, chunk=8192)

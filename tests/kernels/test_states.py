@@ -14,7 +14,7 @@ from mllm_compile.runtime.attention.layer_kernels import StateKernels, of_kind
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, Ssd, StateLayer
 from mllm_compile.store.key import FORMAT_VERSION
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.resolving import CPU, H200, resolved
 
 CONV = StateLayer(
     "layers.0.conv", 0, CausalConv("silu"), ("x", "weight"), (3, 192), (192,), "bfloat16", "bfloat16"

@@ -14,7 +14,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.mask_probe import _Observer
 from mllm_compile.model.written_attention.indexed import choosing_every_key, full_length
-from tests.config.test_resolve import resolved
+from tests.config.resolving import resolved
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
 TOP = 48

@@ -23,7 +23,7 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.ops import OPS
 from mllm_compile.store.explain import Change, changes, miss_note
 from mllm_compile.store.key import _SHAPING_ROOMS, _attention, _sources, changed_parts, key_of
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.resolving import CPU, H200, resolved
 from tests.tiny_model import TINY, tiny_config
 
 CACHE = Path("/nonexistent")
