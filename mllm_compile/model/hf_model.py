@@ -232,7 +232,7 @@ def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
     if takes_grids or not _is_causal_lm(config_class):
         return AutoModelForImageTextToText
-    of_text: Any = AutoModelForCausalLM._model_mapping[config_class]  # type: ignore[index]
+    of_text: Any = AutoModelForCausalLM._model_mapping[config_class]
     takes_whole = of_text is with_images or of_text.config_class is config_class
     is_lenient = bool(of_text._keys_to_ignore_on_load_unexpected)
     return AutoModelForCausalLM if takes_whole or is_lenient else AutoModelForImageTextToText
