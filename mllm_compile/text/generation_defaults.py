@@ -104,6 +104,8 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
     if model.get("is_encoder_decoder") is True:
         told = generation or model  # where there is no file, Transformers looks for the same keys in the other
         not_applied = tuple(key for key, usual in _NOT_APPLIED.items() if told.get(key) not in (None, *usual))
+        is_sampled = told.get("do_sample") is True  # else generate is greedy, as translators expect
+        sampling = _sampling({**generation, "do_sample": is_sampled})
         sampling = _of_decoder(told, len(start), model.get("vocab_size"), folder) | sampling
         at_begin = _token_ids("begin_suppress_tokens", told.get("begin_suppress_tokens") or [], folder)
         if eos_token_ids and eos_token_ids <= at_begin:

@@ -48,11 +48,14 @@ def test_what_generate_does_with_an_encoder_decoders_answers_is_sampled_so_or_na
     config = {"is_encoder_decoder": True, "eos_token_id": 3, "decoder_start_token_id": 2, "vocab_size": 50}
     told = {"suppress_tokens": [7, 5, 99], "begin_suppress_tokens": [9, 3], "max_length": 40}
     found = defaults(tmp_path, {**told, "forced_eos_token_id": 3, "num_beams": 1, "no_repeat_ngram_size": 3}, config)
-    assert found.sampling == {"logit_bias": {5: -100.0, 7: -100.0}, "min_tokens": 1, "max_tokens": 39}
+    greedy = {"temperature": 0.0}
+    assert found.sampling == greedy | {"logit_bias": {5: -100.0, 7: -100.0}, "min_tokens": 1, "max_tokens": 39}
     assert found.not_applied == ("no_repeat_ngram_size", "forced_eos_token_id", "begin_suppress_tokens [9]")
     (tmp_path / "generation_config.json").unlink()  # as of older checkpoints
     assert defaults(tmp_path, None, config | told).sampling == found.sampling
-    assert defaults(tmp_path, {"max_length": 40, "max_new_tokens": 9}, config).sampling == {"max_tokens": 9}
+    assert defaults(tmp_path, {"max_length": 40, "max_new_tokens": 9}, config).sampling == greedy | {"max_tokens": 9}
+    sampled = {"do_sample": True, "top_k": 5, "temperature": 0.7}
+    assert defaults(tmp_path, sampled, config).sampling == {"top_k": 5, "temperature": 0.7}
     of_another = defaults(tmp_path, {**told, "num_beams": 4}, config | {"is_encoder_decoder": False})
     assert (of_another.sampling, of_another.not_applied) == ({}, ())
 
