@@ -68,8 +68,8 @@ def check_encoder_decoder(config: EngineConfig, device: DeviceInfo) -> None:
     """
     if device.is_cuda:
         raise ConfigError(
-            "runtime.device is a GPU, and the model has an encoder and a decoder, which are served on a CPU: attention "
-            "to the encoder's states has no captured decodes yet. Set runtime.device: cpu."
+            "runtime.device is a GPU, and the model has an encoder and a decoder, which are served on a CPU: on a "
+            "GPU their answers have not been compared with Transformers' yet. Set runtime.device: cpu."
         )
     _refuse_keys(config, _NOT_OF_ENCODER_DECODERS, "the model has an encoder and a decoder", "Leave it out.")
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
@@ -39,6 +41,12 @@ def config_of(folder: Path, cache: Path, mode: str) -> dict[str, Any]:
         "cudagraph": {"mode": "none"} if mode == "none" else graphs,
         "cache": {"dir": str(cache)},
     }
+
+
+@pytest.fixture(autouse=True)
+def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a GPU serve them, which the config refuses until these tests have been seen to pass."""
+    monkeypatch.setattr("mllm_compile.config.resolve.check_encoder_decoder", lambda config, device: None)
 
 
 @pytest.fixture
@@ -96,6 +104,8 @@ def scores_of(model: Any, states: torch.Tensor, start: list[int], ids: list[int]
 def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
     name: str, launched: list[int], tmp_path: Path
 ) -> None:
+    if name == "t5" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this Transformers' T5 cannot be looked at apart from its encoder")
     model = save_encoder_decoder(name, tmp_path / "model", **SIZES[name]).cuda()
     save_word_tokenizer(tmp_path / "model")
     sources = sources_of_ids(*LENGTHS)
@@ -105,8 +115,6 @@ def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
 
 @torch.no_grad()
 def test_sounds_are_too(launched: list[int], tmp_path: Path) -> None:
-    import transformers
-
     sizes = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
     model = save_whisper(tmp_path / "model", **sizes).cuda()
     extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
