@@ -103,8 +103,9 @@ def _tiers(known: _Known, token_bytes: float) -> list[tuple[str, str]]:
         token_bytes: of KV.
     """
     runtime, lines = known.config.runtime, []
+    named = "" if runtime.kv_offloading_memory_file is None else f", in {runtime.kv_offloading_memory_file}"
     for size, where in (
-        (runtime.kv_offloading_size, "of the host's memory"),
+        (runtime.kv_offloading_size, f"of the host's memory{named}"),
         (runtime.kv_offloading_disk_size, f"in {runtime.kv_offloading_disk_path}"),
     ):
         if size:

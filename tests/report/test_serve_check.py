@@ -56,10 +56,11 @@ def test_what_a_start_with_another_config_measured_is_not_told(eager_cache):
 
 def test_the_memory_behind_the_cache_is_told_in_tokens(eager_cache):
     disk = {"kv_offloading_disk_path": "/tmp/kv", "kv_offloading_disk_size": 2.0}
-    found = told(tiny_config(eager_cache, runtime={"kv_offloading_size": 1.0, **disk}, **EAGER))
+    file = {"kv_offloading_memory_file": "/dev/shm/kv"}
+    found = told(tiny_config(eager_cache, runtime={"kv_offloading_size": 1.0, **disk, **file}, **EAGER))
     lines = [line for name, line in found if name == "" and "behind it" in line]
     assert lines == [
-        "behind it 1 GiB of the host's memory: 131,072 KV tokens",
+        "behind it 1 GiB of the host's memory, in /dev/shm/kv: 131,072 KV tokens",
         "behind it 2 GiB in /tmp/kv: 262,144 KV tokens",
     ]
 
