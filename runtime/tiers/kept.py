@@ -16,6 +16,7 @@ import secrets
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -164,7 +165,8 @@ class KeptSlots:
         for first, behind in edges.tolist():
             start = int(ends[first] - self._slot_bytes[first])
             if count := int(ends[behind - 1]) - start:
-                self.map.madvise(mmap.MADV_REMOVE, start, count)
+                with suppress(OSError):  # what the system does not take stays: the end goes on
+                    self.map.madvise(mmap.MADV_REMOVE, start, count)
 
     def _content_of(self, namespace: Namespace, sizes: tuple[int, ...], secret: bytes | None) -> bytes:
         """The secret of what there is, where that is of this namespace; else that of a new, empty file."""

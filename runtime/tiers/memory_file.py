@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mllm_compile.runtime.tiers.connector import KVConnectorError
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+_IN_MEMORY = "tmpfs"
 
 
 def open_memory_file(path: Path) -> int:
@@ -39,7 +39,7 @@ def check_room(path: Path, descriptor: int, num_bytes: int) -> None:
     """
     room, has = os.fstatvfs(descriptor), os.fstat(descriptor).st_blocks * 512
     free = room.f_bavail * room.f_frsize + has
-    if room.f_blocks and free < num_bytes:  # a file system without a limit tells none
+    if room.f_blocks and free < num_bytes:  # one without a limit tells no blocks
         raise KVConnectorError(
             f"{path}: expected room for {num_bytes / 2**30:.2f} GiB, got {free / 2**30:.2f} GiB. Lower "
             "runtime.kv_offloading_size, or give the file system more"
@@ -55,7 +55,7 @@ def _check(path: Path, status: os.stat_result) -> None:
             f"{path}: expected a file of user {os.getuid()} alone, got one of user {status.st_uid} with mode {mode:o}"
         )
     kind = _file_system(status.st_dev)
-    if kind not in _IN_MEMORY:
+    if kind != _IN_MEMORY:
         raise KVConnectorError(f"{path}: expected a file in memory, as in /dev/shm; got one on {kind}")
 
 
