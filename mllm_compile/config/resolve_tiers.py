@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mllm_compile.config.schema import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError
-from mllm_compile.runtime.config_sections import KVTransferSection
+from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection
 
 _OF_PEERS = ("hold_s", "hosts")
 
@@ -75,6 +75,16 @@ def check_tiers(asked: RuntimeConfig) -> None:
             f"runtime.kv_transfer_config names {store.kv_connector}, and runtime.kv_offloading_disk_path is {path}: "
             "one is behind the host's memory. Set one of them alone."
         )
+    if store.kv_connector == PEER_CONNECTOR:
+        kept = {
+            "kv_offloading_memory_file": asked.kv_offloading_memory_file is not None,
+            "kv_offloading_write_policy": asked.kv_offloading_write_policy != "write_through",
+        }
+        for key in (key for key, is_set in kept.items() if is_set):
+            raise ConfigError(
+                f"runtime.{key} is {getattr(asked, key)}, and runtime.kv_transfer_config names {PEER_CONNECTOR}: "
+                "memory that engines share ends with its own, and nothing is written below. Set one of them alone."
+            )
     if bool(path) != bool(size):
         raise ConfigError(
             f"runtime.kv_offloading_disk_path is {path or 'not set'} and runtime.kv_offloading_disk_size is {size:g} "

@@ -18,6 +18,7 @@ from mllm_compile import Engine, SamplingParams, StructuredOutputsParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.kv_connectors.peers.meeting import VARIABLE
+from mllm_compile.server.replicas.devices import devices_of
 from tests.adapters.tiny_adapters import Adapters
 from tests.server.harness import running
 from tests.tiny_model import engine_of_pages
@@ -161,6 +162,8 @@ def test_an_images_pages_are_its_own(tmp_path: Path) -> None:
     ("runtime", "why"),
     [
         ({"kv_offloading_disk_path": "/tmp/kv", "kv_offloading_disk_size": 1.0}, "one is behind the host's memory"),
+        ({"kv_offloading_memory_file": "/dev/shm/x"}, "memory_file is /dev/shm/x, and runtime.kv_transfer_config"),
+        ({"kv_offloading_write_policy": "write_back"}, "write_policy is write_back, and runtime.kv_transfer_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 excludes"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size excludes"),
         ({"expert_parallel_size": 2}, "expert_parallel_size excludes"),
@@ -178,6 +181,17 @@ def test_an_images_pages_are_its_own(tmp_path: Path) -> None:
 def test_what_is_refused_is_refused_by_name(eager_cache: Path, runtime: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         engine_of_pages(config_of(eager_cache, runtime=runtime_of("kv_both", **runtime)), 40)
+
+
+def test_replicas_need_a_port_each(eager_cache: Path) -> None:
+    for port, role, is_refused in ((14579, "kv_both", True), (0, "kv_both", False), (14579, "kv_consumer", False)):
+        asked = {"kv_transfer_config": PEERS | {"kv_port": port, "kv_role": role}}
+        config = config_of(eager_cache, runtime=runtime_of("kv_both", **asked))
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"--replicas 2: .*kv_port is 14579.* Set it to 0"):
+                devices_of(2, config)
+        else:
+            assert devices_of(2, config) == (None, None)
 
 
 def test_a_missing_secret_is_named(eager_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

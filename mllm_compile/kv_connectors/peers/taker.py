@@ -27,7 +27,7 @@ from mllm_compile.runtime.tiers.place import Place
 
 logger = logging.getLogger("mllm_compile.tiers")
 
-_REST_S = 5.0  # that an engine is left alone which has failed
+_REST_S = 20.0  # that an engine is left alone which has failed
 _MOST_PEERS = 256
 _MOST_PLACES = 1 << 18  # keys of pages that are to be fetched
 _MOST_IDLE = 8  # connections of an engine

@@ -9,6 +9,7 @@ from pathlib import Path
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import runtime_settings
 from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.config_sections import PEER_CONNECTOR
 from mllm_compile.server.options import VISIBLE
 
 MOST = 64  # engines of a server
@@ -34,6 +35,12 @@ def devices_of(count: int, source: EngineConfig | Path) -> tuple[str | None, ...
                 f"--replicas {count}: runtime.{key} is one engine's {what}. Leave it out; kv_offloading_size is each "
                 "engine's"
             )
+    peers = settings.kv_transfer_config
+    if peers.kv_connector == PEER_CONNECTOR and peers.kv_role != "kv_consumer" and peers.kv_port:
+        raise ConfigError(
+            f"--replicas {count}: runtime.kv_transfer_config.kv_port is {peers.kv_port}, which one engine has. Set it "
+            "to 0: each takes a free port"
+        )
     elsewhere = "distributed_executor_backend ray" if settings.distributed_executor_backend == "ray" else None
     elsewhere = f"nnodes {settings.nnodes}" if settings.nnodes > 1 else elsewhere
     if elsewhere is not None:
