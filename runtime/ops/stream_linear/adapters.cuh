@@ -252,6 +252,15 @@ __device__ __forceinline__ uint2 shared_pair(u32 address) {
   return v;
 }
 
+// B of 8 outputs as a lane multiplies it, from shared memory: ranks are ordered so that 8 bytes of a row are operands.
+struct EightOfB {
+  uint2 factors[RANK / 16];
+
+  __device__ __forceinline__ void get(u32 from) {
+#pragma unroll
+    for (int r = 0; r < RANK / 16; r++) factors[r] = shared_pair(from + r * 32);
+  }
+};
 // A . x of a lane's two tokens that have a slot, `token` and 8 behind, from [..][A_ROWS] bfloat16: of one part, for as
 // many outputs as are in it.
 struct ShrunkOfSlot {
@@ -272,14 +281,11 @@ struct ShrunkOfSlot {
         values[h][r] = has_slot[h] ? *(const uint2*)from : uint2{0, 0};
       }
   }
-  // Adds to the sums of 8 outputs of a part and 16 tokens, as m16n8k16 has them, B times it: `b` is of shared memory,
-  // of the lane's output and its first ranks. These are ordered so that 8 bytes of a row are a lane's operands.
-  __device__ __forceinline__ void multiply(float* sums, int its_part, u32 b) {
-    get(its_part);
+  // Adds to the sums of 8 outputs of the part and 16 tokens, as m16n8k16 has them, B times it.
+  __device__ __forceinline__ void multiply(float* sums, const EightOfB& b) const {
 #pragma unroll
-    for (int r = 0; r < RANK / 16; r++) {
-      const uint2 factors = shared_pair(b + r * 32);
-      multiply_add(sums, values[0][r].x, values[1][r].x, values[0][r].y, values[1][r].y, factors.x, factors.y);
-    }
+    for (int r = 0; r < RANK / 16; r++)
+      multiply_add(sums, values[0][r].x, values[1][r].x, values[0][r].y, values[1][r].y, b.factors[r].x,
+                   b.factors[r].y);
   }
 };

@@ -49,55 +49,46 @@ struct Shared {
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 static_assert(1023 + RING_BYTES - X_PANEL_BYTES + ALL_TOKENS * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
 
-// A thread finishes PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
-// one gates and ups), of two tokens.
-struct Outputs {
-  int token, first_row, rank, num_tokens;  // row and token of the first one
-
-  __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
-  __device__ __forceinline__ bool is_row(int place) const {
-    return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
-  }
-  __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
-  __device__ __forceinline__ bool is_there(int place, int h) const {
-    return is_row(place) && token + 8 * h < num_tokens;
-  }
-};
-
 #if RANK
-constexpr int EIGHTS = 2 * PLACES, EIGHT_BYTES = 8 * RANK * 2;  // of outputs that a block finishes; B of eight
-constexpr int PAGE_SLOTS = STAGE_BYTES / (EIGHTS * EIGHT_BYTES);
+// B of eight outputs is one of a page's pieces; a slot has those of a tile, gates ahead of ups.
+constexpr int EIGHTS = ROWS / 8, EIGHT_BYTES = 8 * RANK * 2, PAGE_SLOTS = STAGE_BYTES / (EIGHTS * EIGHT_BYTES);
+static_assert(EIGHTS <= 32, "a lane has one of them");
 static_assert(PAGE_SLOTS > 0 && STAGES <= STEPS, "a page is in the place of a stage, and behind a tile's");
 
 __device__ __forceinline__ int num_pages(const StepSlots& slots) {
   return (slots.num_slots + PAGE_SLOTS - 1) / PAGE_SLOTS;
 }
-// The first of eight outputs of a place, as `outputs` of a warp's first lane has them.
-__device__ __forceinline__ int first_of_eight(const Outputs& outputs, int place, int half) {
-  return outputs.row(place) + half * (GATED ? OUTPUTS : 8);
+// The first of eight outputs of a tile, and their part; -1: none.
+__device__ __forceinline__ int first_of_eight(int tile, int eight) {
+  const bool is_up = GATED && eight >= EIGHTS / 2;
+  return tile * OUT_ROWS + (is_up ? OUTPUTS + (eight - EIGHTS / 2) * 8 : eight * 8);
 }
-__device__ __forceinline__ int part_of_eight(const Outputs& outputs, int place, int half) {
-  return outputs.is_row(place) ? part_of(first_of_eight(outputs, place, half)) : -1;
+__device__ __forceinline__ int part_of_eight(int tile, int eight) {
+  const int first = first_of_eight(tile, eight);
+  const bool is_there = GATED ? first % OUTPUTS / OUT_ROWS == tile && first < N : first < N;
+  return eight < EIGHTS && is_there ? part_of(first) : -1;
 }
-// Asks for a tile's page, by all lanes: of each of its slots B of what the block finishes.
-__device__ __forceinline__ void ask_page(const Adapters& adapters, const StepSlots& slots, const Outputs& outputs,
-                                         int page, u32 to, u32 barrier) {
-  const int lane = threadIdx.x % 32, first = page * PAGE_SLOTS, end = min(first + PAGE_SLOTS, slots.num_slots);
-  int changed = 0;
-  for (int i = lane; i < EIGHTS; i += 32) changed += part_of_eight(outputs, i / 2, i % 2) >= 0;
-  changed = __reduce_add_sync(~0u, changed);
-  if (lane == 0) expect_bytes(barrier, (end - first) * changed * EIGHT_BYTES);
+// Asks for a tile's page, by all lanes: B of each of its slots. A copy takes as long as hundreds of bytes, so that
+// neighbours are in one.
+__device__ __forceinline__ void ask_page(const Adapters& adapters, const StepSlots& slots, int tile, int page, u32 to,
+                                         u32 barrier) {
+  const int lane = threadIdx.x % 32, part = part_of_eight(tile, lane);
+  const int row = part >= 0 ? row_of_b(first_of_eight(tile, lane), part) : -1;
+  const int before = __shfl_sync(~0u, row, max(lane - 1, 0));
+  const u32 there = __ballot_sync(~0u, row >= 0);
+  const bool is_first = row >= 0 && (lane == 0 || before < 0 || before + 8 != row);
+  const u32 ends = (__ballot_sync(~0u, is_first) | ~there) & ~1u << lane;  // of the neighbours behind
+  const int count = (ends ? __ffs(ends) - 1 : 32) - lane;
+  const int first = page * PAGE_SLOTS, end = min(first + PAGE_SLOTS, slots.num_slots);
+  if (lane == 0) expect_bytes(barrier, (end - first) * __popc(there) * EIGHT_BYTES);
   __syncwarp();
   u64 left = slots.adapted;
   for (int at = 0; at < end; at++) {
     const SlotTokens its = slots.first_of_those(left);
     left &= ~its.tokens;
-    for (int i = lane; at >= first && i < EIGHTS; i += 32) {
-      const int part = part_of_eight(outputs, i / 2, i % 2), output = first_of_eight(outputs, i / 2, i % 2);
-      if (part >= 0)
-        load_bytes(to + ((at - first) * EIGHTS + i) * EIGHT_BYTES, place_of_b(adapters, its.slot, output, part),
-                   EIGHT_BYTES, barrier);
-    }
+    if (at >= first && is_first)
+      load_bytes(to + ((at - first) * EIGHTS + lane) * EIGHT_BYTES,
+                 adapters.b + ((u64)its.slot * B_ROWS + row) * RANK * 2, count * EIGHT_BYTES, barrier);
   }
 }
 #endif
@@ -144,10 +135,9 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
     const int turn = i / of_tile, step = i % of_tile;
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
 #if RANK
-    if (step >= STEPS) {
-      const Outputs outputs = {0, (first_tile + turn * CLUSTERS) * OUT_ROWS, rank, num_tokens};
-      ask_page(adapters, slots, outputs, step - STEPS, ring + i % STAGES * STAGE_BYTES, full + 8 * (i % STAGES));
-    }
+    if (step >= STEPS)
+      ask_page(adapters, slots, first_tile + turn * CLUSTERS, step - STEPS, ring + i % STAGES * STAGE_BYTES,
+               full + 8 * (i % STAGES));
     if (step >= STEPS || !asks) continue;
 #endif
     ask_weight(i, turn, step), ask_x(i, step);
@@ -176,6 +166,21 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   if (lane == 0) arrive(empty + 8 * before(slot));
 }
+
+// A thread finishes PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
+// one gates and ups), of two tokens.
+struct Outputs {
+  int token, first_row, rank, num_tokens;  // row and token of the first one
+
+  __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
+  __device__ __forceinline__ bool is_row(int place) const {
+    return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
+  }
+  __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
+  __device__ __forceinline__ bool is_there(int place, int h) const {
+    return is_row(place) && token + 8 * h < num_tokens;
+  }
+};
 
 // Residual and norm weight, or bias: asked for before the products and used after them, when they are there.
 struct Operands {
@@ -275,12 +280,22 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
   leave(adapters, BLOCKS * HELPERS);
 }
+constexpr int AT_ONCE = 16 * 8 / RANK;  // eights of outputs whose B is in registers at once
+// The eight outputs of a place and a half, in a page.
+__device__ __forceinline__ int eight_of(int place, int half, int rank) {
+  const int group = place * SPLIT + rank;
+  return GATED ? group + half * (EIGHTS / 2) : 2 * group + half;
+}
 // Adds to the sums that a thread finishes what adapters do, as a tile's pages arrive; slots: of its two tokens.
 __device__ __forceinline__ void expand(float (&mine)[PLACES][8], const StepSlots& of_step, const int (&slots)[2],
-                                       Shared& shared, const Outputs& outputs, u32 ring, u32 full, u32 empty, int& slot,
-                                       int& phase) {
+                                       Shared& shared, int token, int tile, int rank, u32 ring, u32 full, u32 empty,
+                                       int& slot, int& phase) {
   const int lane = threadIdx.x % 32;
-  const Outputs first = {outputs.token, outputs.first_row - lane % 4 * 2, outputs.rank, outputs.num_tokens};
+  // Of gates and ups, or of neighbours: they are in parts of their own, or mostly in one, and then nothing is asked of
+  // each eight.
+  const int parts[2] = {part_of_eight(tile, eight_of(0, 0, rank)), part_of_eight(tile, eight_of(0, 1, rank))};
+  bool are_alike = parts[0] >= 0 && parts[1] >= 0;
+  for (int i = 0; i < 2 * PLACES; i++) are_alike &= part_of_eight(tile, eight_of(i / 2, i % 2, rank)) == parts[i % 2];
   int at = 0;  // in the page
   for (u64 left = of_step.adapted; left;) {
     const SlotTokens its = of_step.first_of_those(left);
@@ -290,13 +305,29 @@ __device__ __forceinline__ void expand(float (&mine)[PLACES][8], const StepSlots
     if (__any_sync(~0u, has_slot[0] || has_slot[1])) {
       wait_for(shared_address(&shared.shrunk_there), 0);
       const u32 b = ring + slot * STAGE_BYTES + at * EIGHTS * EIGHT_BYTES + lane / 4 * RANK * 2 + lane % 4 * 8;
-      // Of gates and ups, or of neighbours: they are in parts of their own, or mostly in one.
-      ShrunkOfSlot u[2] = {{shared.shrunk, outputs.token, {has_slot[0], has_slot[1]}},
-                           {shared.shrunk, outputs.token, {has_slot[0], has_slot[1]}}};
+      ShrunkOfSlot u[2] = {{shared.shrunk, token, {has_slot[0], has_slot[1]}},
+                           {shared.shrunk, token, {has_slot[0], has_slot[1]}}};
+      if (are_alike) {
+        u[0].get(parts[0]), u[1].get(parts[1]);
 #pragma unroll
-      for (int i = 0; i < EIGHTS; i++) {
-        const int part = part_of_eight(first, i / 2, i % 2);
-        if (part >= 0) u[i % 2].multiply(mine[i / 2] + i % 2 * 4, part, b + i * EIGHT_BYTES);
+        for (int begin = 0; begin < 2 * PLACES; begin += AT_ONCE) {
+          EightOfB factors[AT_ONCE];
+#pragma unroll
+          for (int i = begin; i < begin + AT_ONCE && i < 2 * PLACES; i++)
+            factors[i - begin].get(b + eight_of(i / 2, i % 2, rank) * EIGHT_BYTES);
+#pragma unroll
+          for (int i = begin; i < begin + AT_ONCE && i < 2 * PLACES; i++)
+            u[i % 2].multiply(mine[i / 2] + i % 2 * 4, factors[i - begin]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 * PLACES; i++) {
+          const int eight = eight_of(i / 2, i % 2, rank), part = part_of_eight(tile, eight);
+          if (part < 0) continue;
+          EightOfB factors;
+          factors.get(b + eight * EIGHT_BYTES);
+          u[i % 2].get(part), u[i % 2].multiply(mine[i / 2] + i % 2 * 4, factors);
+        }
       }
     }
     if (++at < PAGE_SLOTS && left) continue;
@@ -422,7 +453,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
     multiply(sums, ring, full, empty, slot, phase, group, lane);
     exchange(mine, sums, shared, rank, group);
 #if RANK
-    expand(mine, of_step, slots, shared, outputs, ring, full, empty, slot, phase);
+    expand(mine, of_step, slots, shared, token, tile, rank, ring, full, empty, slot, phase);
 #endif
     if (NORM_BLOCKS) wait_for(factors_there, 0);
     const float* factor = shared.factors + token;
