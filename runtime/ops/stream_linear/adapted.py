@@ -21,8 +21,9 @@ from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling
 MAX_TOKENS = 64  # of a wgmma
 MOST_RANK = 32  # of B a lane has four rows in registers
 _RANK_UNIT = 16  # of a product of tensor cores
-_SHRINK_SPLITS = 16  # parts of the inputs: 256 are a warp's, of 8B
-_MOST_INPUTS = 64  # registers of a lane, as the further warp leaves fewer
+_SHRINK_SPLITS, _LONG_SPLITS, _LONG = 16, 32, 8192  # parts of the inputs: 256 or 384 are a warp's, of 8B
+_ROW_HELPERS = 2  # further warps of a block of rows.cu
+_MOST_INPUTS = 64  # registers of a lane, as further warps leave fewer
 _PARTS = tuple[tuple[int, int], ...]
 
 
@@ -48,6 +49,11 @@ class AdaptedKind(LinearKind):
         return self.rank * len(self.parts)
 
     @property
+    def shrink_splits(self) -> int:
+        """Parts of the inputs that products with A are summed in."""
+        return _LONG_SPLITS if self.columns > _LONG else _SHRINK_SPLITS
+
+    @property
     def plain(self) -> LinearKind:
         """The linear without adapters."""
         return LinearKind(*(getattr(self, field.name) for field in fields(LinearKind)))
@@ -58,7 +64,7 @@ class AdaptedKind(LinearKind):
             "RANK": self.rank,
             "A_ROWS": self.a_rows,
             "B_ROWS": sum(count for _, count in self.parts),
-            "SHRINK_SPLITS": _SHRINK_SPLITS,
+            "SHRINK_SPLITS": self.shrink_splits,
         }
 
     def preamble(self) -> str:
@@ -77,7 +83,7 @@ class AdaptedKind(LinearKind):
 
 @dataclass(frozen=True)
 class AdaptedRowTiling(RowTiling):
-    """The division of the linear without adapters; a block has one more warp."""
+    """The division of the linear without adapters; a block has further warps."""
 
     headers: ClassVar[tuple[str, ...]] = ("ops/stream_linear/adapters.cuh",)
 
@@ -85,7 +91,7 @@ class AdaptedRowTiling(RowTiling):
 
     @cached_property
     def num_threads(self) -> int:
-        return 32 * (self.warps + 1)
+        return 32 * (self.warps + _ROW_HELPERS)
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -94,7 +100,7 @@ class AdaptedRowTiling(RowTiling):
         return plain.shared_bytes + self.tokens * self.kind.a_rows * 4 + 16 + 16
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "ADAPTED_TOKENS": self.tokens}
+        return {**super().constants(), "ADAPTED_TOKENS": self.tokens, "HELPERS": _ROW_HELPERS}
 
     @property
     def lane_inputs(self) -> int:
@@ -132,7 +138,7 @@ AdaptedTiling = AdaptedRowTiling | AdaptedTileTiling
 
 def num_sums(tiling: AdaptedTiling) -> tuple[int, int, int]:
     """The shape of what a kernel has between A and B, float32."""
-    return _SHRINK_SPLITS, tiling.tokens, tiling.kind.a_rows
+    return tiling.kind.shrink_splits, tiling.tokens, tiling.kind.a_rows
 
 
 def takes(rows: int, columns: int, rank: int, parts: _PARTS) -> bool:

@@ -9,7 +9,8 @@
 // x: a kernel's wait covers what kernels of the step write.
 //
 // Defined by adapted.py: RANK, A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs), SHRINK_SPLITS (parts of
-// the inputs), ADAPTED_TOKENS (at most), and of an output `part_of` (-1: no part) and its row of B, `row_of_b`.
+// the inputs), ADAPTED_TOKENS (at most), HELPERS of rows.cu (warps), and of an output `part_of` (-1: no part) and its
+// row of B, `row_of_b`.
 
 constexpr int A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, TASK_TOKENS = 8;
 constexpr int A_BATCH = ADAPTED_TOKENS > 8 ? 8 : 4;  // steps asked for at once: as registers of the kernel allow

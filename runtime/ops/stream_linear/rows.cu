@@ -58,12 +58,12 @@ struct Shared {
 };
 
 #if RANK
-constexpr int ALL_WARPS = WARPS + 1;
-// The warp that adapters have: shrinks, and gets B near for what the block finishes.
+constexpr int ALL_WARPS = WARPS + HELPERS;
+// The warps that adapters have: shrink, and get B near for what the block finishes.
 __device__ __forceinline__ void add_adapters(const Adapters& adapters, const char* x, Shared& shared, int num_tokens,
                                              int first_finished) {
   if (!adapters.early_slots) wait_for_prerequisites();
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, helper = threadIdx.x / 32 - WARPS;
   const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
   const u32 number = __shfl_sync(~0u, taken, 0);
@@ -71,20 +71,23 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
   if (number < slots.num_tasks()) fetch_a(adapters, task);
   const int slot = __shfl_sync(~0u, slots.mine[0], lane / 4);
   u32 parts = 0;
-  for (int group = first_finished; group < GROUPS; group += SPLIT * CLUSTERS)
+  for (int group = first_finished, turn = 0; group < GROUPS; group += SPLIT * CLUSTERS, turn++)
 #pragma unroll
     for (int i = 0; i < OUT_ROWS / 4; i += 2) {
       const int row = group * OUT_ROWS + lane % 4 * (OUT_ROWS / 4) + i;
-      fetch_b(adapters, slot, row), parts |= mask_of(part_of(row));
-      if (GATED) fetch_b(adapters, slot, row + OUTPUTS), parts |= mask_of(part_of(row + OUTPUTS));
+      parts |= mask_of(part_of(row)) | (GATED ? mask_of(part_of(row + OUTPUTS)) : 0);
+      if (turn % HELPERS != helper) continue;
+      fetch_b(adapters, slot, row);
+      if (GATED) fetch_b(adapters, slot, row + OUTPUTS);
     }
   if (adapters.early_slots) wait_for_prerequisites();
   shrink_some(adapters, slots, x, number, task);
   wait_for_all(adapters, slots);
-  add_up_shrunk<32>(adapters, slots, parts, lane, [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
+  add_up_shrunk<32 * HELPERS>(adapters, slots, parts, 32 * helper + lane,
+                              [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));
-  leave(adapters, CLUSTERS * SPLIT);
+  leave(adapters, CLUSTERS * SPLIT * HELPERS);
 }
 #else
 constexpr int ALL_WARPS = WARPS;
@@ -107,7 +110,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
     for (int i = 0; i < MOST_FINISHED; i++) make_barrier(arrived + 8 * i, 1);
 #if RANK
-    make_barrier(shared_address(&shared.shrunk_there), 1);
+    make_barrier(shared_address(&shared.shrunk_there), HELPERS);
 #endif
     publish_barriers();
     for (int i = 0; i < MOST_FINISHED; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
@@ -115,7 +118,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   __syncthreads();
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #if RANK
-  if (warp == WARPS) return add_adapters(adapters, x, shared, num_tokens, first_group + rank * CLUSTERS);
+  if (warp >= WARPS) return add_adapters(adapters, x, shared, num_tokens, first_group + rank * CLUSTERS);
 #endif
 
   // The first warp asks for chunks, a row by a lane.
