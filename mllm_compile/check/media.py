@@ -18,7 +18,7 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.media.positions import Placed, positions_of
-from mllm_compile.runtime.media.tower import Grid, Tower
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 
@@ -33,26 +33,35 @@ AddedToPrompts = Callable[[Any, int], AbstractContextManager[object]]
 
 
 class MediaCase:
-    """A prompt with two images, and their pixels: the same for every program of a model."""
+    """A prompt with two images, or two sounds, and their pixels: the same for every program of a model; positions have
+    so many axes."""
 
-    def __init__(self, facts: Tower, vocab_size: int, special: set[int], device: str) -> None:
+    def __init__(self, adapter: TowerAdapter, vocab_size: int, special: set[int], device: str, axes: int) -> None:
+        facts = adapter.facts
         generator = torch.Generator().manual_seed(0)
         self.facts = facts
         self.grids = facts.sample_grids()
         self.pixels = [
             torch.randn(facts.pixel_rows(grid), facts.pixel_width, generator=generator) for grid in self.grids
         ]
+        for pixels, grid in zip(self.pixels, self.grids, strict=True):
+            if (filling := facts.filling(grid)) is not None:
+                pixels[torch.from_numpy(filling)] = 0
         ordinary = torch.tensor([token for token in range(min(vocab_size, 1000)) if token not in special])
         texts = [ordinary[torch.randint(0, len(ordinary), (n,), generator=generator)] for n in _TEXT_LENGTHS]
+        if adapter.marks is not None:
+            texts[0][-1], texts[1][-1] = (adapter.marks[0],) * 2
+            texts[1][0], texts[2][0] = (adapter.marks[1],) * 2
         features = [facts.num_features(grid) for grid in self.grids]
         places = [torch.full((count,), facts.image_token_id) for count in features]
         ids = torch.cat([texts[0], places[0], texts[1], places[1], texts[2]])
         starts = (len(texts[0]), len(texts[0]) + features[0] + len(texts[1]))
         self.blocks = tuple(zip(starts, map(sum, zip(starts, features, strict=True)), strict=True))
         positions, text = torch.arange(len(ids)), torch.arange(len(texts[2]))
-        if facts.axes > 1:
-            placed, _ = positions_of(len(ids), map(Placed, starts, self.grids), facts.merge)
-            positions, text = torch.from_numpy(placed), text.expand(facts.axes, -1)
+        if axes > 1:
+            grids = map(Placed, starts, self.grids) if facts.axes > 1 else ()
+            placed, _ = positions_of(len(ids), grids, facts.merge)
+            positions, text = torch.from_numpy(placed), text.expand(axes, -1)
         self.prompts: list[Prompt] = [(ids.to(device), positions.to(device)), (texts[2].to(device), text.to(device))]
         self.is_feature = torch.cat([(ids == facts.image_token_id), torch.zeros(len(texts[2]), dtype=torch.bool)])
 
@@ -140,6 +149,6 @@ def compare_media(
     if error <= limit:
         return None
     return (
-        f"with two images in a prompt its logits are off by {error:.2g} from Transformers' (limit {limit:g}). Usual "
-        f"causes: features that the model changes on their way to its text, or other positions.{hint}"
+        f"with two {case.facts.noun}s in a prompt its logits are off by {error:.2g} from Transformers' (limit "
+        f"{limit:g}). Usual causes: features that the model changes on their way to its text, or other positions.{hint}"
     )

@@ -57,6 +57,7 @@ from mllm_compile.runtime.program.link import LinkedProgram, current_device
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
+    from mllm_compile.model.towers.adapter import TowerAdapter
 
 # ‖ours − theirs‖ / ‖theirs‖ of the worst token. Measured with these weights (4 to 36 layers, dense and experts, as
 # traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16. Wrong models are
@@ -233,14 +234,31 @@ def _check_adapters(
 def _check_media(
     lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str, states: StateCheck
 ) -> str | None:
-    """Runs a batch with images, where the model takes some, and again with adapters, where it takes those; returns why
-    images would not be served right."""
-    programs, hf_model, adapter = lowered.program.media, lowered.hf_model, lowered.adapter
-    if programs is None or adapter is None:
-        return None
+    """Runs a batch with images, where the model takes some, one with sounds, and again with adapters, where it takes
+    those; returns why they would not be served right."""
+    faults = (
+        _check_tower(lowered, adapter, tower, linked, by_name, device, states)
+        for adapter, tower in zip(lowered.adapters, lowered.of_media[1:], strict=True)
+    )
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _check_tower(
+    lowered: Lowered,
+    adapter: TowerAdapter,
+    tower: Lowered,
+    linked: LinkedProgram,
+    by_name: Mapping[str, torch.Tensor],
+    device: str,
+    states: StateCheck,
+) -> str | None:
+    """_check_media for one of the model's towers."""
+    programs, hf_model = lowered.program.media, lowered.hf_model
+    assert programs is not None, "a model with towers has programs of them"
+    facts = adapter.facts
     vocab_size = hf_model.sizes(programs.with_features.layers).vocab_size
-    case = MediaCase(programs.facts, vocab_size, special_ids(hf_model), device)
-    text, tower = lowered.of_media
+    case = MediaCase(adapter, vocab_size, special_ids(hf_model), device, programs.facts.axes)
+    text = lowered.of_media[0]
     dtype, lengths = hf_model.model.dtype, tuple(len(ids) for ids, _ in case.prompts)
 
     def executor(one: Lowered, rank: int) -> ProgramExecutor:
@@ -252,14 +270,15 @@ def _check_media(
 
     def run(bound: Callable[[int], Bound], slots: Sequence[int]) -> torch.Tensor:
         features = features_of(executor(tower, 0), case, dtype, device)
+        features = torch.nn.functional.pad(features, (0, programs.facts.feature_width - features.shape[1]))
         inputs = dict(inputs_with_features(case, features))
         if slots:
             inputs["adapter_slots"] = torch.from_numpy(np.repeat(slots, lengths).astype(np.int32)).to(device)
-        blocks = case.blocks if programs.facts.sees_ahead else ()
+        blocks = case.blocks if facts.sees_ahead else ()
 
         def of_rank(rank: int) -> torch.Tensor:
             with current_device(torch.device(device)):
-                ahead = blocks, programs.facts.sees_ahead_in_windows
+                ahead = blocks, facts.sees_ahead_in_windows
                 return run_packed(*bound(rank), lengths, 1, inputs, None, device, dtype, states, *ahead)[0]
 
         return of_rank(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, of_rank)[0]

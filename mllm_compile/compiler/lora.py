@@ -57,7 +57,7 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
     from mllm_compile.model.trace import trace_model
     from mllm_compile.passes.base import LORA_LAYOUT, LoraWish
 
-    hf_model, adapter = lowered.hf_model, lowered.adapter
+    hf_model, adapter = lowered.hf_model, next(iter(lowered.adapters), None)
     linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
     others = (*ends, *experts)
     wish = LoraWish(

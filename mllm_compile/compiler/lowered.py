@@ -65,8 +65,8 @@ class Lowered:
         symbols: the graph's size symbols → T, S, P, L.
         written_pieces: pieces of the program that are no part of the graph: attention of decodes, layers with a state,
             the choice of tokens, and the decode loop.
-        of_media: what its programs for images were lowered from: the text with features, and the tower.
-        adapter: of the tower, where there are such programs.
+        of_media: what its programs for images and sounds were lowered from: the text with features, and the towers.
+        adapters: of the towers, in their order.
         of_lora: what its programs for adapters were lowered from: the text, and the text with features.
         of_head: of a model that pools, what its head was lowered from, if it has one.
         of_source: of an encoder-decoder, what its program of sources was lowered from.
@@ -80,7 +80,7 @@ class Lowered:
     symbols: dict[str, str]
     written_pieces: tuple[WrittenPiece, ...]
     of_media: tuple[Lowered, ...] = ()
-    adapter: TowerAdapter | None = None
+    adapters: tuple[TowerAdapter, ...] = ()
     of_lora: tuple[Lowered, ...] = ()
     of_head: tuple[Lowered, ...] = ()
     of_source: tuple[Lowered, ...] = ()
@@ -89,7 +89,7 @@ class Lowered:
         """The model for text alone."""
         lora = None if self.program.lora is None else replace(self.program.lora, with_features=None)
         program = replace(self.program, media=None, lora=lora)
-        return replace(self, program=program, of_media=(), of_lora=self.of_lora[:1], adapter=None)
+        return replace(self, program=program, of_media=(), of_lora=self.of_lora[:1], adapters=())
 
     @property
     def every(self) -> tuple[Lowered, ...]:

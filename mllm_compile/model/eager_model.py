@@ -88,9 +88,10 @@ class EagerSource:
         return replace(model, eager=eager, live=None)  # an update would leave Transformers' weights as they are
 
     def _load_transformers_model(self, device: torch.device) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         from mllm_compile.model.eager_attention import EAGER_IMPLEMENTATION, register_eager_attention
+        from mllm_compile.model.hf_model import auto_class
 
         register_eager_attention()
         settings = self._config.model
@@ -100,12 +101,14 @@ class EagerSource:
             "trust_remote_code": settings.trust_remote_code,
         }
         try:
+            config = AutoConfig.from_pretrained(settings.folder, trust_remote_code=settings.trust_remote_code)
+            is_for_sounds = auto_class(type(config)) is AutoModelForSeq2SeqLM
+            kind: Any = AutoModelForSeq2SeqLM if is_for_sounds else AutoModelForCausalLM
             if settings.load_format == "dummy":  # random, but not the compiled model's random weights
-                config = AutoConfig.from_pretrained(settings.folder, trust_remote_code=settings.trust_remote_code)
                 with device:
-                    model: Any = AutoModelForCausalLM.from_config(config, **options)
+                    model: Any = kind.from_config(config, **options)
             else:
-                model = AutoModelForCausalLM.from_pretrained(settings.folder, local_files_only=True, **options)
+                model = kind.from_pretrained(settings.folder, local_files_only=True, **options)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"runtime.skip_compiled: Transformers cannot load {settings.folder}: {first_line(error)} "

@@ -224,11 +224,14 @@ def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
     or if the other has the text alone, and images have grids (model/towers/visual_grids.py) or a checkpoint's tensors
     for images no place in it."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
     if with_images is None:
-        return AutoModelForCausalLM
+        # A decoder that takes sounds is listed beside encoder-decoders, where it is no causal LM.
+        of_both: Any = AutoModelForSeq2SeqLM._model_mapping
+        takes_sounds = "audio_config" in config_class.sub_configs and config_class in of_both
+        return AutoModelForSeq2SeqLM if takes_sounds and not _is_causal_lm(config_class) else AutoModelForCausalLM
     takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
     if takes_grids or not _is_causal_lm(config_class):
         return AutoModelForImageTextToText

@@ -53,19 +53,23 @@ def check_trace(trace: Trace, hf_model: HFModel, observe: Callable[[], list[Obse
         )
 
 
-def check_tower(trace: Trace, hf_model: HFModel) -> None:
+def check_tower(trace: Trace, hf_model: HFModel, noun: str = "image", attends_by_itself: bool = False) -> None:
     """Checks the captured graph of a model's tower, which attends within its images alone.
+
+    Args:
+        noun: what it takes: image or sound.
+        attends_by_itself: within the rows of a batch, by operations of its own.
 
     Raises:
         UnsupportedModelError: the tower would not be served right, with the reasons.
     """
     layers = [node for node in trace.graph_module.graph.nodes if is_traced_layer(node)]
-    reasons = [] if layers else ["no attention goes through Transformers' attention interface"]
+    reasons = [] if layers or attends_by_itself else ["no attention goes through Transformers' attention interface"]
     reasons += reasons_in_graph(trace, hf_model, "pixel_values")
     if reasons:
         raise UnsupportedModelError(
-            f"images of {hf_model.model.config.model_type!r} models would not be served right: "
-            f"{'; '.join(one_of_a_kind(iter(reasons))[:3])}. docs/images.md lists what is."
+            f"{noun}s of {hf_model.model.config.model_type!r} models would not be served right: "
+            f"{'; '.join(one_of_a_kind(iter(reasons))[:3])}. docs/{noun}s.md lists what is."
         )
 
 

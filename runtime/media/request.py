@@ -1,4 +1,4 @@
-"""A request's images and frames of videos: what each is for the tower, the prompt's positions, and its cache keys.
+"""A request's images, frames of videos and sounds: what each is for its tower, positions, and the prompt's cache keys.
 
 Made once, when a request comes (`RequestMedia.of`); the scheduler asks where images are, the step runner what they are.
 Free of torch.
@@ -22,13 +22,15 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """One image of a prompt, or a frame of a video: frames do not attend to each other in a tower.
+    """One image of a prompt, a sound, or a frame of a video: frames do not attend to each other in a tower.
 
     Attributes:
         start, end: its tokens; each takes a feature, except breaks of the tower's images.
         digest: equal for images with the same features.
         grid: its patches.
         pixels: float32, [Tower.pixel_rows, Tower.pixel_width].
+        is_sound: it is for the model's tower of sounds, beside one of images.
+        sees_ahead: its tokens attend to each other in both directions.
     """
 
     start: int
@@ -36,6 +38,8 @@ class Image:
     digest: bytes
     grid: Grid
     pixels: np.ndarray
+    is_sound: bool = False
+    sees_ahead: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +91,11 @@ class RequestMedia:
         placed: list[Placed] = []
         for item in items:
             start, length = item[:2]
+            noun = tower.of(item[3]).noun
             if start < end or start + length > ids.size:
                 raise RequestError(
-                    f"an image's tokens are {start} to {start + length - 1} of a prompt of {ids.size}, and the image "
-                    f"before ends at {end}: expected images in order, within the prompt"
+                    f"{_a(noun)}'s tokens are {start} to {start + length - 1} of a prompt of {ids.size}, and what is "
+                    f"before ends at {end}: expected images and sounds in order, within the prompt"
                 )
             end = start + length
             own, grids = _images(tower, item, is_feature)
@@ -101,18 +106,18 @@ class RequestMedia:
                 keys[takes] = _keys(image.digest, takes.size)
         if not np.array_equal(expected, is_feature):
             raise RequestError(
-                f"{int(np.count_nonzero(is_feature))} tokens take features, at other places than the images' "
+                f"{int(np.count_nonzero(is_feature))} tokens take features, at other places than the {tower.noun}s' "
                 f"{int(np.count_nonzero(expected))}"
             )
-        stands = (ids == tower.image_token_id) | (ids == tower.video_token_id)
+        stands = np.isin(ids, tower.placeholders)
         if not np.array_equal(expected, stands):
             raise RequestError(
                 f"{int(np.count_nonzero(stands))} tokens of the prompt are placeholders ({tower.image_token_id} of "
-                f"images), but its images have {int(np.count_nonzero(expected))} features. Give as many images as the "
-                "prompt has places for, and let the model's processor expand them."
+                f"{tower.noun}s), but its {tower.noun}s have {int(np.count_nonzero(expected))} features. Give as many "
+                f"{tower.noun}s as the prompt has places for, and let the model's processor expand them."
             )
         if tower.sees_ahead:
-            check_apart([(image.start, image.end) for image in images])
+            check_apart([(image.start, image.end) for image in images if image.sees_ahead])
         positions, delta = positions_of(ids.size, placed if tower.axes > 1 else (), tower.merge)
         return cls(tuple(images), positions, delta, keys, expected, tower.sees_ahead)
 
@@ -148,29 +153,38 @@ def _images(
 ) -> tuple[list[Image], list[Placed]]:
     """An item's images, each frame or part of one, and where its grids are."""
     start, length, digest, tensors = item
+    of_model, tower = tower, tower.of(tensors)
+    is_sound, noun = tower is not of_model, tower.noun
     parts, interval = tower.read(tensors)
     if len(digest) != _DIGEST_BYTES:
-        raise RequestError(f"an image's digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
+        raise RequestError(f"{_a(noun)}'s digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
     places = start + np.flatnonzero(is_feature[start : start + length])
     features = [tower.num_features(grid) for _, grid in parts]
     if sum(features) != places.size:
-        raise RequestError(f"an image has {sum(features)} features, and the prompt {places.size} tokens for it")
+        raise RequestError(f"{_a(noun)} has {sum(features)} features, and the prompt {places.size} tokens for it")
     if max(features) > MAX_FEATURES:
         raise RequestError(
-            f"an image has {max(features)} features, and at most {MAX_FEATURES} are served. Make it smaller."
+            f"{_a(noun)} has {max(features)} features, and at most {MAX_FEATURES} are served. Make it smaller."
         )
     images = []
     for index, own in enumerate(np.split(places, np.cumsum(features)[:-1])):
         if own[-1] - own[0] + 1 != own.size and not tower.has_breaks:
-            raise RequestError("the tokens of an image, or of a video's frame, must follow each other")
+            raise RequestError(f"the tokens of {_a(noun)}, or of a video's frame, must follow each other")
         own_digest = digest if len(parts) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
         pixels, grid = parts[index]
         tower.inputs(grid)  # made here, on the caller's thread, and found when a step needs it
-        images.append(Image(int(own[0]), int(own[-1]) + 1, own_digest, grid, pixels))
+        place = int(own[0]), int(own[-1]) + 1
+        images.append(Image(*place, own_digest, grid, pixels, is_sound, tower.sees_ahead))
+    if is_sound:  # its tokens are placed as a text's
+        return images, []
     grid = images[0].grid
     if len(images) == 1 or images[0].end != images[1].start:  # text between frames says when they are
         return images, [Placed(image.start, image.grid, interval) for image in images]
     return images, [Placed(images[0].start, (len(images), *grid[1:]), interval)]
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun == "image" else f"a {noun}"
 
 
 def check_apart(spans: Sequence[tuple[int, int]]) -> None:

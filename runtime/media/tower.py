@@ -2,6 +2,7 @@
 
 grids.py has towers that take patches of images of any size; packed.py is for processors that leave images whole.
 fixed_size.py has towers that take whole images of one size; crops.py is for those that put crops together.
+sounds.py has towers that take sounds, which are "images" and "pixels" in what all of them share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ MAX_FEATURES = 16384  # of an image
 # meanwhile. An image with more is a run of its own.
 FEATURES_OF_A_RUN = 1024
 _KEPT_GRIDS = 16  # up to 4 MB each
+SOUND_INPUT = "input_features"  # what processors call a sound
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
@@ -47,6 +49,7 @@ class Tower(ABC):
         merge: rows and columns of patches that make one feature.
         axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
         has_breaks: tokens without a feature may be between tokens of one image.
+        sound: of a model with images, the tower of its sounds; None: it takes none.
     """
 
     feature_width: int
@@ -57,7 +60,24 @@ class Tower(ABC):
     has_breaks: bool = False
     merge: int = 1
     axes: int = 1
+    sound: Any = None  # a Tower; json_data.py reads no type that holds itself
+    noun: ClassVar[str] = "image"  # what it takes, in errors
     counted_inputs: ClassVar[tuple[str, ...]] = ()  # those that name what num_counted counts, by its number in a run
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for features, of sounds too."""
+        of_sounds = () if self.sound is None else (self.sound.image_token_id,)
+        return tuple({token for token in (self.image_token_id, self.video_token_id, *of_sounds) if token >= 0})
+
+    def of(self, tensors: Mapping[str, np.ndarray]) -> Tower:
+        """The tower for an item, of what the model's processor gave for it."""
+        return self if SOUND_INPUT not in tensors else self.one(is_sound=True)
+
+    def one(self, is_sound: bool) -> Tower:
+        """This tower, or that of sounds which the model has beside it."""
+        beside: Tower | None = self.sound
+        return beside if is_sound and beside is not None else self
 
     @abstractmethod
     def num_features(self, grid: Grid) -> int:
@@ -99,6 +119,10 @@ class Tower(ABC):
     @abstractmethod
     def pixel_rows(self, grid: Grid) -> int:
         """Rows of an image in the input `pixel_values`, each of pixel_width numbers."""
+
+    def filling(self, grid: Grid) -> np.ndarray | None:
+        """[pixel_rows, pixel_width] bool, where pixels are zero as `read` makes them; None: nowhere."""
+        return None
 
     @property
     @abstractmethod

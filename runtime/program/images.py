@@ -24,23 +24,30 @@ from mllm_compile.runtime.program.loaded import MediaExecutors
 
 
 class ImageEncoder:
-    """The tower of one model, on its device."""
+    """The towers of one model, on its device."""
 
     def __init__(self, media: MediaExecutors, dtype: torch.dtype, device: torch.device) -> None:
-        self._facts, self._tower = media.facts, media.tower
+        self._facts, self._tower, self._sound_tower = media.facts, media.tower, media.sound_tower
         self._dtype, self._device = dtype, device
 
-    def encode(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def encode(self, pixel_values: torch.Tensor, grids: Sequence[Grid], of_sounds: bool = False) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower; launches without waiting for the device.
 
         Args:
             pixel_values: [rows, width] of all images, one after another, on the device, in the model's type.
             grids: each one's, as the tower counts it.
+            of_sounds: they are for the tower of sounds that a model has beside one of images.
         """
-        arrays, segments = tower_inputs(self._facts, grids)
+        facts, tower = self._facts.one(of_sounds), self._tower
+        if of_sounds:
+            assert self._sound_tower is not None, "a request's media say which tower they are for"
+            tower = self._sound_tower
+        arrays, segments = tower_inputs(facts, grids)
         inputs: dict[str, Any] = {name: upload(array, self._device) for name, array in arrays.items()}
         inputs |= {name: Segments(upload(one.bounds, self._device), one.longest) for name, one in segments.items()}
-        return torch.cat(self._tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
+        features = torch.cat(tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
+        lacking = self._facts.feature_width - features.shape[1]  # of a sound: numbers for deeper layers
+        return torch.nn.functional.pad(features, (0, lacking)) if lacking else features
 
     def take_images(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> None:
         """Runs the tower on the images that a batch brings, whose placeholders are in order.
@@ -72,11 +79,13 @@ class ImageEncoder:
     # At the limits ----------------------------------------------------------------------------------------------------
 
     def run_largest(self, max_model_len: int) -> None:
-        """Runs the tower on as many features as one run of it may have."""
+        """Runs each tower on as many features as one run of it may have."""
         count = max(FEATURES_OF_A_RUN, min(max_model_len, MAX_FEATURES))
-        grids = self._facts.largest(count)
-        shape = sum(map(self._facts.pixel_rows, grids)), self._facts.pixel_width
-        self.encode(torch.zeros(shape, dtype=self._dtype, device=self._device), grids)
+        for of_sounds in (False, True)[: 1 if self._sound_tower is None else 2]:
+            facts = self._facts.one(of_sounds)
+            grids = facts.largest(count)
+            shape = sum(map(facts.pixel_rows, grids)), facts.pixel_width
+            self.encode(torch.zeros(shape, dtype=self._dtype, device=self._device), grids, of_sounds)
 
     def fill(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
         """Makes all tokens of a batch take features; `first` are the first request's."""

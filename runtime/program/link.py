@@ -67,10 +67,8 @@ class LinkedProgram:
         media = self.program.media
         if media is None:
             return None
-        with_features, tower = (
-            ProgramExecutor(one, self.pieces, weights) for one in (media.with_features, media.tower)
-        )
-        return MediaExecutors(with_features, tower, media.facts)
+        with_features, tower, *sound_tower = (ProgramExecutor(one, self.pieces, weights) for one in media.programs)
+        return MediaExecutors(with_features, tower, media.facts, *sound_tower)
 
     def bind_pooling(self, weights: Mapping[str, torch.Tensor]) -> PoolingExecutors | None:
         """The head of a model that pools over `weights`; None of another model.

@@ -54,6 +54,7 @@ class MediaExecutors:
     with_features: Executor
     tower: TowerExecutor
     facts: Tower
+    sound_tower: TowerExecutor | None = None  # of `facts.sound`
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class Program:
     def every(self) -> tuple[Program, ...]:
         """This program and those for images, adapters and sources, and of its head where it pools, where there are
         some."""
-        of_media = () if self.media is None else (self.media.with_features, self.media.tower)
+        of_media = () if self.media is None else self.media.programs
         head = () if self.pooling is None or self.pooling.head is None else (self.pooling.head,)
         source = () if self.source is None else (self.source.program,)
         return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head, *source)
@@ -350,26 +350,32 @@ class MediaPrograms:
 
     Attributes:
         with_features: the text's program, which takes `features` in place of the embeddings of some tokens.
-        tower: images → features.
+        tower: images → features, or sounds → features of a model that takes these alone.
         facts: what the tower is like.
+        sound_tower: sounds → features, of a model that takes both.
     """
 
     with_features: Program
     tower: Program
     facts: Tower
+    sound_tower: Program | None = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All, in this order."""
+        return (self.with_features, self.tower, *(() if self.sound_tower is None else (self.sound_tower,)))
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "with_features": self.with_features.to_json(),
-            "tower": self.tower.to_json(),
+            "programs": [one.to_json() for one in self.programs],
             "facts": tower_to_json(self.facts),
         }
 
     @classmethod
     def from_json(cls, data: Any) -> MediaPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
-        with_features, tower = (Program.from_json(data[name]) for name in ("with_features", "tower"))
-        return cls(with_features, tower, tower_from_json(data["facts"]))
+        with_features, tower, *sound_tower = map(Program.from_json, data["programs"])
+        return cls(with_features, tower, tower_from_json(data["facts"]), *sound_tower)
 
 
 @dataclass(frozen=True)

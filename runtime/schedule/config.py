@@ -99,7 +99,7 @@ class SchedulerConfig:
             RequestError: an image that one step has to have whole may never find room beside decodes.
         """
         most = self.max_num_batched_tokens - self.max_running_requests + 1
-        longest = max((image.end - image.start for image in media.images), default=0)
+        longest = max((image.end - image.start for image in media.images if image.sees_ahead), default=0)
         if longest > most:
             raise RequestError(
                 f"an image has {longest} tokens, which this model computes in one step, but beside running requests a "

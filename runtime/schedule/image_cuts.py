@@ -44,7 +44,7 @@ def with_whole_images(media: RequestMedia | None, start: int, length: int, most:
     if media is None or not media.sees_ahead:
         return length
     for image in media.images:
-        if image.start < start + length < image.end:
+        if image.sees_ahead and image.start < start + length < image.end:
             whole = image.end - start
             return image.start - start if image.start > start else whole if whole <= most else 0
     return length

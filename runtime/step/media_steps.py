@@ -113,7 +113,7 @@ class MediaSteps:
                 of_image = np.zeros(image.end - image.start, dtype=np.int64)
                 of_image[chunk.media.is_feature[image.start : image.end]] = of_pool
                 rows[of_step] = of_image[first - image.start : last - image.start]
-                if chunk.media.sees_ahead:
+                if image.sees_ahead:
                     blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
         return MediaPlan(positions, deltas, rows, axes, runs, np.array(blocks, dtype=np.int64).reshape(-1, 4))
 
@@ -174,7 +174,7 @@ class MediaSteps:
         for run in _runs(facts, missing, self._features_of_a_run):
             self._to_encode.append(run)
         return tuple(
-            np.concatenate([pool.place(key, facts.num_features(image.grid), needed) for key, image in run])
+            np.concatenate([pool.place(key, _features(facts, image), needed) for key, image in run])
             for run in self._to_encode
         )
 
@@ -188,19 +188,24 @@ class MediaSteps:
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
         pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)
-        return self._runner.image_encoder().encode(pixels, [image.grid for image in images])
+        grids = [image.grid for image in images]
+        return self._runner.image_encoder().encode(pixels, grids, of_sounds=images[0].is_sound)
 
 
 def _runs(facts: Tower, images: Sequence[tuple[Key, Image]], most: int) -> Iterator[list[tuple[Key, Image]]]:
-    """The images of each run of the tower, in order, which have together at most so many features, or are one."""
+    """The images of each run of a tower, in order, which have together at most so many features, or are one."""
     run: list[tuple[Key, Image]] = []
     features = 0
     for key, image in images:
-        own = facts.num_features(image.grid)
-        if run and features + own > most:
+        own = _features(facts, image)
+        if run and (features + own > most or image.is_sound != run[0][1].is_sound):
             yield run
             run, features = [], 0
         run.append((key, image))
         features += own
     if run:
         yield run
+
+
+def _features(facts: Tower, image: Image) -> int:
+    return facts.one(image.is_sound).num_features(image.grid)

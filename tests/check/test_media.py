@@ -27,7 +27,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def fault(model: Any, ours: torch.Tensor) -> str | None:
     nothing: Any = None
-    return media.compare_media(model, nothing, nothing, ours, 0.16, "", nothing)
+    case: Any = SimpleNamespace(facts=SimpleNamespace(noun="image"))
+    return media.compare_media(model, nothing, case, ours, 0.16, "", nothing)
 
 
 def test_in_16_bits_logits_of_float32_are_right_where_transformers_rounds_more(model):

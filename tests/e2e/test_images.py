@@ -144,7 +144,7 @@ def test_every_protocol_has_models_among_these() -> None:
     from mllm_compile.model.towers.find import PROTOCOLS
     from mllm_compile.runtime.media.registry import TOWERS
 
-    assert len(PROTOCOLS) == len(TOWERS) == len(GROUPS)
+    assert len(PROTOCOLS) == len(TOWERS) - 1 == len(GROUPS), "one is of sounds"
     assert set(WITH_VIDEOS) <= set(MODELS)
     page = Path(__file__).parents[2].joinpath("docs", "images.md").read_text()
     assert not [name for name in MODELS if f"`{name}`" not in page]

@@ -15,5 +15,7 @@ def test_a_placeholder_that_the_embedding_has_no_row_for_is_refused(model_type: 
     config = vision_config(model_type)
     config.image_token_id = token
     hf_model = build_config_on_meta(config, torch.float32)
-    with pytest.raises(UnsupportedModelError, match=rf"images cannot be served: image_token_id is {token}, and no row"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"images cannot be served: its placeholder is {token}, and no row"
+    ):
         tower_adapter(hf_model)

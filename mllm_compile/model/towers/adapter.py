@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +21,17 @@ class TowerAdapter(ABC):
     Args:
         hf_model: the model, traced before or not.
         facts: what the runtime is to know of the tower.
+
+    Attributes:
+        attends_by_itself: the tower attends within rows of a batch, not by the interface.
     """
+
+    attends_by_itself: ClassVar[bool] = False
+
+    @property
+    def marks(self) -> tuple[int, int] | None:
+        """Tokens before and behind an image by which the model's own forward finds it; None: it needs none."""
+        return None
 
     def __init__(self, hf_model: HFModel, facts: Tower) -> None:
         self.hf_model = hf_model
@@ -67,17 +77,17 @@ def traced_tower(hf_model: HFModel, module: torch.nn.Module, inputs: dict[str, t
     return Trace(graph, MAX_FEATURES, device)
 
 
-def placeholder_of(hf_model: HFModel, token: Any) -> int:
-    """The token that is where a feature goes: `token`, the config's image_token_id.
+def placeholder_of(hf_model: HFModel, token: Any, noun: str = "image") -> int:
+    """The token that is where a feature goes: `token`, the config's image_token_id or that of a sound.
 
     Raises:
         UnsupportedModelError: the model's embedding has no row for it.
     """
     if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
-        raise refusal(f"image_token_id is {token!r}, and no row of its embedding")
+        raise refusal(f"its placeholder is {token!r}, and no row of its embedding", noun)
     return token
 
 
-def refusal(what: str) -> UnsupportedModelError:
-    """The error for a model whose images cannot be served."""
-    return UnsupportedModelError(f"the model's images cannot be served: {what}. docs/images.md lists what is.")
+def refusal(what: str, noun: str = "image") -> UnsupportedModelError:
+    """The error for a model whose images, or sounds, cannot be served."""
+    return UnsupportedModelError(f"the model's {noun}s cannot be served: {what}. docs/{noun}s.md lists what is.")

@@ -37,6 +37,13 @@ class VisualGrids(TowerAdapter):
         facts = grid_tower(hf_model)
         return None if facts is None else cls(hf_model, facts)
 
+    @property
+    def marks(self) -> tuple[int, int] | None:
+        config: Any = self.hf_model.model.config
+        if not hasattr(config, "position_id_per_seconds"):
+            return None
+        return config.vision_start_token_id, config.vision_end_token_id
+
     def trace_tower(self, device: str) -> Trace:
         """Inputs as GridTower.input_names, outputs [F, hidden], those for deeper layers last."""
         facts, hf_model = self.facts, self.hf_model
@@ -59,7 +66,9 @@ class VisualGrids(TowerAdapter):
             return traced_tower(hf_model, _Tower(tower, facts.patch_width), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
+        # Omni's counts positions on one axis where it is told no mask.
+        mask = {} if self.marks is None else {"attention_mask": torch.ones_like(ids)[None]}
+        return mask | {
             "pixel_values": torch.cat([pixels for pixels, _ in images]).view(-1, self.facts.patch_width).to(ids.device),
             "image_grid_thw": torch.tensor([grid for _, grid in images], device=ids.device),
             "mm_token_type_ids": (ids == self.facts.image_token_id).long()[None],
@@ -97,6 +106,8 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         if table.interpolated_method != "bicubic":
             raise refusal(f"its table of places is interpolated by {table.interpolated_method!r}, not 'bicubic'")
     video_token = config.image_token_id if _has_frames_as_images(base) else config.video_token_id
+    if hasattr(config, "position_id_per_seconds"):  # Omni's videos have sounds among their frames
+        video_token = None
     window = getattr(tower, "window_size", 0) // tower.spatial_merge_size // vision.patch_size
     return GridTower(
         merge=tower.spatial_merge_size,

@@ -7,6 +7,7 @@ does with them what it does with a text's.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ class _WholeWithFeatures(torch.nn.Module):
     def __init__(self, model: Any, max_tokens: int, position_offset: int) -> None:
         super().__init__()
         self.model, self.max_tokens, self.position_offset = model, max_tokens, position_offset
+        self.takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text = model.config.get_text_config()
         # Where layers have embeddings of their own, a feature's are the padding's.
         self.padding = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", 0) else None
@@ -78,7 +80,11 @@ class _WholeWithFeatures(torch.nn.Module):
         if self.padding is not None:
             of_layers = self.model.model.language_model.get_per_layer_inputs
             said["per_layer_inputs"] = of_layers(ids[None], embeddings[None])
-        logits: torch.Tensor = self.model(**said, logits_to_keep=logits_indices).logits[0]
+        logits: torch.Tensor
+        if self.takes_rows:
+            logits = self.model(**said, logits_to_keep=logits_indices).logits[0]
+        else:
+            logits = self.model(**said).logits[0].index_select(0, logits_indices)
         return logits
 
 

@@ -1,0 +1,235 @@
+"""Tiny models that take sounds, with random weights: their folders, prompts with sounds, and Transformers' answers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mllm_compile.media.prompt import MediaItem, MediaPrompt
+
+SOUND_TOKEN, IMAGE_TOKEN = 88, 90
+BINS, FRAMES = 8, 48  # of a window
+CHUNK = 100  # frames, of which Qwen3's code makes 13 rows
+_TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WHISPER = {
+    "num_mel_bins": BINS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "max_source_positions": FRAMES // 2,
+}
+_AS_LLAMA = {
+    "num_mel_bins": BINS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,  # of four rows, which make a feature
+    "max_position_embeddings": FRAMES // 2,
+    "max_source_positions": FRAMES // 2,
+}
+# Towers of whole windows.
+WINDOW_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_audio": {"text_config": {**_TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
+    "voxtral": {"text_config": {**_TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
+    "audioflamingo3": {"text_config": {**_TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
+    "glmasr": {"text_config": {**_TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
+}
+# Towers of short chunks, of which two attend to each other in Qwen3's; Omni's beside a tower of images.
+_CHUNKS = {**_WHISPER, "max_source_positions": 64, "n_window": CHUNK // 2, "output_dim": 64}
+_CHUNKS_TOO = {**_CHUNKS, "n_window_infer": 2 * CHUNK, "downsample_hidden_size": 4}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_PATCHES = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_OMNI = {"image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+_OMNI |= {"audio_start_token_id": 86, "audio_end_token_id": 87}
+CHUNK_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_asr": {
+        "text_config": {**_TEXT, "model_type": "qwen3"},
+        "audio_config": {**_CHUNKS_TOO, "max_position_embeddings": 16},
+    },
+    "qwen2_5_omni_thinker": {
+        "text_config": {**_TEXT, "rope_parameters": _ROPE},
+        "audio_config": _CHUNKS,
+        "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
+        **_OMNI,
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": {**_TEXT, **_EXPERTS, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        "audio_config": _CHUNKS_TOO,
+        "vision_config": {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **_OMNI,
+    },
+}
+SOUND_MODELS = WINDOW_MODELS | CHUNK_MODELS
+_OF_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+_FEATURES_OF_ROWS = {"glmasr": 4}
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A random image of so many patches, for Omni's towers."""
+
+    seed: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A random sound of so many frames."""
+
+    seed: int
+    frames: int
+
+
+def sound_config(model_type: str) -> Any:
+    """Transformers' config of a tiny model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **SOUND_MODELS[model_type], audio_token_id=SOUND_TOKEN)
+
+
+def save_sound_model(model_type: str, folder: Path) -> Any:
+    """Writes a tiny model in float32, whose attention is far from uniform; returns it."""
+    from mllm_compile.model.hf_model import auto_class
+
+    config = sound_config(model_type)
+    torch.manual_seed(0)
+    model = auto_class(type(config)).from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        # Never a placeholder, or a mark of one: Transformers would look for one more sound.
+        model.get_output_embeddings().weight[[SOUND_TOKEN, IMAGE_TOKEN, *range(86, 94)]] = 0
+    model.save_pretrained(folder)
+    return model
+
+
+def chunk_of(kind: str) -> int:
+    """Frames of a window or chunk of a model's tower."""
+    return CHUNK if kind in CHUNK_MODELS else FRAMES
+
+
+def _tensors(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
+    """A sound's features, and what a model's processor gives for it."""
+    whole = chunk_of(kind)
+    windows = math.ceil(part.frames / whole)
+    shape = windows, BINS, whole
+    given = torch.randn(*shape, generator=torch.Generator().manual_seed(part.seed)).numpy()
+    if kind == "voxtral":
+        return windows * whole // 8, {"input_features": given}
+    lengths = np.array([whole] * (windows - 1) + [part.frames - (windows - 1) * whole])
+    mask = (np.arange(whole) < lengths[:, None]).astype(np.int64)
+    if kind in CHUNK_MODELS:
+        given, mask = np.ascontiguousarray(given.swapaxes(0, 1)).reshape(1, BINS, -1), mask.reshape(1, -1)
+    if kind in _OF_OMNI:
+        given, mask = given[..., : part.frames], mask[:, : part.frames]
+    rows = (lengths - 1) // 2 + 1
+    if kind in ("qwen3_asr", "qwen3_omni_moe_thinker"):
+        count = int(((((rows - 1) // 2 + 1) - 1) // 2 + 1).sum())
+    else:
+        count = int((rows // _FEATURES_OF_ROWS.get(kind, 2)).sum())
+    name = "feature_attention_mask" if kind in ("qwen2_audio", *_OF_OMNI) else "input_features_mask"
+    return count, {"input_features": given, name: mask}
+
+
+def sound_prompt(kind: str, *parts: Sequence[int] | Sound | Patches) -> MediaPrompt:
+    """A prompt of token ids, sounds and images, in order, as a processor makes it."""
+    ids: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, Patches):
+            generator = torch.Generator().manual_seed(part.seed)
+            pixels = torch.randn(part.rows * part.columns, 96, generator=generator).numpy()
+            given = {"pixel_values": pixels, "image_grid_thw": np.array([[1, part.rows, part.columns]])}
+            count = len(pixels) // 4
+            items.append(MediaItem("image", len(ids), count, hashlib.sha256(pixels.tobytes()).digest(), given))
+            ids += [IMAGE_TOKEN] * count
+            continue
+        if not isinstance(part, Sound):
+            ids += part
+            continue
+        count, tensors = _tensors(kind, part)
+        digest = hashlib.sha256(tensors["input_features"].tobytes() + part.frames.to_bytes(4, "little")).digest()
+        items.append(MediaItem("audio", len(ids), count, digest, tensors))
+        ids += [SOUND_TOKEN] * count
+    return MediaPrompt(ids, tuple(items), np.isin(ids, (SOUND_TOKEN, IMAGE_TOKEN)))
+
+
+def _said(prompt: MediaPrompt | list[int]) -> dict[str, torch.Tensor]:
+    """Arguments of Transformers' forward beside tokens."""
+    if isinstance(prompt, list):
+        return {}
+    found = {}
+    for name in dict.fromkeys(name for item in prompt.items for name in item.tensors):
+        arrays = [one.tensors[name] for one in prompt.items if name in one.tensors]
+        if "pixel" in name or "grid" in name:
+            found[name] = torch.from_numpy(np.concatenate(arrays))
+            continue
+        most = max(array.shape[-1] for array in arrays)
+        padded = [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, most - a.shape[-1])]) for a in arrays]
+        found[name] = torch.from_numpy(np.concatenate(padded))
+    return found
+
+
+def _with_mask(said: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With the mask of a text, without which Omni's forward counts positions of images on one axis."""
+    return said | ({"attention_mask": torch.ones_like(tokens)} if "image_grid_thw" in said else {})
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int]) -> torch.Tensor:
+    """[n - 1] log-probability of each token of the prompt but the first, by Transformers' forward."""
+    ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
+    tokens = torch.tensor([ids])
+    scores = torch.log_softmax(
+        model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0].double(), -1
+    )
+    return scores[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+
+
+@torch.no_grad()
+def transformers_greedy(model: Any, prompt: MediaPrompt | list[int], max_tokens: int) -> list[int]:
+    """The tokens that Transformers' forward chooses, the whole text anew for each."""
+    ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
+    answer: list[int] = []
+    for _ in range(max_tokens):
+        tokens = torch.tensor([ids + answer])
+        answer.append(
+            int(model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0, -1].argmax())
+        )
+    return answer
