@@ -19,9 +19,10 @@ import numpy as np
 
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.media.file_sources import SourceItem
 from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.prompt import MediaPrompt
-from mllm_compile.media.sources import SourceItem, read_items
+from mllm_compile.media.sources import read_items
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.schedule.request import ids_of

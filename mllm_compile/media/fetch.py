@@ -1,4 +1,4 @@
-"""Fetches images that a request names by an address, from the hosts that the config allows and no others."""
+"""Fetches images and sounds that a request names by an address, from the hosts that the config allows and no others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.limits import MAX_FETCH_SECONDS, MAX_FILE_BYTES, MAX_PROMPT_FETCH_SECONDS
-from mllm_compile.media.sources import Source, SourceItem, bounded
+from mllm_compile.media.file_sources import FileKind, Source, SourceItem, bounded, file_kind
+from mllm_compile.media.limits import MAX_FETCH_SECONDS, MAX_PROMPT_FETCH_SECONDS
 from mllm_compile.runtime.short_repr import short_repr
 
 _AT_ONCE = 8  # of a prompt
 _WAIT_S = 5.0  # for a connection, and for each next byte
 _GRACE_S = 0.5  # after a fetch's time, in which it says more about its end
 _SHORTEST_S = 0.001  # 0 would mean not to wait
-_GIVE = "Give the image's bytes, or a data URL (data:image/png;base64,…)."
+_GIVE = "Give the file's bytes, or a data URL (data:image/png;base64,…)."
 
 
 def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[SourceItem]:
@@ -39,12 +39,14 @@ def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[Sourc
         RequestError: an address has another host, does not answer with a file, or that is too large or takes too long.
     """
     named = [
-        (frame.url, item.where if item.kind == "image" else f"{item.where}, frame {n}")
+        (frame.url, f"{item.where}, frame {n}" if item.kind == "video" else item.where, file_kind(item.kind))
         for item in items
         for n, frame in enumerate(item.frames)
         if frame.url is not None
     ]
-    asked = [(_allowed(url, where, domains), where) for url, where in named]  # all of them, before the first is fetched
+    asked = [
+        (_allowed(url, where, domains), where, kind) for url, where, kind in named
+    ]  # all of them, before the first is fetched
     if not asked:
         return list(items)
     found = iter(_fetch_all(asked, domains))
@@ -54,7 +56,7 @@ def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[Sourc
     ]
 
 
-def _fetch_all(asked: Sequence[tuple[str, str]], domains: Collection[str]) -> list[bytes]:
+def _fetch_all(asked: Sequence[tuple[str, str, FileKind]], domains: Collection[str]) -> list[bytes]:
     """The files of addresses that are allowed.
 
     A system call that looks a name up cannot be ended from here. A fetch that is late for it is left behind, and its
@@ -67,8 +69,8 @@ def _fetch_all(asked: Sequence[tuple[str, str]], domains: Collection[str]) -> li
         for first in range(0, len(asked), _AT_ONCE):
             until = min(time.monotonic() + MAX_FETCH_SECONDS, end)
             group = asked[first : first + _AT_ONCE]
-            fetches = [pool.submit(_fetch, url, where, domains, until) for url, where in group]
-            for fetch, (url, where) in zip(fetches, group, strict=True):
+            fetches = [pool.submit(_fetch, url, where, kind, domains, until) for url, where, kind in group]
+            for fetch, (url, where, _) in zip(fetches, group, strict=True):
                 try:
                     found.append(fetch.result(_left(until) + _GRACE_S))
                 except FutureTimeoutError:
@@ -84,7 +86,7 @@ def _left(until: float) -> float:
 
 def _late() -> TimeoutError:
     return TimeoutError(
-        f"it takes more than {MAX_FETCH_SECONDS:g} s, or all images of the prompt more than "
+        f"it takes more than {MAX_FETCH_SECONDS:g} s, or all files of the prompt more than "
         f"{MAX_PROMPT_FETCH_SECONDS:g} s"
     )
 
@@ -108,7 +110,11 @@ def _allowed(url: str, where: str, domains: Collection[str]) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.username is not None or has_odd_characters:
         raise RequestError(f"{where}: {short_repr(url)} is no plain address over http or https. {_GIVE}")
     if host not in domains:
-        whose = "none is fetched" if not domains else f"images are fetched from {', '.join(sorted(domains))} alone"
+        whose = (
+            "none is fetched"
+            if not domains
+            else f"images and sounds are fetched from {', '.join(sorted(domains))} alone"
+        )
         raise RequestError(
             f"{where}: {short_repr(url)} is an address, and {whose}. Fetch it yourself and give its bytes, or a data "
             "URL (data:image/png;base64,…); or name its host in the config's media.allowed_domains."
@@ -193,22 +199,22 @@ class _WithinDomains(HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, _allowed(newurl, self._where, self._domains))
 
 
-def _fetch(url: str, where: str, domains: Collection[str], until: float) -> bytes:
+def _fetch(url: str, where: str, kind: FileKind, domains: Collection[str], until: float) -> bytes:
     """
     Args:
         url: one that is allowed.
         until: the time by which it ends, except the system's own delays.
     """
-    request = Request(url, headers={"User-Agent": "mllm_compile", "Accept": "image/*"})
+    request = Request(url, headers={"User-Agent": "mllm_compile", "Accept": f"{kind.mime}*"})
     opener = build_opener(_TimedHTTP(until), _TimedHTTPS(until), _WithinDomains(where, domains))
     try:
         with opener.open(request, timeout=_WAIT_S) as answer:
-            data = answer.read(MAX_FILE_BYTES + 1)
+            data = answer.read(kind.most + 1)
     except HTTPError as error:
         error.close()
         raise RequestError(
-            f"{where}: {short_repr(url)} answers with status {error.code}, not an image. {_GIVE}"
+            f"{where}: {short_repr(url)} answers with status {error.code}, not {kind.a_noun}. {_GIVE}"
         ) from None
     except (OSError, HTTPException, ValueError) as error:
         raise _failed(url, where, error.reason if isinstance(error, URLError) else error) from None
-    return bounded(data, where)
+    return bounded(data, where, kind)

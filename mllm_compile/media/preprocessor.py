@@ -1,4 +1,4 @@
-"""The way of images into an engine: what a caller gives becomes a MediaPrompt, or is refused in clear words."""
+"""The way of images and sounds into an engine: what a caller gives becomes a MediaPrompt, or is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 from mllm_compile.errors import RequestError
 from mllm_compile.media.fetch import fetched
+from mllm_compile.media.file_sources import SourceItem
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
-from mllm_compile.media.prompt import KINDS, MediaKind, MediaPrompt
-from mllm_compile.media.sources import SourceItem
+from mllm_compile.media.prompt import KINDS, NOUNS, MediaKind, MediaPrompt
 from mllm_compile.media.workers import MediaWorkers, SharedPrompt
 from mllm_compile.runtime.files.json_data import parse_json
 
@@ -45,7 +45,7 @@ class MediaPreprocessor:
 
     @property
     def has_processor(self) -> bool:
-        """True if the model's folder has a processor of images."""
+        """True if the model's folder has a processor of images or sounds."""
         return CONFIG_FILE in self._files and any(name in self._files for name in PROCESSOR_FILES)
 
     def prepare(
@@ -67,16 +67,16 @@ class MediaPreprocessor:
         self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool
     ) -> SharedPrompt:
         """Like prepare; the tensors stay in shared memory, for another process."""
-        workers = self._open()
+        workers = self._open({item.kind for item in items})
         shared = workers.prepare(prompt, fetched(items, self.domains), adds_special_tokens)
         num_tokens = len(shared.is_feature)
         if num_tokens >= self._max_model_len:
             shared.remove()
             own = sum(item["length"] for item in shared.items)
             raise RequestError(
-                f"the prompt has {num_tokens:,} tokens, {own:,} of them for {len(shared.items)} images or videos, but "
-                f"the model's context is {self._max_model_len:,} tokens, the answer included. Give smaller or fewer "
-                "images, shorten the text, or serve the model with a larger runtime.max_model_len."
+                f"the prompt has {num_tokens:,} tokens, {own:,} of them for {len(shared.items)} images, videos or "
+                f"sounds, but the model's context is {self._max_model_len:,} tokens, the answer included. Give smaller "
+                "or fewer of them, shorten the text, or serve the model with a larger runtime.max_model_len."
             )
         return shared
 
@@ -88,7 +88,7 @@ class MediaPreprocessor:
         if not self.has_processor:
             raise takes_text_alone(self._model)
         if self.why_not is not None:
-            raise RequestError(f"{self._model}: {self.why_not}. Leave the images out.")
+            raise RequestError(f"{self._model}: {self.why_not}. Leave them out.")
 
     def check_text(self, token_ids: Sequence[int]) -> None:
         """
@@ -101,8 +101,8 @@ class MediaPreprocessor:
         for kind, token_id in self._placeholders.items():
             if token_id in token_ids:
                 raise RequestError(
-                    f"the prompt's text has the token {token_id}, which stands for {kind}s, and none was given. "
-                    f"Give as many {kind}s as it has places, or leave these out."
+                    f"the prompt's text has the token {token_id}, which stands for {NOUNS[kind]}s, and none was given. "
+                    f"Give as many {NOUNS[kind]}s as it has places, or leave these out."
                 )
 
     @cached_property
@@ -114,9 +114,15 @@ class MediaPreprocessor:
         found = {kind: placeholder_of(config, kind) for kind in KINDS}
         return {kind: token_id for kind, token_id in found.items() if token_id is not None}
 
-    def _open(self) -> MediaWorkers:
+    def _open(self, kinds: Collection[MediaKind]) -> MediaWorkers:
         self.check()
-        check_pillow()
+        for kind in kinds:
+            if kind != "video" and kind not in self._placeholders:  # frames may have images' token
+                raise RequestError(
+                    f"{self._model} takes no {NOUNS[kind]}s: its config.json names no token for them. Leave them out."
+                )
+        if {"image", "video"} & set(kinds):
+            check_pillow()
         with self._lock:
             if self._workers is None:
                 self._workers = MediaWorkers(self._files)
@@ -125,8 +131,8 @@ class MediaPreprocessor:
 
 def takes_text_alone(model: str) -> RequestError:
     return RequestError(
-        f"{model} takes text alone: its folder has no processor of images ({' or '.join(PROCESSOR_FILES[:2])}). "
-        "Leave the images out, or serve a vision-language model."
+        f"{model} takes text alone: its folder has no processor of images or sounds "
+        f"({' or '.join(PROCESSOR_FILES[:2])}). Leave them out, or serve a model that takes some."
     )
 
 

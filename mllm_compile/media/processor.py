@@ -1,4 +1,4 @@
-"""A model's own processor, by Transformers: a prompt's text and its decoded images become a MediaPrompt.
+"""A model's own processor, by Transformers: a prompt's text and its decoded images and sounds become a MediaPrompt.
 
 Runs in a worker (worker.py), which alone imports Transformers. Each item goes through the processor by itself, so its
 tensors need no cutting. Then the text, with the processor's output in place of each placeholder, is tokenized once. In
@@ -21,7 +21,8 @@ import numpy as np
 from mllm_compile.errors import RequestError
 from mllm_compile.media.decode import Refused
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
-from mllm_compile.media.prompt import KINDS, MediaItem, MediaKind, MediaPrompt
+from mllm_compile.media.processed_sounds import SoundPart, feature_extractor
+from mllm_compile.media.prompt import KINDS, NOUNS, MediaItem, MediaKind, MediaPrompt
 from mllm_compile.text.control_tokens import unmarked
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from mllm_compile.text.tokenizer_files import TOKENIZER_CONFIG_FILE
@@ -35,7 +36,8 @@ _MOST_REASON = 400  # characters
 
 @dataclass(frozen=True, eq=False)
 class DecodedItem:
-    """An image's pixels [1, height, width, 3] uint8, or a video's [frames, height, width, 3] with its metadata."""
+    """An image's pixels [1, height, width, 3] uint8, a video's [frames, height, width, 3] with its metadata, or samples
+    [N] float32 of a sound at the processor's rate."""
 
     kind: MediaKind
     where: str
@@ -73,9 +75,24 @@ class MediaProcessor:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
         self._ids = {kind: placeholder_of(config, kind) for kind in KINDS}
         self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
+        if all(token is None for token in self._tokens.values()):
+            raise Refused(f"the model's processor ({_class_name(folder)}) names no token of images, videos or sounds")
         self._settings = _settings_of(folder)
         # One of several images has fewer features then, as of LLaVA-OneVision.
-        self._counts_images = "batch_num_images" in self._processor.image_processor.model_input_names
+        pictures = getattr(self._processor, "image_processor", None)
+        self._counts_images = pictures is not None and "batch_num_images" in pictures.model_input_names
+        self._sounds = SoundPart.of(self._processor)
+
+    @property
+    def sound_rate(self) -> int:
+        """Samples of a second that it takes.
+
+        Raises:
+            Refused: it takes no sounds.
+        """
+        if self._sounds is None:
+            raise Refused("the model's processor prepares no sounds. Leave them out")
+        return self._sounds.rate
 
     def prepare(
         self, prompt: str | Sequence[int], items: Sequence[DecodedItem], adds_special_tokens: bool
@@ -132,7 +149,7 @@ class MediaProcessor:
         for kind in self._tokens:
             given = sum(item.kind == kind for item in items)
             if given and kind not in served:
-                raise Refused(f"the model takes no {kind}s, and the request has {given}. Leave them out")
+                raise Refused(f"the model takes no {NOUNS[kind]}s, and the request has {given}. Leave them out")
 
     def _check_counts(self, text: str, items: Sequence[DecodedItem]) -> None:
         for kind, token, _ in self._served():
@@ -140,7 +157,8 @@ class MediaProcessor:
             places = len(re.findall(unmarked(token), text))
             if places != given:
                 raise Refused(
-                    f"the prompt has {places} places for {kind}s ({token}), but {given} {kind}s were given. Write "
+                    f"the prompt has {places} places for {NOUNS[kind]}s ({token}), but {given} {NOUNS[kind]}s were "
+                    f"given. Write "
                     f"{token} once for each, where it belongs; a chat's template does so by itself"
                 )
 
@@ -168,8 +186,8 @@ class MediaProcessor:
                 turns[token_id] = iter(own)
             elif own or all(made.feature_id != token_id for made in processed):
                 raise Refused(
-                    f"the prompt has {places} tokens {token_id} ({token}), but {len(own)} {kind}s were given, which "
-                    f"have {features} features. Put one where each {kind} belongs, or one for each feature"
+                    f"the prompt has {places} tokens {token_id} ({token}), but {len(own)} {NOUNS[kind]}s were given, "
+                    f"which have {features} features. Put one where each {NOUNS[kind]} belongs, or one for each feature"
                 )
         found: list[int] = []
         replaced: list[_Processed] = []
@@ -192,6 +210,9 @@ class MediaProcessor:
         from PIL import Image
 
         token = self._tokens[item.kind] or ""
+        if item.kind == "audio":
+            assert self._sounds is not None, "it was asked for its rate"
+            return self._heard(item, token, self._sounds)
         # A processor that prepares one of several images otherwise is given this one twice.
         count = 2 if item.kind == "image" and is_one_of_several and self._counts_images else 1
         if item.kind == "video":
@@ -210,7 +231,7 @@ class MediaProcessor:
         if len(replacements) != count or not num_features:
             raise Refused(f"{item.where}: the model's processor makes no features of it, so it cannot be served")
         num_features //= count
-        tensors = {name: _array(value, item.where) for name, value in made.items() if name not in _NO_TENSORS}
+        tensors = _tensors(made, item.where)
         if count > 1:
             tensors = {name: value[:1] for name, value in tensors.items()}
         text = replacements[0]["replacement"]
@@ -219,9 +240,23 @@ class MediaProcessor:
     def _features_of(self, item: DecodedItem, token_ids: np.ndarray) -> tuple[int, int]:
         """The id of the tokens that take an item's features, and their number. A video may have images' tokens, as in
         GLM-4V."""
-        kinds: tuple[MediaKind, ...] = ("video", "image") if item.kind == "video" else ("image",)
+        kinds: tuple[MediaKind, ...] = ("video", "image") if item.kind == "video" else (item.kind,)
         counted = [(own, int((token_ids == own).sum())) for kind in kinds if (own := self._ids[kind]) is not None]
         return next((one for one in counted if one[1]), counted[0])
+
+    def _heard(self, item: DecodedItem, token: str, sounds: SoundPart) -> _Processed:
+        """A sound, processed by itself."""
+        try:
+            heard = sounds.prepare(item.frames, token)
+            feature_id, num_features = self._features_of(item, np.asarray(heard.token_ids))
+        except Refused as refusal:
+            raise Refused(f"{item.where}: {refusal}") from None
+        except Exception as error:  # whatever a processor raises at lengths that it does not like
+            raise Refused(f"{item.where}: the model's processor refuses it ({_reason(error)})") from None
+        if not num_features:
+            raise Refused(f"{item.where}: the sound is too short for the model, which makes no feature of it")
+        tensors = _tensors(heard.made, item.where)
+        return _Processed(item, heard.text, feature_id, num_features, self._digest(item, num_features), tensors)
 
     def _video_arguments(self, item: DecodedItem) -> dict[str, Any]:
         if getattr(self._processor, "video_processor", None) is None:
@@ -258,12 +293,16 @@ def _load(folder: Path) -> Any:
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, split_special_tokens=False),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),
         "video_processor": lambda: _video_processor(folder),
-        "feature_extractor": lambda: None,  # of sound
+        "feature_extractor": lambda: feature_extractor(folder),
+        "audio_processor": lambda: feature_extractor(folder),
     }
     parts = kind.get_attributes()
     other = next((part for part in parts if part not in load), None)
-    if other is not None or not {"tokenizer", "image_processor"} <= set(parts):
-        raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
+    of_media = {"image_processor", "feature_extractor", "audio_processor"} & set(parts)
+    if other is not None or "tokenizer" not in parts or not of_media:
+        raise Refused(
+            f"the model's processor ({name}) is of {', '.join(parts)}; texts, images, videos and sounds are served"
+        )
     options, _ = kind.get_processor_dict(folder)
     return _may_lack_parts(kind).from_args_and_dict([load[part]() for part in parts], options)
 
@@ -342,6 +381,11 @@ def _settings_of(folder: Path) -> list[str]:
     files = [folder / name for name in PROCESSOR_FILES]
     sums = [hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "" for path in files]
     return [transformers.__version__, *sums]
+
+
+def _tensors(made: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+    """The tensors of what a processor gives, for an item's tower."""
+    return {name: _array(value, where) for name, value in made.items() if name not in _NO_TENSORS}
 
 
 def _array(value: Any, where: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The prompt with images that an engine takes: token ids, and what belongs to their placeholders.
+"""The prompt with images or sounds that an engine takes: token ids, and what belongs to their placeholders.
 
 Owns the data alone. processor.py makes it; the code that runs a model's vision program reads it.
 """
@@ -10,22 +10,25 @@ from typing import Literal
 
 import numpy as np
 
-MediaKind = Literal["image", "video"]
-KINDS: tuple[MediaKind, ...] = ("image", "video")
+MediaKind = Literal["image", "video", "audio"]
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+NOUNS: dict[MediaKind, str] = {"image": "image", "video": "video", "audio": "sound"}
 
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """One image or video of a prompt.
+    """One image, video or sound of a prompt.
 
     Attributes:
-        kind: "image" or "video".
+        kind: "image", "video" or "audio".
         start: index of the item's first feature token in the prompt's ids.
         length: positions from the first to the last feature token, both included; tokens between them that are no
             features (a video's times) count.
-        digest: sha256 of the pixels and the processor's settings, 32 bytes. Items of one digest have the same features.
+        digest: sha256 of the pixels or samples, and the processor's settings, 32 bytes. Items of one digest have the
+            same features.
         tensors: what the processor gave for this item: pixel_values [patches, width] float32 and image_grid_thw
-            [1, 3] int64, pixel_values_videos and video_grid_thw, or pixel_values [1, channels, height, width].
+            [1, 3] int64, pixel_values_videos and video_grid_thw, pixel_values [1, channels, height, width], or
+            input_features [windows, bins, frames] and a mask [windows, frames].
     """
 
     kind: MediaKind

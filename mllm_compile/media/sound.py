@@ -1,6 +1,7 @@
-"""Sounds that come from strangers: bytes of a WAV file, or samples, become one channel at the model's rate.
+"""Sounds that come from strangers: bytes of a file, or samples, become one channel at the model's rate.
 
-All sizes are bounded by the header before anything is decoded.
+WAV files are bounded by their header before anything is decoded; other files, which a worker alone decodes
+(read_file), block by block.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import wave
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,8 @@ _OTHERS = {
     b"\x1aE\xdf\xa3": "WebM",
 }
 _HALF_TAPS = 32  # of the filter that resamples, on each side
-_BLOCK = 1 << 16  # samples that are resampled at once
+_BLOCK = 1 << 20  # samples that are decoded at once
+_PHASES = 256  # whose weights are made at once
 
 
 def read_wav(data: bytes) -> tuple[np.ndarray, int]:
@@ -57,6 +60,36 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
     if not raw:
         raise RequestError("the sound has no samples. Send some.")
     return _numbers(raw, width).reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
+
+
+def read_file(data: bytes) -> tuple[np.ndarray, int]:
+    """(samples [N] float32, rate) of a file that libsndfile reads, or without it of a WAV file of whole numbers.
+
+    Raises:
+        RequestError: it is no such file, broken, empty, has samples that are no numbers, or too many.
+    """
+    if find_spec("soundfile") is None:
+        return read_wav(data)
+    import soundfile
+
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"the sound has {len(data):,} bytes; expected at most {MAX_BYTES:,}. Cut it.")
+    found: list[np.ndarray] = []
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate = int(file.samplerate)
+            _check(file.channels, rate, 0)
+            while (block := file.read(_BLOCK, dtype="float32", always_2d=True)).size:  # a header may tell any number
+                found.append(block.mean(axis=1, dtype=np.float32))
+                _check(1, rate, sum(part.size for part in found))
+    except (soundfile.SoundFileError, OSError, ValueError, RuntimeError, OverflowError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise RequestError(
+            f"the sound's file cannot be read ({why}). Convert it: ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+        ) from None
+    if not found:
+        raise RequestError("the sound has no samples. Send some.")
+    return check_samples(np.concatenate(found), rate), rate
 
 
 def _numbers(raw: bytes, width: int) -> np.ndarray:
@@ -93,6 +126,15 @@ def read_samples(given: Any, model_rate: int) -> np.ndarray:
     is_rate = isinstance(rate, int | float | np.number) and not isinstance(rate, bool) and math.isfinite(rate)
     if not is_rate or int(rate) != rate:
         raise RequestError(f"a sound's rate: expected a whole number of samples a second, got {typed_repr(rate)}")
+    return resampled(check_samples(given, int(rate)), int(rate), model_rate)
+
+
+def check_samples(given: Any, rate: int) -> np.ndarray:
+    """One channel [N] float32 of samples.
+
+    Raises:
+        RequestError: no sample is given, or too many, some that are no numbers, or a rate out of bounds.
+    """
     try:
         samples = np.asarray(given, dtype=np.float32)
     except (TypeError, ValueError):
@@ -102,27 +144,36 @@ def read_samples(given: Any, model_rate: int) -> np.ndarray:
         samples = samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
     if samples.ndim != 1 or not samples.size:
         raise RequestError(f"a sound: expected samples [N], N at least 1, got shape {list(samples.shape)}")
-    _check(1, int(rate), samples.size)
+    _check(1, rate, samples.size)
     if not np.isfinite(samples).all():
         raise RequestError("a sound has samples that are no numbers (NaN or infinite). Leave them out.")
-    return resampled(samples, int(rate), model_rate)
+    return np.ascontiguousarray(samples)
 
 
 def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Samples [N] at another rate, by a windowed sinc below both rates' highest tones."""
+    """Samples [N] float32 at another rate, by a windowed sinc below both rates' highest tones.
+
+    Polyphase: places of results repeat, relative to samples, after `wanted / gcd` of them. Results of one phase are the
+    windows that begin so many samples apart, times the weights of that phase.
+    """
     if rate == wanted:
         return samples
     count = max(1, samples.size * wanted // rate)
+    common = math.gcd(rate, wanted)
+    phases, step = wanted // common, rate // common
     cutoff = min(1.0, wanted / rate)
     half = math.ceil(_HALF_TAPS / cutoff)
-    padded = np.pad(samples, half)
+    last = (count - 1) * rate // wanted + 2 * half + 1  # samples that the last result needs
+    padded = np.pad(samples, (half, max(half, last - samples.size - half)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half)
     out = np.empty(count, dtype=np.float32)
-    block = max(1, _BLOCK * _HALF_TAPS // half)
-    for start in range(0, count, block):
-        places = np.arange(start, min(start + block, count)) * (rate / wanted)
-        first = places.astype(np.int64) + 1  # of the padded samples from half - 1 before each place on
-        index = first[:, None] + np.arange(2 * half)
-        distance = index - half - places[:, None]
-        weight = cutoff * np.sinc(cutoff * distance) * np.cos(np.pi * distance / (2 * half + 2)) ** 2
-        out[start : start + block] = (padded[np.minimum(index, padded.size - 1)] * weight).sum(axis=1)
+    for start in range(0, min(phases, count), _PHASES):
+        phase = np.arange(start, min(start + _PHASES, phases, count))
+        places = phase * (rate / wanted)
+        first = phase * rate // wanted + 1  # of the padded samples from half - 1 before each place on
+        distance = (first - half - places)[:, None] + np.arange(2 * half)
+        weights = cutoff * np.sinc(cutoff * distance) * np.cos(np.pi * distance / (2 * half + 2)) ** 2
+        for index, begin, weight in zip(phase.tolist(), first.tolist(), weights.astype(np.float32), strict=True):
+            results = out[index::phases]
+            np.matmul(windows[begin::step][: results.size], weight, out=results)
     return out

@@ -1,4 +1,5 @@
 """Checks what a caller gives as an image or a video, and brings it into one form: bytes that a worker decodes.
+sound_sources.py is for sounds.
 
 Nothing is decoded here, and no address is fetched: fetch.py does that. Local paths are read for callers in this process
 alone.
@@ -6,20 +7,18 @@ alone.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 import os
-import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.limits import MAX_FILE_BYTES, MAX_FRAMES, MAX_ITEMS, MAX_PIXELS, MAX_PROMPT_PIXELS
-from mllm_compile.media.prompt import MediaKind
+from mllm_compile.media.file_sources import IMAGE_FILE, Source, SourceItem, bounded, named_source
+from mllm_compile.media.limits import MAX_FRAMES, MAX_ITEMS, MAX_PIXELS, MAX_PROMPT_PIXELS
+from mllm_compile.media.prompt import KINDS
+from mllm_compile.media.sound_sources import check_seconds, listed_sounds, read_sound
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 _IMAGE = "a PIL image, the bytes of a file, a data URL, a local path, or an array [height, width, 3] of uint8"
@@ -27,41 +26,11 @@ _VIDEO = "an array [frames, height, width, 3] of uint8, a list of images, or (fr
 _FRAMES_KEYS = ("fps", "frames_indices", "total_num_frames", "duration")
 
 
-@dataclass(frozen=True)
-class Source:
-    """An image before it is decoded.
-
-    Attributes:
-        data: a file's bytes; or pixels, 3 bytes each, row by row.
-        size: (height, width) of pixels; None: `data` is a file.
-        url: the address of that file, whose `data` is empty until it is fetched.
-    """
-
-    data: bytes
-    size: tuple[int, int] | None = None
-    url: str | None = None
-
-
-@dataclass(frozen=True)
-class SourceItem:
-    """An image, or a video's frames in order.
-
-    Attributes:
-        where: names it in errors: "image 0".
-        metadata: of a video: the keys of Transformers' VideoMetadata that a caller has given.
-    """
-
-    kind: MediaKind
-    where: str
-    frames: tuple[Source, ...]
-    metadata: Mapping[str, Any] | None = None
-
-
 def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
     """The items of vLLM's `multi_modal_data`, images first.
 
     Args:
-        multi_modal_data: {"image": one or a list, "video": likewise}.
+        multi_modal_data: {"image": one or a list, "video": likewise, "audio": likewise}.
         local_paths: a text that is no URL is a path that is read.
 
     Raises:
@@ -69,37 +38,42 @@ def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
     """
     if not isinstance(multi_modal_data, Mapping):
         raise RequestError(
-            f"multi_modal_data: expected {{'image': …, 'video': …}}, got {typed_repr(multi_modal_data)}. "
+            f"multi_modal_data: expected {{'image': …, 'video': …, 'audio': …}}, got {typed_repr(multi_modal_data)}. "
             f"{_give(_IMAGE)}"
         )
-    unknown = next((key for key in multi_modal_data if key not in ("image", "video")), None)
+    unknown = next((key for key in multi_modal_data if key not in KINDS), None)
     if unknown is not None:
         raise RequestError(
-            f"multi_modal_data: expected the keys 'image' and 'video', got {short_repr(unknown)}. "
-            "Sound and embeddings are not served."
+            f"multi_modal_data: expected the keys 'image', 'video' and 'audio', got {short_repr(unknown)}. "
+            "Embeddings are not served."
         )
     images, videos = multi_modal_data.get("image"), multi_modal_data.get("video")
     items = [read_image(one, f"image {n}", local_paths=local_paths) for n, one in enumerate(_listed(images))]
     items += [read_video(one, f"video {n}", local_paths=local_paths) for n, one in enumerate(_listed_videos(videos))]
+    sounds = enumerate(listed_sounds(multi_modal_data.get("audio")))
+    items += [read_sound(one, f"sound {n}", local_paths=local_paths) for n, one in sounds]
     return checked_items(items)
 
 
 def check_count(count: int) -> None:
     """
     Raises:
-        RequestError: a prompt has too many images and videos.
+        RequestError: a prompt has too many images, videos and sounds.
     """
     if count > MAX_ITEMS:
-        raise RequestError(f"expected at most {MAX_ITEMS} images and videos in a prompt, got {count}. Give fewer.")
+        raise RequestError(
+            f"expected at most {MAX_ITEMS} images, videos and sounds in a prompt, got {count}. Give fewer."
+        )
 
 
 def checked_items(items: list[SourceItem]) -> list[SourceItem]:
     """The same items.
 
     Raises:
-        RequestError: they are too many, or have too many pixels that need no decoding.
+        RequestError: they are too many, or have too many pixels or samples that need no decoding.
     """
     check_count(len(items))
+    check_seconds(items)
     pixels = sum(math.prod(frame.size) for item in items for frame in item.frames if frame.size is not None)
     if pixels > MAX_PROMPT_PIXELS:
         raise RequestError(
@@ -177,79 +151,14 @@ def _listed_videos(given: Any) -> list[Any]:
 
 def _source(given: Any, where: str, local_paths: bool) -> Source:
     if isinstance(given, (bytes, bytearray, memoryview)):
-        return Source(bounded(bytes(given), where))
+        return Source(bounded(bytes(given), where, IMAGE_FILE))
     if isinstance(given, np.ndarray):
         return _of_array(given, where)
-    if isinstance(given, str) and given[:5].lower() == "data:":
-        return Source(of_data_url(given, where))
-    if isinstance(given, str) and "://" in given[:16]:
-        if given[:8].lower().startswith(("http://", "https://")):
-            return Source(b"", url=given)
-        raise RequestError(
-            f"{where}: {short_repr(given)} is an address of a kind that is never fetched. Give its bytes, or a data "
-            "URL (data:image/png;base64,…)."
-        )
     if isinstance(given, (str, os.PathLike)):
-        if not local_paths:
-            raise RequestError(f"{where}: expected a data URL (data:image/png;base64,…), got {typed_repr(given)}.")
-        return Source(_of_file(os.fspath(given), where))
+        return named_source(given, where, IMAGE_FILE, local_paths)
     if callable(getattr(given, "tobytes", None)) and hasattr(given, "getexif"):
         return _of_pil(given, where)
     raise RequestError(f"{where}: expected {_IMAGE}, got {typed_repr(given)}.")
-
-
-def bounded(data: bytes, where: str) -> bytes:
-    """The same bytes.
-
-    Raises:
-        RequestError: there are no items, or too many.
-    """
-    if not data:
-        raise RequestError(f"{where}: the image is empty; expected the bytes of an image's file.")
-    if len(data) > MAX_FILE_BYTES:
-        raise RequestError(
-            f"{where}: the image's file has {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}. "
-            "Save it smaller, or as a JPEG."
-        )
-    return data
-
-
-def of_data_url(url: str, where: str) -> bytes:
-    """The bytes of `data:image/…;base64,…`.
-
-    Raises:
-        RequestError: it is no such URL, or too long.
-    """
-    head, comma, body = url.partition(",")
-    kind, *parameters = head[len("data:") :].lower().split(";")
-    if not comma or "base64" not in parameters or not (kind.startswith("image/") or not kind):
-        raise RequestError(f"{where}: expected data:image/…;base64,… with the image, got {short_repr(head[:60])}.")
-    if len(body) > MAX_FILE_BYTES * 4 // 3 + 1024:
-        raise RequestError(
-            f"{where}: the data URL has {len(body):,} characters; expected an image of at most {MAX_FILE_BYTES:,} "
-            "bytes. Save it smaller, or as a JPEG."
-        )
-    try:
-        data = base64.b64decode(body.encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise RequestError(f"{where}: the data URL is no base64 ({error}). Encode the image's bytes again.") from None
-    return bounded(data, where)
-
-
-def _of_file(path: str | bytes, where: str) -> bytes:
-    path = os.path.expanduser(os.fsdecode(path))
-    try:
-        # Not blocking: a pipe without a writer would hold the caller for good.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            data = file.read(MAX_FILE_BYTES + 1) if is_file else b""
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{where}: {short_repr(path)} cannot be read ({reason}). Give an image's file.") from None
-    if not is_file:
-        raise RequestError(f"{where}: {short_repr(path)} is no regular file. Give an image's file.")
-    return bounded(data, where)
 
 
 def _of_array(pixels: np.ndarray, where: str) -> Source:

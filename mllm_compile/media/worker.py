@@ -1,4 +1,4 @@
-"""The process that decodes images and runs a model's processor: what a stranger's file does, it does here.
+"""The process that decodes images and sounds, and runs a model's processor: what a stranger's file does, it does here.
 
 It reads no file that a request names, writes none, fetches nothing, and has limits on memory and on processor time;
 workers.py is the side that asks. It alone imports Transformers and Pillow, once, when the first image comes.
@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from mllm_compile.errors import RequestError
 from mllm_compile.media.decode import Refused, decode
-from mllm_compile.media.limits import MAX_MEMORY, MAX_PROMPT_PIXELS
+from mllm_compile.media.limits import MAX_MEMORY, MAX_PROMPT_PIXELS, MAX_SOUND_SECONDS
 from mllm_compile.media.processor import DecodedItem, MediaProcessor
 from mllm_compile.media.protocol import PREPARED, REFUSAL, TOO_LARGE, TOO_MUCH_MEMORY, pack, unpack
 from mllm_compile.media.segment import SegmentFull, write_tensors
+from mllm_compile.media.sound import read_file, resampled
+from mllm_compile.media.sound_sources import too_long
 from mllm_compile.process.helper_server import Answer, limit_files_and, serve
 
 
@@ -50,10 +53,16 @@ def _answer(processor: MediaProcessor, request: bytes) -> Answer:
     try:
         asked_prompt = np.frombuffer(blobs[0], np.int32).tolist() if header["text"] is None else header["text"]
         frames = iter(blobs[1:])
-        pixels = 0
+        pixels, seconds = 0, 0.0
         items = []
         for asked in header["items"]:
-            item = _decoded(asked, frames)
+            item = _decoded(asked, frames) if asked["kind"] != "audio" else _heard(asked, next(frames), processor)
+            if asked["kind"] == "audio":
+                seconds += item.frames.size / processor.sound_rate
+                if seconds > MAX_SOUND_SECONDS:
+                    raise Refused(f"{item.where}: with it {too_long(seconds).rstrip('.')}")
+                items.append(item)
+                continue
             pixels += item.frames[..., 0].size
             if pixels > MAX_PROMPT_PIXELS:
                 raise Refused(
@@ -76,6 +85,21 @@ def _answer(processor: MediaProcessor, request: bytes) -> Answer:
     ids = np.asarray(prompt.prompt_token_ids, np.int32).tobytes()
     num_bytes = sum(item.num_bytes for item in prompt.items)
     return PREPARED, pack({"items": about, "num_bytes": num_bytes}, [ids, prompt.is_feature.tobytes()])
+
+
+def _heard(asked: dict[str, Any], data: memoryview, processor: MediaProcessor) -> DecodedItem:
+    """A sound's samples at the rate that the model's processor takes.
+
+    Raises:
+        Refused: it is no sound, or the model takes none.
+    """
+    (rate,) = asked["rates"]
+    try:
+        samples, rate = read_file(bytes(data)) if rate is None else (np.frombuffer(data, np.float32), rate)
+    except RequestError as error:
+        raise Refused(f"{asked['where']}: {str(error).rstrip('.')}") from None
+    # A zero of either sign is the same sound.
+    return DecodedItem("audio", asked["where"], resampled(samples, rate, processor.sound_rate) + np.float32(0))
 
 
 def _decoded(asked: dict[str, Any], blobs: Any) -> DecodedItem:

@@ -1,4 +1,4 @@
-"""Asks workers (worker.py) to decode images and to run a model's processor; from any thread.
+"""Asks workers (worker.py) to decode images and sounds, and to run a model's processor; from any thread.
 
 The result is a SharedPrompt: token ids, and the name of the shared memory with the tensors. In this process `take`
 makes a MediaPrompt of it; a server sends its fields to the engine's process, which does the same there.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.media.file_sources import SourceItem
 from mllm_compile.media.limits import MAX_HELD_BYTES, MAX_MEMORY, MAX_SECONDS, MAX_TENSOR_BYTES
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.media.protocol import (
@@ -27,13 +28,12 @@ from mllm_compile.media.protocol import (
     unpack,
 )
 from mllm_compile.media.segment import Segment, remove_left_segments, remove_segment, take_tensors
-from mllm_compile.media.sources import SourceItem
 from mllm_compile.process.helper_process import HelperProcesses, NoAnswer
 
 _MOST_PROCESSES = 2
 _MAX_WAIT_S = 60
 _MAX_START_S = 180  # it imports Transformers
-_ADVICE = "Give smaller images, or fewer."
+_ADVICE = "Give smaller images or shorter sounds, or fewer."
 
 
 class TooManyImagesError(MllmError):
@@ -101,7 +101,7 @@ class MediaWorkers(HelperProcesses):
         super().__init__(
             "mllm_compile.media.worker",
             pack({"files": list(files)}, list(files.values())),
-            task="that decodes images",
+            task="that decodes images and sounds",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,
             max_start_s=_MAX_START_S,
@@ -126,8 +126,8 @@ class MediaWorkers(HelperProcesses):
         """
         if self._held_bytes > MAX_HELD_BYTES:
             raise TooManyImagesError(
-                f"images of requests that wait hold {self._held_bytes >> 20} MiB of shared memory; expected at most "
-                f"{MAX_HELD_BYTES >> 20} MiB. Ask again later."
+                f"images and sounds of requests that wait hold {self._held_bytes >> 20} MiB of shared memory; expected "
+                f"at most {MAX_HELD_BYTES >> 20} MiB. Ask again later."
             )
         segment = Segment(MAX_TENSOR_BYTES)
         try:
@@ -156,6 +156,7 @@ class MediaWorkers(HelperProcesses):
                 "kind": item.kind,
                 "where": item.where,
                 "frames": [frame.size for frame in item.frames],
+                "rates": [frame.rate for frame in item.frames],
                 "metadata": item.metadata,
             }
             for item in items
@@ -169,12 +170,13 @@ class MediaWorkers(HelperProcesses):
             kind, answer = self.ask(request)
         except NoAnswer as none:
             end = f", the most it may. {_ADVICE}" if none.is_limit else ". Ask again."
-            raise RequestError(f"decoding the request's images {none.why}{end}") from None
+            raise RequestError(f"decoding the request's images or sounds {none.why}{end}") from None
         if kind == PREPARED:
             return unpack(answer)
         limit = {
-            TOO_MUCH_MEMORY: f"decoding the request's images needs more than {MAX_MEMORY >> 30} GiB of memory",
-            TOO_LARGE: f"the request's images become more than {MAX_TENSOR_BYTES >> 20} MiB, or than is left of the "
-            "machine's shared memory (/dev/shm)",
+            TOO_MUCH_MEMORY: f"decoding the request's images or sounds needs more than {MAX_MEMORY >> 30} GiB of "
+            "memory",
+            TOO_LARGE: f"the request's images or sounds become more than {MAX_TENSOR_BYTES >> 20} MiB, or than is left "
+            "of the machine's shared memory (/dev/shm)",
         }.get(kind)
         raise RequestError(answer.decode("utf-8", "replace") if limit is None else f"{limit}. {_ADVICE}")

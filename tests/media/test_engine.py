@@ -103,7 +103,11 @@ MISTAKES = [  # a prompt's text, what it comes with, and the one line that a use
     ("a", {"image": lambda: pixels_of(1)}, "has 0 places for images"),
     (PLACE, {}, "the prompt's text has the token 3, which stands for images, and none was given"),
     (PLACE, {"video": list}, "video 0: expected 1 to 768 frames, got 0"),
-    (PLACE * 17, {"image": lambda: [pixels_of(1, 64, 64)] * 17}, "272 of them for 17 images or videos, but the model"),
+    (
+        PLACE * 17,
+        {"image": lambda: [pixels_of(1, 64, 64)] * 17},
+        "272 of them for 17 images, videos or sounds, but the model",
+    ),
     (PLACE, {"image": lambda: "https://host/cat.png"}, "is an address, and none is fetched"),
     (PLACE, {"image": lambda: pixels_of(1, 4, 2000)}, "image 0: the model's processor refuses it"),
 ]
@@ -144,7 +148,7 @@ def test_text_goes_its_way_without_a_worker(files, tokenizer):
         ({"prompt_token_ids": [1, 3, 400], "multi_modal_data": {"image": pixels_of(0)}}, "token 2 is 400"),
         ({"prompt_token_ids": [1, 4, 2], "multi_modal_data": {"image": pixels_of(0)}}, "has 0 tokens 3"),
         ({"multi_modal_data": {"image": b"x"}}, "has prompt or prompt_token_ids"),
-        ({"prompt": PLACE, "multi_modal_data": {"audio": b"x"}}, "got 'audio'"),
+        ({"prompt": PLACE, "multi_modal_data": {"embeds": b"x"}}, "got 'embeds'"),
         ({"prompt": PLACE, "multi_modal_data": pixels_of(0)}, "multi_modal_data: expected {'image'"),
         ({"prompt": PLACE, "multi_modal_data": {"image": "https://host/cat.png"}}, "none is fetched"),
         ({"prompt": "a", "mm_processor_kwargs": {"x": 1}}, "got 'mm_processor_kwargs'"),

@@ -6,15 +6,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from mllm_compile import EngineConfig
 from mllm_compile.errors import ConfigError, RequestError
-from mllm_compile.media import fetch, sources
+from mllm_compile.media import fetch, file_sources
 from mllm_compile.media.fetch import fetched
-from mllm_compile.media.sources import Source, read_image, read_video
+from mllm_compile.media.file_sources import Source
+from mllm_compile.media.sources import read_image, read_video
 from tests.hang_guard import HANG_S
 
 HERE = ("127.0.0.1",)
@@ -92,7 +94,7 @@ def test_an_allowed_hosts_images_are_fetched_in_their_order(host):
 def test_no_address_is_fetched_unless_its_host_is_allowed(host):
     assert "is an address, and none is fetched" in refusal(f"{host}/cat.png", ())
     of_others = refusal(f"{host}/cat.png", ("b.example", "a.example"))
-    assert "images are fetched from a.example, b.example alone" in of_others
+    assert "images and sounds are fetched from a.example, b.example alone" in of_others
     assert "media.allowed_domains" in of_others
 
 
@@ -125,8 +127,7 @@ def test_an_answer_leads_to_allowed_hosts_alone(host):
 
 def test_a_missing_or_large_or_slow_address_costs_its_request_alone(host, monkeypatch):
     assert "answers with status 404" in refusal(f"{host}/dog.png")
-    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 2000)
-    monkeypatch.setattr(fetch, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(file_sources, "IMAGE_FILE", replace(file_sources.IMAGE_FILE, most=2000))
     assert "expected at most 2,000" in refusal(f"{host}/large")
     monkeypatch.setattr(fetch, "MAX_FETCH_SECONDS", 0.2)
     for way in ("slow", "head", "chunk", f"moved?{host}/head"):
@@ -140,7 +141,7 @@ def test_a_fetch_ends_where_the_system_does_not_answer_and_many_have_one_time_to
     answers = threading.Event()
     monkeypatch.setattr(fetch.HTTPConnection, "connect", lambda _: answers.wait(HANG_S) and None)
     try:
-        assert "all images of the prompt more than 0.2 s" in refusal(f"{host}/cat.png")
+        assert "all files of the prompt more than 0.2 s" in refusal(f"{host}/cat.png")
     finally:
         answers.set()
 

@@ -82,7 +82,7 @@ def test_images_and_places_are_as_many(preprocessor):
 
 def test_a_prompt_that_is_too_long_says_what_images_take(preprocessor):
     said = refusal(preprocessor, "a" * 200 + PLACE * 4, *[pixels_of(6, 64, 64)] * 4)
-    assert "has 272 tokens, 64 of them for 4 images or videos, but the model's context is 256 tokens" in said
+    assert "has 272 tokens, 64 of them for 4 images, videos or sounds, but the model's context is 256 tokens" in said
     assert not segments()
 
 
@@ -135,10 +135,7 @@ def test_a_videos_frames_are_told_apart_by_their_times(preprocessor):
 def test_text_alone_is_served_by_name(files):
     plain = {name: data for name, data in files.items() if not name.startswith("preprocessor")}
     assert refusal(make_preprocessor(plain), PLACE, pixels_of(0)).startswith("tiny takes text alone")
-    assert (
-        refusal(make_preprocessor(files, why_not="it has none"), PLACE, b"x")
-        == "tiny: it has none. Leave the images out."
-    )
+    assert refusal(make_preprocessor(files, why_not="it has none"), PLACE, b"x") == "tiny: it has none. Leave them out."
 
 
 def test_without_pillow_the_extra_is_named(files, monkeypatch):

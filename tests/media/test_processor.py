@@ -26,7 +26,11 @@ def item(seed=0):
     [
         ("preprocessor_config.json", "{}", "names its processor_class"),
         ("preprocessor_config.json", '{"processor_class": "NoSuchProcessor"}', "this Transformers does not have"),
-        ("preprocessor_config.json", '{"processor_class": "WhisperProcessor"}', "texts, images and videos are served"),
+        (
+            "preprocessor_config.json",
+            '{"processor_class": "WhisperProcessor"}',
+            "names no token of images, videos or sounds",
+        ),
         ("preprocessor_config.json", '{"processor_class": "Qwen3VLProcessor"}', "names its image_processor_type"),
         (
             "preprocessor_config.json",

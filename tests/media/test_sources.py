@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mllm_compile.errors import RequestError
 from mllm_compile.media import sources
+from mllm_compile.media.file_sources import Source
 from mllm_compile.media.messages import has_media, take_media
-from mllm_compile.media.sources import Source, read_image, read_items
+from mllm_compile.media.sources import read_image, read_items
 from tests.media.cases import pixels_of
 
 
@@ -70,7 +72,7 @@ def test_a_malformed_data_url_says_what_is_expected():
 
 
 def test_a_file_is_bounded(monkeypatch, tmp_path):
-    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(sources, "IMAGE_FILE", replace(sources.IMAGE_FILE, most=1000))
     (tmp_path / "big").write_bytes(bytes(1001))
     for given in (bytes(1001), tmp_path / "big"):
         assert "expected at most 1,000" in refusal(given)
@@ -98,7 +100,7 @@ def test_multi_modal_data_has_images_and_videos():
         ("video", "video 0", 1),
     ]
     assert not read_items({"image": [], "video": None}, local_paths=True)
-    for given, said in (([b"a"], "expected {'image'"), ({"audio": b"a"}, "got 'audio'")):
+    for given, said in (([b"a"], "expected {'image'"), ({"embeds": b"a"}, "got 'embeds'")):
         with pytest.raises(RequestError, match=said):
             read_items(given, local_paths=True)
 
@@ -123,7 +125,7 @@ def test_a_video_is_frames_and_their_times():
 
 
 def test_items_are_bounded(monkeypatch):
-    with pytest.raises(RequestError, match="at most 64 images and videos in a prompt, got 65"):
+    with pytest.raises(RequestError, match="at most 64 images, videos and sounds in a prompt, got 65"):
         read_items({"image": [b"a"] * 65}, local_paths=True)
     monkeypatch.setattr(sources, "MAX_PROMPT_PIXELS", 100)
     with pytest.raises(RequestError, match="have 1,536 pixels; expected at most 100"):
@@ -182,5 +184,5 @@ def test_a_part_without_its_image_is_refused():
 
 def test_images_of_a_chat_are_counted_before_one_is_read():
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}
-    with pytest.raises(RequestError, match="at most 64 images and videos in a prompt, got 10000"):
+    with pytest.raises(RequestError, match="at most 64 images, videos and sounds in a prompt, got 10000"):
         take_media([{"role": "user", "content": [part] * 10_000}], local_paths=False)

@@ -21,6 +21,7 @@ from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import HeldFiles
+from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.config_sections import SpeculativeSection
@@ -35,6 +36,7 @@ from tests.fake_pooling import fake_pooling_engine
 from tests.fake_speech import SPECIAL_TOKENS, SpeechAnswers, fake_speech_engine
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
 from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
+from tests.media.heard_cases import CASES, make_folder
 from tests.sleeping_arena import Machine
 from tests.text.calls import templates
 
@@ -196,7 +198,13 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
     if "template" in settings and settings.get("says", True):
         next_token = partial(said_text, tokenizer, settings.get("header", "<|im_start|>assistant\n"))
-    media = None
+    media, tower = None, TOWER
+    if "sounds" in settings:
+        with tempfile.TemporaryDirectory() as folder:
+            files = make_folder(Path(folder), settings["sounds"])
+        tokenizer, tower = load_tokenizer(TINY, HeldFiles(files)), CASES[settings["sounds"]].tower
+        media = MediaPreprocessor("tiny", files, 512, None)
+        next_token = hashed_token
     if "images" in settings:
         with tempfile.TemporaryDirectory() as folder:
             files = {**make_files(Path(folder)), "chat_template.jinja": TEMPLATE.encode()}
@@ -229,7 +237,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         tokenizer=tokenizer if has_tokenizer else None,
         grammars=FakeGrammars(),
         media=media,
-        tower=TOWER if media is not None else "the model takes text alone",
+        tower=tower if media is not None else "the model takes text alone",
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=frozenset({EOS}),
         tokenizer_files=files if has_tokenizer else {},

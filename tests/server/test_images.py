@@ -62,7 +62,8 @@ def test_an_address_is_refused_by_name(server):
     answer = ask(server, "https://host/cat.png")
     assert answer.status == 400
     assert (
-        "'https://host/cat.png' is an address, and images are fetched from 127.0.0.1 alone" in answer.error["message"]
+        "'https://host/cat.png' is an address, and images and sounds are fetched from 127.0.0.1 alone"
+        in answer.error["message"]
     )
     assert ask(server, "/etc/passwd").error["message"].startswith("image 0: expected a data URL")
     assert ask(server, "file:///etc/passwd").status == 400
@@ -187,7 +188,7 @@ def test_the_other_interfaces_take_images_the_same_way(server):
 def test_their_images_are_refused_in_their_own_shapes(server):
     url = {"type": "image", "source": {"type": "url", "url": "https://host/cat.png"}}
     for content, says in (
-        (url, "'https://host/cat.png' is an address, and images are fetched from"),
+        (url, "'https://host/cat.png' is an address, and images and sounds are fetched from"),
         (block(b"hello"), "image 0: the image is in no format that can be read"),
         (block(b"hello", "application/pdf"), "expected the source of an image to be"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected the source of an image to be"),
@@ -198,7 +199,7 @@ def test_their_images_are_refused_in_their_own_shapes(server):
         assert says in answer.json["error"]["message"]
     image = {"type": "input_image", "image_url": data_url(b"hello")}
     for content, says in (
-        ({**image, "image_url": "https://host/cat.png"}, "is an address, and images are fetched from"),
+        ({**image, "image_url": "https://host/cat.png"}, "is an address, and images and sounds are fetched from"),
         (image, "image 0: the image is in no format that can be read"),
         ({**image, "detail": "low"}, "detail: expected auto or high, got str 'low'"),
         ({"type": "input_image", "file_id": "f"}, "expected an input_image with image_url"),

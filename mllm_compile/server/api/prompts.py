@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mllm_compile.errors import MllmError
+from mllm_compile.media.file_sources import SourceItem
 from mllm_compile.media.messages import has_media, take_media
-from mllm_compile.media.sources import SourceItem
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.short_repr import typed_repr
@@ -68,6 +68,7 @@ def completion_prompts(
     Raises:
         ApiError: one of them is refused.
     """
+    _check_reads_texts(facts)
     adds_special = fields.add_special_tokens is not False
     if adds_special and fields.truncate_prompt_tokens is None:
         whole = [Prompt([], item) if isinstance(item, str) else Prompt(item) for item in items]
@@ -82,17 +83,18 @@ def completion_prompts(
 
 
 def take_images(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
-    """The images of a chat, in whose messages places are left for them.
+    """The images and sounds of a chat, in whose messages places are left for them.
 
     Raises:
-        ApiError, RequestError: an image is malformed, or the model takes no images.
+        ApiError, RequestError: one is malformed, or the model takes none, or reads no texts.
     """
+    _check_reads_texts(facts)
     if not has_media(fields.messages):
         return []
     facts.media.check()
     fields.messages, items = take_media(fields.messages, local_paths=False)
     if fields.truncate_prompt_tokens not in (None, -1):
-        raise bad_request("truncate_prompt_tokens: expected it without images, which it would cut")
+        raise bad_request("truncate_prompt_tokens: expected it without images or sounds, which it would cut")
     return items
 
 
@@ -182,6 +184,18 @@ def tools_of(tools: Any, choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
     offered = read_tools(tools)
     how = read_tool_choice(choice, offered)
     return (() if how.mode == "none" else offered), how
+
+
+def _check_reads_texts(facts: EngineFacts) -> None:
+    """
+    Raises:
+        ApiError: the model's encoder reads sounds.
+    """
+    if facts.decoder is not None and facts.decoder.source.is_sound:
+        raise bad_request(
+            "the model writes down sounds, and reads no texts. Send a sound to /v1/audio/transcriptions, or to "
+            "/v1/audio/translations for English."
+        )
 
 
 def _tokenizer(facts: EngineFacts) -> Tokenizer:

@@ -195,3 +195,12 @@ def test_another_model_refuses_sounds_by_name() -> None:
     with pytest.raises(ApiError, match="reads no sounds") as caught:
         Speech.of(SimpleNamespace(decoder=None, tokenizer=None))  # type: ignore[arg-type]
     assert (caught.value.status, caught.value.param) == (400, "model")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_text_is_told_where_sounds_are_sent(server: Server, path: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    asked = {"/v1/completions": {"prompt": "Hello"}, "/v1/responses": {"input": "Hello"}}.get(path, chat)
+    answer = server.post(path, asked)
+    assert answer.status == 400
+    assert "reads no texts. Send a sound to /v1/audio/transcriptions" in answer.error["message"]

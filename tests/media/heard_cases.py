@@ -1,0 +1,92 @@
+"""Folders of models that take sounds: a tokenizer, and a processor of each protocol of their towers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.runtime.media.sounds import SoundTower
+
+SOUND_ID = 24  # which Voxtral's processor takes for its own
+SOUND, BEGIN, END = "<audio>", "<begin>", "<end>"
+SPECIAL = ("<eos>", *(f"<{n}>" for n in range(1, SOUND_ID)), SOUND, BEGIN, END)
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'audio' %}"
+    + SOUND
+    + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"
+)
+_TOWER = {"feature_width": 8, "image_token_id": SOUND_ID, "bins": 80, "frames": 3000}
+_NAMED = {"audio_token": SOUND, "audio_bos_token": BEGIN, "audio_eos_token": END}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A processor, its extractor, the tokenizer's named tokens, and the tower that its sounds are for.
+
+    Attributes:
+        features: of sounds of 2 and of 31.5 s; 0: the longer one is refused.
+    """
+
+    processor: str
+    tower: SoundTower
+    features: tuple[int, int]
+    extractor: str = "WhisperFeatureExtractor"
+    named: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen2_audio": Case("Qwen2AudioProcessor", SoundTower(**_TOWER, merge=2), (50, 0), named=_NAMED),
+    "audioflamingo3": Case(
+        "AudioFlamingo3Processor", SoundTower(**_TOWER, merge=2), (50, 787), settings={"audio_token": SOUND}
+    ),
+    "glmasr": Case(
+        "GlmAsrProcessor", SoundTower(**_TOWER, merge=4, sees_filling=True), (25, 393), settings={"audio_token": SOUND}
+    ),
+    "voxtral": Case(
+        "VoxtralProcessor", SoundTower(**_TOWER, merge=4, keeps_filling=True, sees_filling=True), (375, 750)
+    ),
+    "qwen3_asr": Case(
+        "Qwen3ASRProcessor",
+        SoundTower(**_TOWER | {"frames": 100}, halvings=3, window=8),
+        (26, 410),
+        extractor="Qwen3ASRFeatureExtractor",
+        named=_NAMED,
+    ),
+}
+
+
+def make_folder(folder: Path, name: str) -> dict[str, bytes]:
+    """Writes the files of one case; returns them by name."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    case = CASES[name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + len(SPECIAL), special_tokens=list(SPECIAL), initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    texts = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<eos>",
+            "extra_special_tokens": case.named,
+        },
+        "preprocessor_config.json": {
+            "feature_extractor_type": case.extractor,
+            "feature_size": 80,
+            "processor_class": case.processor,
+        },
+        "processor_config.json": {"processor_class": case.processor, **case.settings},
+        "config.json": {"model_type": name, "audio_token_id": SOUND_ID},
+    }
+    for file, content in texts.items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
