@@ -133,9 +133,9 @@ def _match(attention: fx.Node) -> _Expansion | None:
 
 
 def _is_plain(attention: fx.Node) -> bool:
-    """True for attention with a scale and nothing else."""
+    """True for attention with a scale and nothing else, or with an indexer, whose choice depends on no head."""
     _, _, _, sinks, _, soft_cap, window_left, _, *others = attention.args
-    return (sinks, soft_cap, window_left) == (None, 0, -1) and not any(others)
+    return (sinks, soft_cap, window_left) == (None, 0, -1) and not any(others[:5])
 
 
 def _is_room(node: fx.Node) -> bool:
@@ -242,10 +242,12 @@ def _absorb(graph: fx.Graph, expansion: _Expansion) -> None:
         for_keys, for_values = parts(of_heads, [n, v], 1)
         latent = put(torch.reshape, expansion.latent, (tokens, 1, rank))
         rotated = put(torch.reshape, expansion.rotated, (tokens, 1, rope))
+        index = attention.args[13:15]
         k = put(torch.cat, (latent, rotated), -1)
         q_keys, q_rope = parts(q, [n, rope], -1)
         wide = put(torch.cat, (by_head(q_keys, for_keys), q_rope), -1)
-        out = put(attention.target, wide, k, k, *attention.args[3:8], None, 0, rank)  # type: ignore[arg-type]
+        behind = (None, None, *index) if index else ()
+        out = put(attention.target, wide, k, k, *attention.args[3:8], None, 0, rank, *behind)  # type: ignore[arg-type]
         out.meta = attention.meta | {"val": out.meta["val"]}  # it says which module attends
         of_values = by_head(out, put(torch.transpose, for_values, 1, 2))
         flat = graph.call_method("contiguous", (of_values,))

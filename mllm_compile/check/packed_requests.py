@@ -33,6 +33,7 @@ Bound = tuple[ProgramExecutor, tuple[AttentionLayer, ...]]
 Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 
 REQUEST_LENGTHS = (5, 3)
+CHECKED_KEYS = 2  # that indexers choose in a check, so that some of so short requests are not
 SECOND_REQUEST_POSITION = 100
 
 
@@ -140,12 +141,19 @@ class PackedRequests:
             queries, keys, values = (
                 self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)
             )
+            index = None
+            if inputs.index is not None:  # copies are alike
+                of_index = (*inputs.index, inputs.k[:, 0, -layer.index_dim :])
+                index = [self._of_request(x, start, length)[0] for x in of_index]
+                keys = keys[..., : -layer.index_dim]
             attended = attention_reference(
                 *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
                 alibi_slopes=layer.alibi_slopes * self.copies,
                 chunk=layer.chunk,
                 latent=layer.v_head_dim if layer.is_latent else 0,
                 up=layer.up_weight,
+                index=index,
+                top_k=min(layer.top_k, CHECKED_KEYS),
                 blocks=() if start or (self.blocks_in_windows and params.window_left < 0) else self.blocks,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))

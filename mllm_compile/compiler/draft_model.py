@@ -17,6 +17,7 @@ from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig, SpeculativeConfig
+from mllm_compile.config.sparse_keys import full_length
 from mllm_compile.config.speculators import KINDS_OF_METHODS, head_type, read_head
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
@@ -106,7 +107,8 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
         )
     if config.speculative.method == "mtp":
         _check_layers(config, model)
-    limit, length = longest_text(drafter), config.runtime.max_model_len
+    limits = [one for one in (longest_text(drafter), full_length(drafter)) if one is not None]
+    limit, length = min(limits, default=None), config.runtime.max_model_len
     if limit is not None and length > limit:
         raise ConfigError(
             f"runtime.max_model_len is {length}, but speculative.model {short_repr(config.speculative.model)} was made "

@@ -22,6 +22,7 @@ from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolve import check_any_rows, check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.sparse_keys import chooses_keys
 from mllm_compile.config.speculators import head_type
 from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CompileError, ConfigError
@@ -103,6 +104,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         elif head_type(model.config) is None:
             check_remote_code(model, config.model.trust_remote_code)
             whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
+            whole = replace(whole, chooses_keys=chooses_keys(config.runtime.max_model_len, model))
             whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))
         else:
             from mllm_compile.model.heads import build_head_on_meta

@@ -231,8 +231,9 @@ def _attention_step(node: fx.Node) -> AttentionStep:
         values: Any
         values, eps = node.args[6:8]
         rope_inputs = RopeInputNames(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
-    bias = _value_name(node.args[8]) if len(node.args) > 8 else None
-    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, rope_inputs, bias)
+    bias = _value_name(node.args[8]) if len(node.args) > 8 and node.args[8] is not None else None
+    index: Any = node.args[9] if len(node.args) > 9 else ()
+    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, rope_inputs, bias, tuple(map(_value_name, index)))
 
 
 def _cross_attention_step(node: fx.Node) -> CrossAttentionStep:

@@ -35,6 +35,7 @@ from mllm_compile.config.schema import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from mllm_compile.config.sparse_keys import check_chosen_keys, full_length
 from mllm_compile.errors import ConfigError, DeviceError, UnlikeRowsError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path
@@ -90,7 +91,6 @@ _SWITCHES_OF_CPUS = ("paged_attention",)
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 METHOD_KEY = "speculative.method"
 METHOD_WITHOUT_WEIGHTS: SpeculativeMethod = "suffix"
-_PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length"),
     "max_target_positions",
@@ -292,7 +292,7 @@ def _runtime(
             "runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")
         ),
         "kv_cache_dtype": _kv_cache_dtype(asked, dtype, choices),
-        "max_model_len": _max_model_len(asked, kind, model, choices),
+        "max_model_len": _max_model_len(asked, kind, backend, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
         "any_rows": any_rows,
@@ -502,8 +502,14 @@ def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
     return max(DETERMINISTIC_TOKENS["cuda"], DETERMINISTIC_ATTENTION_BLOCKS // num_kv_heads)
 
 
-def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> int:
-    limit = longest_text(model)
+def _max_model_len(
+    asked: RuntimeConfig, kind: str, backend: BackendName, model: ModelFolder, choices: AutoChoices
+) -> int:
+    limit, full = longest_text(model), full_length(model)
+    if full is not None and isinstance(asked.max_model_len, int) and asked.max_model_len > full:
+        check_chosen_keys(asked, backend, full)
+    elif full is not None:
+        limit = full if limit is None else min(limit, full)
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
@@ -513,15 +519,15 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     length: int = choices.resolve("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse "
-            f"beyond. Set it to {limit} or less."
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to "
+            f"{limit} or less."
         )
     return length
 
 
 def longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
-    length. Where an indexer chooses the keys of each token (DSA), the number up to which it chooses all."""
+    length."""
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1 or model.text_config_value(_BUCKETS_KEY) is not None:
         return None
@@ -530,9 +536,7 @@ def longest_text(model: ModelFolder) -> int | None:
         factor = rope.get("factor")
         if isinstance(factor, int | float) and 1 < factor < math.inf:
             limit = int(limit * factor)
-    chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
-    all_plain = isinstance(kinds, list) and all(kind in _PLAIN_LAYERS for kind in kinds)
-    return min(limit, chosen) if isinstance(chosen, int) and chosen > 0 and not all_plain else limit
+    return limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

@@ -57,20 +57,20 @@ def mllm_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     distance_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | EveryKey | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
 
     Args:
         distance_bias: [H, 2R + 1], as the op takes it; from our own hooks.
+        indices: what an indexer chooses for each token (written_attention/).
 
     Returns:
         [1, T, H, Dv], and no attention weights.
     """
     refusals = [
-        f"keyword {name}"
-        for name in sorted(kwargs)
-        if kwargs[name] is not None and kwargs[name] is not EVERY_KEY and name not in _WITHOUT_EFFECT
+        f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
     ]
     if attention_mask is not None and attention_mask is not EVERY_KEY:
         refusals.append("an attention mask")
@@ -83,6 +83,7 @@ def mllm_attention(
     # Two names of one symbol compare without a branch on its value; of two symbols that may differ, none can be served.
     if key.shape[2] is not query.shape[2] and key.shape[2] != query.shape[2]:
         refusals.append("keys that are not the tokens' own")
+    chosen = [indices] if isinstance(indices, torch.Tensor) else None
     _, num_heads, num_tokens, head_dim = query.shape
     flat_query = query.transpose(1, 2).reshape(num_tokens, num_heads, head_dim).contiguous()
     flat_key = key.transpose(1, 2).reshape(num_tokens, key.shape[1], head_dim)
@@ -96,7 +97,8 @@ def mllm_attention(
         float(softcap or 0.0),
         -1 if sliding_window is None else sliding_window - 1,
         "; ".join(refusals),
-        *(() if distance_bias is None else (None, 0, 0, None, distance_bias)),
+        *(() if distance_bias is None and chosen is None else (None, 0, 0, None, distance_bias)),
+        *(() if chosen is None else (chosen,)),
     )
     return output.unsqueeze(0), None
 

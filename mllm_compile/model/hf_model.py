@@ -61,6 +61,7 @@ class HFModel:
             may follow from another's.
         rope: how its RoPE follows the length of a text; None: it does not.
         full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
+        chooses_keys: it is served beyond that, by keys that an indexer chooses (written_attention/chosen.py).
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
         block: of a head that drafts several tokens in one pass.
@@ -74,6 +75,7 @@ class HFModel:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     rope: RopeLengths | None = None
     full_length: int | None = None
+    chooses_keys: bool = False
     hidden_states: tuple[int, ...] = ()
     projection: HiddenProjection | None = None
     block: DraftBlock | None = None
@@ -88,7 +90,8 @@ class HFModel:
         """Positions that the model was made for, of those at which its attention is full."""
         said = getattr(self.text_config, "max_target_positions", None) if self.cross is not None else None
         positions = self._size("max_position_embeddings", said or NO_LIMIT) - self.position_offset
-        return positions if self.full_length is None else min(positions, self.full_length)
+        is_limited = self.full_length is not None and not self.chooses_keys
+        return min(positions, self.full_length or positions) if is_limited else positions
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
         """The sizes in the model's config; heads are the largest of `layers`, where they are given; 0 of a model
@@ -108,7 +111,7 @@ class HFModel:
             vocab_size=self._size("vocab_size"),
             context_len=self.context_len,
             is_table_of_positions=self.position_offset > 0,
-            is_sparse_beyond=self.full_length is not None,
+            is_sparse_beyond=self.full_length is not None and not self.chooses_keys,
         )
 
     def embedding_and_head(self) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.replaced_methods import keeping_all_tokens, norms_by_formula
 from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, restore_request_lengths
 from mllm_compile.model.states.state_hook import states_as_ops
+from mllm_compile.model.written_attention.chosen import attend_to_chosen_keys, scoring_keys
 from mllm_compile.model.written_attention.find import find_attention
 from mllm_compile.model.written_attention.indexed import choosing_every_key
 from mllm_compile.model.written_attention.masks import tables_for_any_step, with_a_mask_if_needed
@@ -154,8 +155,9 @@ def trace_text(
         check_choices(hf_model.text_config)
         tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         try:
+            choosing = scoring_keys if hf_model.chooses_keys else choosing_every_key
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
-            rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing_every_key(hf_model.model)
+            rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing(hf_model.model)
             methods = norms_by_formula(hf_model.model), keeping_all_tokens(hf_model.model)
             of_layers = states_as_ops(hf_model.model), marking_hidden_states(hf_model)
             with hooks[0], hooks[1], rope, keys, of_layers[0], of_layers[1], methods[0], methods[1]:
@@ -165,6 +167,8 @@ def trace_text(
         _drop_outputs_of_weights(captured)
         give_hidden_states(captured, hf_model)
         _fold_numbers(captured)
+        if hf_model.chooses_keys and hf_model.full_length is not None:
+            attend_to_chosen_keys(captured, hf_model.full_length)
         keep_host_values(captured, hf_model, device)
         restore_positions(captured)
         restore_request_lengths(captured)

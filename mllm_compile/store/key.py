@@ -25,6 +25,7 @@ from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sentence_files import read_sentence_files
+from mllm_compile.config.sparse_keys import chooses_keys
 from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
@@ -129,6 +130,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "expert stats": "on" if config.runtime.sees_experts else "off",
         "attention": _attention(config),
         **_states(config),
+        **_chosen_keys(config, model),
         **_speculation(config),
         **_adapters(config),
         **_ranks(config),
@@ -172,6 +174,11 @@ def _states(config: ResolvedConfig) -> dict[str, str]:
     """The type of states, which kernels are compiled for on CUDA; float32, the default, is no factor."""
     dtype = config.runtime.state_dtype
     return {} if dtype == "float32" or not config.runtime.device.startswith("cuda") else {"states": dtype}
+
+
+def _chosen_keys(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
+    """The choice of keys by an indexer; where it chooses all of each text, or there is none, no factor."""
+    return {"keys": "chosen"} if chooses_keys(config.runtime.max_model_len, model) else {}
 
 
 def _speculation(config: ResolvedConfig) -> dict[str, str]:

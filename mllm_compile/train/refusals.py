@@ -54,6 +54,11 @@ def check_artifact(artifact: Artifact) -> None:
             "trainable: the runtime holds its weights packed (--pack-weights), without the names of parameters. Give "
             "the model's config instead."
         )
+    if any(layer.top_k for layer in program.layers):
+        raise UnsupportedModelError(
+            "trainable: an indexer chooses the keys of its attention; expected texts of which it chooses all. Set "
+            "runtime.max_model_len to its index_topk."
+        )
     if program.media is not None:
         raise UnsupportedModelError("trainable: the model takes images; expected a model of text alone")
     if program.inputs or program.rope is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, CROSS_LAYERS, PACKED_LAYERS, STATE_LAYERS
-from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.passes.match.nodes import call, is_op, recompute_value
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops.states.trace import call_of
 from mllm_compile.runtime.state.layer import KINDS as STATE_KINDS
@@ -90,12 +90,14 @@ class AttentionKind(LayerKind):
         latent: Any = node.args[10] if len(node.args) > 10 else 0
         up: Any = node.args[11] if len(node.args) > 11 else None
         width, out_width = q.meta["val"].shape[2], node.meta["val"].shape[2]  # type: ignore[union-attr]
+        indexer, top_k = _index_of(node)
+        index_dim = int(indexer[2].meta["val"].shape[1]) if indexer else 0
         return LayerSpec(
             name=name,
             layer_id=index,
             num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
             num_kv_heads=k.meta["val"].shape[1],  # type: ignore[union-attr]
-            head_dim=k.meta["val"].shape[2],  # type: ignore[union-attr]
+            head_dim=k.meta["val"].shape[2] + index_dim,  # type: ignore[union-attr]
             v_head_dim=int(latent) or v.meta["val"].shape[2],  # type: ignore[union-attr]
             sm_scale=float(sm_scale),  # type: ignore[arg-type]
             logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
@@ -107,6 +109,8 @@ class AttentionKind(LayerKind):
             up_projection=None if up is None else up.meta["weight_name"],
             up_key_dim=0 if up is None else int(width - (k.meta["val"].shape[2] - latent)),  # type: ignore[union-attr]
             up_value_dim=0 if up is None else int(out_width),
+            top_k=top_k,
+            index_dim=index_dim,
             has_distance_bias=bias_of(node) is not None,
         )
 
@@ -114,7 +118,10 @@ class AttentionKind(LayerKind):
         return spec.num_heads, spec.out_dim
 
     def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
-        bias = bias_of(node)
+        bias, (index, _) = bias_of(node), _index_of(node)
+        if index:
+            q, k, v = node.args[:3]
+            return q, _with_index_keys(k, index[2]), v, buffer, name, True, None, 0.0, bias, list(index[:2])
         return (*node.args[:3], buffer, name, *(() if bias is None else (True, None, 0.0, bias)))
 
 
@@ -265,6 +272,26 @@ def buffer_of(layer: fx.Node) -> fx.Node:
 def bias_of(node: fx.Node) -> fx.Node | None:
     """The table of distances [H, 2R + 1] of a traced attention; None: it has none."""
     return node.args[12] if len(node.args) > 12 else None  # type: ignore[return-value]
+
+
+def _index_of(node: fx.Node) -> tuple[tuple[fx.Node, ...], int]:
+    """The queries, weights and keys of a traced attention's indexer, and how many keys it chooses; (), 0: none has."""
+    if len(node.args) < 15:
+        return (), 0
+    index: Any
+    top_k: Any
+    index, top_k = node.args[13:15]
+    return tuple(index), int(top_k)
+
+
+def _with_index_keys(k: Any, keys: fx.Node) -> fx.Node:
+    """k [T, Hk, D] with an indexer's keys [T, Di] behind those of each head, as a cache holds both."""
+    graph = k.graph
+    of_heads = call(graph, torch.unsqueeze, keys, 1)
+    if (num_heads := k.meta["val"].shape[1]) > 1:
+        of_heads = graph.call_method("expand", (of_heads, -1, num_heads, -1))
+        recompute_value(of_heads)
+    return call(graph, torch.cat, (k, of_heads), -1)
 
 
 def refusals_of(node: fx.Node) -> str:

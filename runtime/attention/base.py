@@ -25,6 +25,7 @@ from mllm_compile.runtime.attention.capture import (
     Cascades,
     FusesRope,
 )
+from mllm_compile.runtime.attention.index import Index
 from mllm_compile.runtime.attention.layer import AttentionLayer
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class AttentionInputs:
         batch: the one that was planned.
         slots: [T] int64 where k and v are to be written first; None: they are in the cache already.
         bias: [H, 2R + 1], of a layer whose logits follow distances: from -R to R, from a query to a key.
+        index: of a layer that sees chosen keys alone (LayerSpec.top_k).
     """
 
     q: torch.Tensor
@@ -53,6 +55,7 @@ class AttentionInputs:
     batch: ForwardBatch
     slots: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    index: Index | None = None
 
 
 class AttentionBackend(ABC):

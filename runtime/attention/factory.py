@@ -12,7 +12,7 @@ from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.runner_config import RunnerConfig
 
@@ -53,6 +53,10 @@ def make_attention_backend(
         libraries = of_kind(model.layer_kernels, "paged") if runtime.takes("paged_attention") else {}
         bound = {one.name: libraries[one.name].of(one, config.dtype) for one in model.layers if one.name in libraries}
         return TorchAttnBackend(deterministic=runtime.deterministic, paged=bound)
+    if chooses := [layer.name for layer in model.layers if layer.top_k]:
+        raise UnsupportedModelError(
+            f"an indexer chooses the keys of {chooses[0]}, which kernels do not: set runtime.attention_backend: torch"
+        )
     if runtime.attention_backend == "flashinfer" and all(layer.is_latent for layer in model.layers):
         return LatentAttnBackend(
             model.layers,

@@ -49,6 +49,8 @@ class LayerSpec:
     up_projection: str | None = None
     up_key_dim: int = 0  # n
     up_value_dim: int = 0  # v
+    top_k: int = 0  # keys that an indexer chooses for each token (attention/index.py); 0: every token sees all
+    index_dim: int = 0  # the last columns of a cached key, which are the indexer's
     has_distance_bias: bool = False  # a step's inputs have a table [H, 2R + 1] of what distances add to logits
 
     @cached_property
@@ -58,9 +60,9 @@ class LayerSpec:
 
     @property
     def follows_places(self) -> bool:
-        """True if logits or what is seen depend on more than an order of tokens: a bias by distance, or chunks. On a
-        GPU the program's own kernels attend so."""
-        return bool(self.alibi_slopes) or self.chunk > 0 or self.has_distance_bias
+        """True if logits or what is seen depend on more than an order of tokens: a bias by distance, chunks, or chosen
+        keys. On a GPU the program's own kernels attend so."""
+        return bool(self.alibi_slopes) or self.chunk > 0 or self.has_distance_bias or self.top_k > 0
 
     @property
     def takes_cascade(self) -> bool:
@@ -81,7 +83,8 @@ class LayerSpec:
     @property
     def query_dim(self) -> int:
         """The width of the queries that attention is given."""
-        return self.head_dim if self.up_projection is None else self.up_key_dim + self.rotated_dim
+        width = self.head_dim - self.index_dim
+        return width if self.up_projection is None else self.up_key_dim + self.rotated_dim
 
     @property
     def out_dim(self) -> int:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.capture import Cascades
 from mllm_compile.runtime.attention.distances import of_distances
+from mllm_compile.runtime.attention.index import Index, chosen_keys
 from mllm_compile.runtime.attention.latent.choice import ExpansionChoice, Widths, fewer_products
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
@@ -137,11 +138,12 @@ def _attend_for(plan: _Plan, prompts: Iterable[int], inputs: AttentionInputs) ->
     layer, batch = inputs.layer, inputs.batch
     if plan.num_decodes:
         count = plan.num_decodes
-        _decode(plan, inputs.q[:count], layer, batch, inputs.out[:count], inputs.bias)
+        _decode(plan, inputs.q[:count], layer, batch, inputs.out[:count], inputs.bias, _part_of(inputs.index, 0, count))
     for i in prompts:
         for part in _parts(plan, layer, batch, i):
             rows = slice(part.start, part.end)
-            _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows], inputs.bias)
+            index = _part_of(inputs.index, part.start, part.end)
+            _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows], inputs.bias, index)
 
 
 class _Part(NamedTuple):
@@ -224,6 +226,7 @@ def _decode(
     batch: ForwardBatch,
     out: torch.Tensor,
     table: torch.Tensor | None,
+    index: Index | None,
 ) -> None:
     """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
     num_shared = _num_shared(plan, layer)
@@ -240,7 +243,12 @@ def _decode(
         else:
             values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
-        mask = visible[part, None, None, :]
+        seen = visible[part]
+        if index is not None:
+            chosen_from = keys[:, 0, :, -layer.index_dim :]
+            seen = chosen_keys((index[0][part], index[1][part]), chosen_from, seen, layer.top_k)
+            keys = keys[..., : -layer.index_dim]
+        mask = seen[:, None, None, :]
         bias = None
         if layer.alibi_slopes or table is not None:
             places = torch.arange(rows.shape[2], device=q.device)
@@ -269,6 +277,7 @@ def _prefill(
     part: _Part,
     out: torch.Tensor,
     table: torch.Tensor | None,
+    index: Index | None,
 ) -> None:
     """q [T, H, D] → out [T, H, Dv]: the last T of the first `seq_len` positions of one request."""
     prefix_len = part.seq_len - q.shape[0]
@@ -286,7 +295,14 @@ def _prefill(
         keys = _take(k_buf, seen)
         values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
         first_query = prefix_len + start - first_key
-        out[start : start + QUERY_BLOCK] = attend_block(block, keys, values, first_query, layer, part.is_block, table)
+        of_block = _part_of(index, start, start + QUERY_BLOCK)
+        given = block, keys, values, first_query, layer, part.is_block, table, of_block
+        out[start : start + QUERY_BLOCK] = attend_block(*given)
+
+
+def _part_of(index: Index | None, start: int, end: int) -> Index | None:
+    """The index of some tokens."""
+    return None if index is None else (index[0][start:end], index[1][start:end])
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -314,9 +330,11 @@ def attend_block(
     layer: AttentionLayer,
     sees_ahead: bool,
     table: torch.Tensor | None = None,
+    index: Index | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal unless
-    `sees_ahead`; a window has earlier tokens. `table` is AttentionInputs' bias."""
+    `sees_ahead`; a window has earlier tokens. `table` is AttentionInputs' bias, `index` its index of
+    the block."""
     params = layer.params
     positions = torch.arange(keys.shape[0], device=q.device)
     distance = positions[first_query : first_query + q.shape[0], None] - positions
@@ -325,6 +343,9 @@ def attend_block(
         mask &= distance <= params.window_left
     if layer.chunk:
         mask &= positions[first_query : first_query + q.shape[0], None] // layer.chunk == positions // layer.chunk
+    if index is not None:
+        mask = chosen_keys(index, keys[:, 0, -layer.index_dim :], mask, layer.top_k)
+        keys = keys[..., : -layer.index_dim]
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
     is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes and table is None
     if is_plain:

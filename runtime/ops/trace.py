@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 
 from mllm_compile.runtime.attention.distances import of_distances
+from mllm_compile.runtime.attention.index import chosen_keys
 from mllm_compile.runtime.collectives.base import current
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None, Tensor? bias=None)"
-    " -> Tensor"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None, Tensor? bias=None,"
+    " Tensor[]? index=None, int top_k=0) -> Tensor"
 )
 
 
@@ -37,6 +38,8 @@ def _attention_fake(
     latent: int = 0,
     up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    index: Sequence[torch.Tensor] | None = None,
+    top_k: int = 0,
 ) -> torch.Tensor:
     width = latent or v.shape[2]
     if up is not None:
@@ -58,6 +61,8 @@ def attention_reference(
     latent: int = 0,
     up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    index: Sequence[torch.Tensor] | None = None,
+    top_k: int = 0,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
@@ -76,6 +81,8 @@ def attention_reference(
         up: None, or for latents the weight [H / Hk * (n + Dv), latent] that makes of each the first n columns of its
             heads' keys, before the columns behind the latent, and the values; q is n + D - latent wide.
         bias: None, or [H, 2R + 1]: added to a head's logits by the key's position less the query's, from -R to R.
+        index: None, or an indexer's queries [T, Hi, Di], weights [T, Hi] and keys [T, Di]: each token sees the `top_k`
+            keys that it chooses (attention/index.py).
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
@@ -109,6 +116,8 @@ def attention_reference(
         visible &= distance <= window_left
     if chunk:
         visible &= position[:, None] // chunk == position // chunk
+    if index is not None:
+        visible = chosen_keys((index[0], index[1]), index[2], visible, top_k)
     logits = logits.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)

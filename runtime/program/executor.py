@@ -252,7 +252,9 @@ class ProgramExecutor:
                 rope_inputs = None if of is None else tuple(self._register(name) for name in of.values)
                 eps = 0.0 if of is None else of.eps
                 bias = None if step.bias is None else self._register(step.bias)
-                given = layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, bias, dead
+                indexer = tuple(self._register(name) for name in step.index)
+                of_layer = rope_inputs, eps, bias, indexer, dead
+                given = layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, *of_layer
                 linked.append(_LinkedAttention(*given))
             elif isinstance(step, CrossAttentionStep):
                 linked.append(self._link_cross_attention(cross_layers[step.layer], step, buffer_index[step.out], dead))
@@ -405,6 +407,7 @@ class _LinkedAttention:
     rope_inputs: tuple[int, ...] | None
     eps: float
     bias: int | None
+    index: tuple[int, ...]
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
@@ -413,7 +416,8 @@ class _LinkedAttention:
         rope_inputs = None if self.rope_inputs is None else [values[register] for register in self.rope_inputs]
         bias = None if self.bias is None else values[self.bias]
         k, v = values[self.k], values[self.v]
-        attention_with_output(q, k, v, out, self.layer, self.saves_kv, rope_inputs, self.eps, bias)
+        index = [values[register] for register in self.index] if self.index else None
+        attention_with_output(q, k, v, out, self.layer, self.saves_kv, rope_inputs, self.eps, bias, index)
         values[self.out] = out
 
 

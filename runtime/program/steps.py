@@ -63,11 +63,12 @@ class AttentionStep:
     saves_kv: bool = True
     rope_inputs: RopeInputNames | None = None
     bias: str | None = None  # a value [H, 2R + 1] (LayerSpec.has_distance_bias)
+    index: tuple[str, ...] = ()  # an indexer's queries and weights (LayerSpec.top_k)
 
     @property
     def reads(self) -> tuple[str, ...]:
         of_rope = () if self.rope_inputs is None else self.rope_inputs.values
-        return (self.q, self.k, self.v, *of_rope, *(() if self.bias is None else (self.bias,)))
+        return (self.q, self.k, self.v, *of_rope, *(() if self.bias is None else (self.bias,)), *self.index)
 
     @property
     def writes(self) -> tuple[str, ...]:

@@ -1,8 +1,10 @@
-"""Sparse attention with an indexer (DSA) is served as far as the indexer chooses every key, and no further."""
+"""Sparse attention with an indexer (DSA): a plain one as far as the indexer chooses every key; beyond, chosen keys."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.compiler.load_or_compile import _check_positions
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.mask_probe import _Observer
+from mllm_compile.model.written_attention.chosen import attend_to_chosen_keys
 from mllm_compile.model.written_attention.indexed import choosing_every_key, full_length
-from tests.config.resolving import resolved
+from mllm_compile.runtime.attention.index import chosen_keys
+from tests.config.resolving import H200, resolved
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
 TOP = 48
@@ -54,21 +58,35 @@ def config_of(folder, expanded, **runtime):
     return EngineConfig.from_dict(sections)
 
 
-def test_longer_texts_are_refused():
+def test_longer_texts_are_served_where_they_are_asked_for_and_refused_beside_what_has_no_choice():
     said = {"max_position_embeddings": 4096, "index_topk": TOP}
     assert resolved(config_json=said).runtime.max_model_len == TOP
     for kind in ("indexed_attention", "deepseek_sparse_attention"):  # as two versions of Transformers name it
         assert resolved(config_json=said | {"layer_types": [kind]}).runtime.max_model_len == TOP
-    with pytest.raises(
-        ConfigError, match=rf"max_model_len is 64, but .* at most {TOP} tokens, or is sparse .* to {TOP}"
-    ):
-        resolved(config_json=said, runtime={"max_model_len": 64})
+    longer = {"max_model_len": 64}
+    assert resolved(config_json=said, runtime=longer).runtime.max_model_len == 64
+    beyond = rf"max_model_len is 64, and beyond {TOP} tokens an indexer chooses keys, which .*max_model_len: {TOP}"
+    refused: list[dict[str, Any]] = [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"skip_compiled": True},
+    ]
+    for also in refused:
+        with pytest.raises(ConfigError, match=beyond):
+            resolved(config_json=said, runtime=longer | also)
+    with pytest.raises(ConfigError, match=r"kernels of runtime\.attention_backend flashinfer do not\. Set it to torch"):
+        resolved(H200, said, runtime=longer)
+    assert resolved(H200, said, runtime=longer | {"attention_backend": "torch"}).runtime.max_model_len == 64
+    with pytest.raises(ConfigError, match=r"max_model_len is 5000, but the model was made for at most 4096 tokens"):
+        resolved(config_json=said, runtime={"max_model_len": 5000})
     of_other_layers = said | {"layer_types": ["full_attention"]}
     assert resolved(config_json=of_other_layers).runtime.max_model_len == 4096
 
 
 def test_longer_texts_are_refused_where_the_number_of_keys_is_a_default_of_the_class():
     hf_model = build_config_on_meta(tiny_config("glm_moe_dsa", index_topk=TOP), torch.float32)
+    chosen = replace(hf_model, chooses_keys=True).sizes()
+    assert (chosen.context_len, chosen.is_sparse_beyond) == (256, False)
     sizes = hf_model.sizes()
     assert (sizes.context_len, sizes.is_sparse_beyond) == (TOP, True)
     _check_positions(SimpleNamespace(sizes=sizes), resolved(runtime={"max_model_len": TOP}))
@@ -76,6 +94,33 @@ def test_longer_texts_are_refused_where_the_number_of_keys_is_a_default_of_the_c
         ConfigError, match=rf"max_model_len is 64, but the model is served up to {TOP} tokens: .* chosen keys"
     ):
         _check_positions(SimpleNamespace(sizes=sizes), resolved(runtime={"max_model_len": 64}))
+
+
+@pytest.mark.parametrize("form", [lambda scores: scores.sigmoid(), lambda scores: scores.relu().relu() + scores])
+def test_scores_of_another_form_are_refused(form):
+    class Chooser(torch.nn.Module):
+        def forward(self, q, k, w):
+            scores = form(torch.matmul(q, k.transpose(-1, -2).unsqueeze(1)))
+            best = torch.matmul(w.unsqueeze(-2), scores).squeeze(-2).topk(1, dim=-1)[1]
+            return torch.ops.mllm.attention(q[0], q[0], q[0], None, 1.0, 0.0, -1, "", None, 0, 0, None, None, [best])
+
+    gm = torch.fx.symbolic_trace(Chooser())
+    with pytest.raises(UnsupportedModelError, match=r"no weighted sum over heads of relu\(q · k\): .*max_model_len"):
+        attend_to_chosen_keys(gm, 4)
+
+
+def test_a_choice_is_the_best_of_what_a_token_sees():
+    generator = torch.Generator().manual_seed(0)
+    q, w = torch.randn(6, 3, 8, generator=generator), torch.randn(6, 3, generator=generator)
+    keys, visible = torch.randn(6, 8, generator=generator), torch.ones(6, 6).tril().bool()
+    scores = torch.einsum("thk,th->tk", torch.einsum("thd,kd->thk", q, keys).relu(), w)
+    chosen = chosen_keys((q, w), keys, visible, 2)
+    for token in range(6):
+        best = scores[token, : token + 1].topk(min(2, token + 1)).indices.tolist()
+        assert set(chosen[token].nonzero().flatten().tolist()) == set(best)
+    of_each = chosen_keys((q, w), keys.expand(6, -1, -1), visible, 2)
+    assert torch.equal(of_each, chosen)
+    assert chosen_keys((q, w), keys, visible, 6) is visible
 
 
 class Blocks(torch.nn.Module):

@@ -32,18 +32,32 @@ EVERY_KEY = EveryKey()
 
 def full_length(model: torch.nn.Module) -> int | None:
     """Tokens of the longest text whose keys every indexer of `model` chooses; None: it has no indexers."""
-    return min((int(module.index_topk) for module in model.modules() if _is_indexer(module)), default=None)  # type: ignore[arg-type]
+    return min((int(module.index_topk) for module in indexers_of(model)), default=None)  # type: ignore[arg-type]
+
+
+def indexers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The indexers of `model` that score each key by itself."""
+    return (module for module in model.modules() if _is_indexer(module))
 
 
 @contextmanager
 def choosing_every_key(model: torch.nn.Module) -> Iterator[None]:
     """Within the context attention with an indexer is told no mask, and its indexer chooses EVERY_KEY."""
-    hooked: dict[Any, Callable[..., Any]] = {}
-    for module in model.modules():
-        if _is_indexer(module):
-            hooked[module] = _choose_every_key
-        elif _is_attention(module):
-            hooked[module] = partial(_attend_to_every_key, type(module).forward, module)
+    with attending_to_every_key(model), with_forwards(dict.fromkeys(indexers_of(model), _choose_every_key)):
+        yield
+
+
+@contextmanager
+def attending_to_every_key(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context attention with an indexer is told no mask."""
+    attentions = (module for module in model.modules() if _is_attention(module))
+    with with_forwards({module: partial(_attend_to_every_key, type(module).forward, module) for module in attentions}):
+        yield
+
+
+@contextmanager
+def with_forwards(hooked: dict[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Within the context these modules compute so."""
     for module, forward in hooked.items():
         module.forward = forward
     try:

@@ -13,7 +13,7 @@ _WIDTH = 16  # floats of the widest vector: rows of heads are whole ones
 
 
 def serves(layer: LayerSpec) -> bool:
-    """True if the library attends in `layer`. Latents with an up-projection may be expanded, and
-    tables of distances read, which torch does."""
-    is_plain = layer.up_projection is None and not layer.has_distance_bias
+    """True if the library attends in `layer`. Latents with an up-projection may be expanded, tables of distances read,
+    and keys chosen, which torch does."""
+    is_plain = layer.up_projection is None and not layer.has_distance_bias and not layer.top_k
     return is_plain and layer.head_dim % _WIDTH == 0 and layer.v_head_dim % _WIDTH == 0

@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 # write the new keys and values (slot_mapping).
 _LIBRARY.define(
     "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name, bool save_kv_cache=True, "
-    "Tensor[]? rope_inputs=None, float eps=0.0, Tensor? bias=None) -> ()",
+    "Tensor[]? rope_inputs=None, float eps=0.0, Tensor? bias=None, Tensor[]? index=None) -> ()",
 )
 
 
@@ -44,6 +44,7 @@ def attention_with_output(
     rope_inputs: Sequence[torch.Tensor] | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    index: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
 
@@ -59,7 +60,7 @@ def attention_with_output(
             the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
             itself, and writes k and v: the piece has left it out (cache_inputs).
         eps: these norms' eps.
-        bias: as AttentionInputs have it.
+        bias, index: as AttentionInputs have them; an index with padding.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.
@@ -80,7 +81,8 @@ def attention_with_output(
     if slots is not None and not batch.attn_backend.writes_kv(layer):
         batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
         slots = None
-    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots, bias))
+    of_index = None if index is None else (index[0][:num_tokens], index[1][:num_tokens])
+    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots, bias, of_index))
 
 
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")

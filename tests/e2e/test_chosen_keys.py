@@ -1,0 +1,139 @@
+"""Texts longer than an indexer's `index_topk` keys (DSA) have Transformers' tokens, whatever happens on the way.
+
+Tiny random models in float32 on a CPU. Indexers have many heads: where all of few are 0, scores are equal, and which of
+equal ones is chosen no one says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mllm_compile import SamplingParams
+from mllm_compile.config.schema import EngineConfig
+from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
+from tests.tiny_model import engine_of_pages
+
+TOP, PAGE, CHUNK, MAX_TOKENS = 8, 4, 32, 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+# hy_v4 has a head of keys for several queries, and sinks; layers of glm_moe_dsa take what one ahead has chosen.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
+    "axk2": {},
+    "hy_v4": {},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    model: Any
+    folder: Path
+    prompts: list[list[int]]
+
+    def config(self, **runtime: Any) -> EngineConfig:
+        sizes = {"device": "cpu", "max_model_len": 96, "max_num_batched_tokens": CHUNK, "page_size": PAGE}
+        sections = {
+            "model": {"path": str(self.folder / "model"), "dtype": "float32"},
+            "compile": {"backend": "eager"},
+            "runtime": sizes | {"max_running_requests": 8} | runtime,
+            "cache": {"dir": str(self.folder / "cache")},
+        }
+        return EngineConfig.from_dict(sections)
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(MAX_TOKENS):
+            ids.append(int(self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=slow_but_a_sample(ARCHITECTURES, 1))
+def served(request, tmp_path_factory) -> Served:
+    folder = tmp_path_factory.mktemp(request.param)
+    changes = {"index_topk": TOP, "index_n_heads": 16, "eos_token_id": None} | ARCHITECTURES[request.param]
+    save_tiny_model(tiny_config(request.param, **changes), folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 6, TOP, 20, 70)
+    return Served(
+        model, folder, [torch.randint(0, FIRST_SPECIAL_TOKEN, (n,), generator=generator).tolist() for n in lengths]
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(served) -> list[list[int]]:
+    return [served.greedy(prompt) for prompt in served.prompts]
+
+
+@pytest.fixture(scope="module")
+def engine(served) -> Iterator[Any]:
+    engine = engine_of_pages(served.config(), None)
+    yield engine
+    engine.close()
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+def test_tokens_of_a_mixed_batch_in_chunks_match_transformers(served, engine, expected):
+    assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+
+
+def test_log_probabilities_match_transformers(served, engine):
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=3, ignore_eos=True)
+    for prompt, output in zip(served.prompts, engine.generate(served.prompts, params), strict=True):
+        with torch.no_grad():
+            logits = served.model(torch.tensor([[*prompt, *output.token_ids]]), use_cache=False).logits[0]
+        for row, candidates in zip(logits.log_softmax(-1)[len(prompt) - 1 : -1], output.logprobs, strict=True):
+            for token, candidate in candidates.items():
+                assert candidate.logprob == pytest.approx(row[token].item(), abs=1e-4)
+
+
+def test_a_prefix_hit_gives_the_tokens_of_a_cold_prompt(served, engine):
+    prompt = [*served.prompts[-1][:50], 7, 8, 9]
+    before = engine.stats().prefix_hit_tokens
+    assert tokens_of(engine.generate([served.prompts[-1]], GREEDY)) == [served.greedy(served.prompts[-1])]
+    assert tokens_of(engine.generate([prompt], GREEDY)) == [served.greedy(prompt)]
+    assert engine.stats().prefix_hit_tokens > before
+
+
+def test_preempted_requests_have_the_same_tokens(served, expected):
+    engine = engine_of_pages(served.config(), 1 + 26)
+    try:
+        assert tokens_of(engine.generate(served.prompts[::-1], GREEDY)) == expected[::-1]
+        assert engine.stats().preemptions > 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "runtime", [{"deterministic": True}, {"kv_cache_dtype": "fp8_e4m3"}, {"enable_prefix_cache": False}], ids=str
+)
+def test_other_settings_serve_it_too(served, expected, runtime):
+    engine = engine_of_pages(served.config(**runtime), None)
+    try:
+        found = tokens_of(engine.generate(served.prompts, GREEDY))
+    finally:
+        engine.close()
+    # Keys in eight bits choose others.
+    assert found == expected or "kv_cache_dtype" in runtime
+
+
+def test_drafts_of_the_text_s_own_words_change_no_token(served, expected):
+    sections = served.config().model_dump(mode="json")
+    sections["speculative"] = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = engine_of_pages(EngineConfig.from_dict(sections), None)
+    try:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+    finally:
+        engine.close()
