@@ -25,6 +25,7 @@ FLOORS = (
     "mllm_compile/cli",
     "mllm_compile/report",
     "mllm_compile/bench",
+    "mllm_compile/serve_ray",
     "mllm_compile/server",
     "mllm_compile/train",
     "mllm_compile/transfer",

@@ -8,12 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
-
-from mllm_compile.server.api.anthropic import MessagesFields
 from mllm_compile.server.api.errors import not_ready
-from mllm_compile.server.api.fields import ChatFields, CompletionFields, members_of
-from mllm_compile.server.api.responses import ResponseFields
 from mllm_compile.server.client_sessions import own_name
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine
@@ -21,18 +16,10 @@ from mllm_compile.server.front import Front
 from mllm_compile.server.http import Scope, header
 from mllm_compile.server.models.engines import EnginesFront, ServedEngine
 from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.replicas.routing import Routing, blocks_of
+from mllm_compile.server.replicas.keys import keys_of
+from mllm_compile.server.replicas.routing import Routing
 from mllm_compile.server.supervisor import READY
 from mllm_compile.server.telemetry.tracing import Tracing
-
-# By path, the fields whose texts are the prompt's, in its order; those before them make other pages of one text.
-_BEFORE = ("cache_salt", "model", "tools")
-_PROMPTS = {
-    CompletionFields.path: (*_BEFORE, "prompt"),
-    ChatFields.path: (*_BEFORE, "messages", "input_ids"),
-    ResponseFields.path: (*_BEFORE, "instructions", "input"),
-    MessagesFields.path: (*_BEFORE, "system", "messages"),
-}
 
 
 class ReplicasFront(EnginesFront[ServedEngine]):
@@ -78,15 +65,9 @@ class ReplicasFront(EnginesFront[ServedEngine]):
         return now or [name for name, one in all_of if one.state != "failed"] or list(self.engines)
 
     def engine_of_body(self, scope: Scope, path: str, body: bytes) -> ServedEngine:
-        fields = _PROMPTS.get(path)
-        if fields is None:
-            return self.engines[self.routing.choose(self._usable())]
-        members = members_of(body)
-        blocks = blocks_of(*(bytes(members[name]) if name in members else b"" for name in fields))
-        session, hint = _text_of(members, "session_id"), _text_of(members, "prompt_cache_key")
-        session = header(scope, b"x-session-id") if session is None else session
-        names = (None if name is None else self._own_name(scope, name) for name in (session, hint))
-        return self.engines[self.routing.choose(self._usable(), blocks, *names)]
+        keys = keys_of(path, body, header(scope, b"x-session-id"))
+        names = (None if name is None else self._own_name(scope, name) for name in (keys.session, keys.hint))
+        return self.engines[self.routing.choose(self._usable(), keys.blocks, *names)]
 
     def engine_of_query(self, scope: Scope) -> ServedEngine:
         """The engine of the session that the path names, or any."""
@@ -126,11 +107,3 @@ class ReplicasFront(EnginesFront[ServedEngine]):
 
 def _takes_requests(front: Front) -> bool:
     return front.supervisor.state == READY and front.supervisor.stuck_for() is None
-
-
-def _text_of(members: dict[str, msgspec.Raw], name: str) -> str | None:
-    """A member's text; None: it has none, and the engine's front says so where it should."""
-    try:
-        return msgspec.json.decode(members[name], type=str | None) if name in members else None
-    except msgspec.MsgspecError:
-        return None

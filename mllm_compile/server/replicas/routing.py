@@ -85,14 +85,19 @@ class Routing:
         known.has_tiers = has_tiers
         known.most_blocks = max(1, kv_tokens * TOKEN_BYTES // BLOCK)
 
+    def have(self, names: Collection[str]) -> None:
+        """Knows these engines from now on and no others, whose sessions go elsewhere."""
+        self._known = {name: self._known.get(name) or _Known() for name in names}
+
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:
         """Counts a request for as long as an engine has it."""
-        self._known[name].load += 1
+        known = self._known[name]  # which may be gone, or known anew, when the request ends
+        known.load += 1
         try:
             yield
         finally:
-            self._known[name].load -= 1
+            known.load -= 1
 
     def home_of(self, session: str) -> str | None:
         """The engine of a session; None: it has none."""

@@ -1,0 +1,49 @@
+"""The ingress of the deployment: takes every request, and relays a replica's answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mllm_compile.serve_ray.replica import Asked, passed_on
+from mllm_compile.server.replicas.keys import Keys, keys_of
+
+TRIES = 5  # replicas that a request is sent to, while none has begun to answer
+
+
+class Ingress:
+    """Passes requests on to replicas.
+
+    Args:
+        replicas: the handle of their deployment.
+    """
+
+    def __init__(self, replicas: Any) -> None:
+        self._relay = replicas.options(stream=True, method_name="relay")
+
+    async def __call__(self, request: Any) -> Any:
+        from ray.exceptions import RayError
+        from starlette.responses import JSONResponse
+
+        body, path = await request.body(), request.url.path
+        keys = keys_of(path, body, request.headers.get("x-session-id"))
+        owner = request.headers.get("authorization", "")  # names of sessions are each client's own
+        names = (None if name is None else f"{owner}\0{name}" for name in (keys.session, keys.hint))
+        query = f"?{request.url.query}" if request.url.query else ""
+        headers = passed_on(request.headers.items())
+        asked = Asked(request.method, path + query, headers, body, Keys(keys.blocks, *names))
+        for _ in range(TRIES):
+            try:
+                return await self._answer(asked)
+            except RayError:  # ahead of its first piece nothing is lost: another replica may answer
+                continue
+        error = {"message": f"no replica has answered, of {TRIES} that were asked", "type": "unavailable", "code": 503}
+        return JSONResponse({"error": error}, status_code=503, headers={"Retry-After": "5"})
+
+    async def _answer(self, asked: Asked) -> Any:
+        from starlette.responses import StreamingResponse
+
+        pieces = self._relay.remote(asked)
+        status, headers = await anext(pieces)
+        response = StreamingResponse(pieces, status)
+        response.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        return response

@@ -1,0 +1,147 @@
+"""The parts of the deployment that need no Ray."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ConfigError
+from mllm_compile.serve_ray import Options, app
+from mllm_compile.serve_ray.build import _gpus_of
+from mllm_compile.serve_ray.replica import Asked, Replica, passed_on
+from mllm_compile.server.replicas.keys import Keys
+from mllm_compile.server.replicas.routing import BLOCK, Routing
+
+
+def config_of(**runtime: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"model": {"path": "x"}, "runtime": runtime})
+
+
+def ray_with(gpus: float) -> Any:
+    return SimpleNamespace(cluster_resources=lambda: {"GPU": gpus} if gpus else {})
+
+
+def test_without_ray_the_app_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs ray, aiohttp, starlette: pip install 'mllm-compile\[ray,serve\]'"):
+        app(Options(model="x"))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"replicas": 2}, "replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3 and max_replicas 2; expected less"),
+        ({"target_ongoing_requests": 0}, "greater than 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, why):
+    with pytest.raises(ValidationError, match=why):
+        Options.model_validate({"model": "x"} | given)
+
+
+@pytest.mark.parametrize("given", [{"distributed_executor_backend": "ray", "tensor_parallel_size": 2}, {"nnodes": 2}])
+def test_ranks_of_other_nodes_are_refused(given):
+    with pytest.raises(ConfigError, match=rf"runtime\.{next(iter(given))} is .*: a replica of Ray Serve has"):
+        _gpus_of(config_of(**given), ray_with(8))
+
+
+def test_a_replica_has_a_gpu_for_each_rank_where_there_are_some():
+    assert _gpus_of(config_of(tensor_parallel_size=2), ray_with(8)) == 2
+    assert _gpus_of(config_of(tensor_parallel_size=2), ray_with(0)) == 0
+    assert _gpus_of(config_of(device="cpu"), ray_with(8)) == 0
+
+
+def test_what_the_router_chooses_by_stays_with_it():
+    asked = Asked("POST", "/v1/completions", [("a", "b")], b"{}", Keys([1, 2], "session"))
+    assert pickle.loads(pickle.dumps(asked)) == Asked("POST", "/v1/completions", [("a", "b")], b"{}")
+    assert asked.keys.blocks == [1, 2]
+
+
+def test_headers_of_a_connection_stay_with_it():
+    assert passed_on([("Host", "x"), ("X-Session-Id", "a"), ("Transfer-Encoding", "chunked")]) == [
+        ("X-Session-Id", "a")
+    ]
+
+
+def test_a_server_that_does_not_start_is_told_by_its_last_lines(tmp_path):
+    with pytest.raises(RuntimeError, match=r"serve ended with code 2 before it was ready: .*no/such/model"):
+        Replica("no/such/model.yaml", [], [str(Path(__file__).parents[2])])
+
+
+class Router:
+    """Ray's class of routers, as far as one is used."""
+
+    curr_replicas: dict[Any, Any]
+
+
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType("ray.serve.request_router")
+    module.RequestRouter = Router  # type: ignore[attr-defined]
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.serve.request_router", module)
+    monkeypatch.delitem(sys.modules, "mllm_compile.serve_ray.router", raising=False)
+    from mllm_compile.serve_ray.router import PrefixRouter
+
+    made = PrefixRouter()
+    made.curr_replicas = {}
+    made.initialize_state()
+    yield made
+    sys.modules.pop("mllm_compile.serve_ray.router", None)
+
+
+def replicas_of(*names: str) -> list[Any]:
+    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+
+
+def pending(number: int, *blocks: int) -> Any:
+    asked = Asked("POST", "/", [], b"", Keys(list(blocks)))
+    return SimpleNamespace(args=[asked], metadata=SimpleNamespace(internal_request_id=str(number)))
+
+
+async def first_of(router: Any, replicas: list[Any], request: Any) -> str:
+    ranks = await router.choose_replicas(replicas, request)
+    assert {one.replica_id.unique_id for rank in ranks for one in rank} == {
+        one.replica_id.unique_id for one in replicas
+    }
+    return ranks[0][0].replica_id.unique_id
+
+
+def test_a_prompt_goes_where_its_prefix_is_until_that_one_has_much_more_to_do_or_is_gone(router):
+    import asyncio
+
+    async def scenario() -> None:
+        replicas = replicas_of("a", "b")
+        home = await first_of(router, replicas, pending(0, 1, 2, 3))
+        other = "b" if home == "a" else "a"
+        assert await first_of(router, replicas, pending(1, 7)) == other
+        assert await first_of(router, replicas, pending(2, 1, 2, 3, 4)) == home
+        for number in range(10, 22):
+            router.on_request_routed(pending(number), SimpleNamespace(unique_id=home), None)
+        assert await first_of(router, replicas, pending(3, 1, 2, 3)) == other
+        for number in range(10, 22):
+            router.on_request_completed(SimpleNamespace(unique_id=home), str(number))
+        router.on_request_completed(SimpleNamespace(unique_id=home), "never routed")
+        assert await first_of(router, replicas_of(other, "c"), pending(4, 1, 2, 3)) in (other, "c")
+        router.on_request_routed(pending(5), SimpleNamespace(unique_id=home), None)  # it ended meanwhile
+        assert await router.choose_replicas([], pending(6)) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_outlives_its_engine_is_counted_no_more():
+    routing = Routing(("a",))
+    with routing.serving("a"):
+        routing.have(("b",))
+        routing.have(("a", "b"))
+        assert routing.loads == {"a": 0, "b": 0} and BLOCK
+    assert routing.loads == {"a": 0, "b": 0}
