@@ -1,4 +1,4 @@
-"""Which graphs, kernels and sizes of steps a config gets."""
+"""The graphs, kernels and sizes of steps that a config gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand behind the prefix cache, and what that needs."""
+"""The stores behind the prefix cache that a config may name, and what they need."""
 
 from __future__ import annotations
 
