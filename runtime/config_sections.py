@@ -1,6 +1,6 @@
 """The sections of a config that the runtime reads, with every `auto` resolved. Imports no torch.
 
-A field has the name of its key in the YAML; mllm_compile/config/schema.py documents it.
+A field has the name of its key in the YAML; mllm_compile/config/schema*.py document it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.resolve import longest_text
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
-from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig, SpeculativeConfig
+from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig
+from mllm_compile.config.schema_speculative import SpeculativeConfig
 from mllm_compile.config.sparse_keys import full_length
 from mllm_compile.config.speculators import KINDS_OF_METHODS, head_type, read_head
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError

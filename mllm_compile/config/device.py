@@ -6,7 +6,7 @@ import importlib.util
 import platform
 from dataclasses import dataclass
 
-from mllm_compile.config.schema import MAX_RANKS
+from mllm_compile.config.schema_runtime import MAX_RANKS
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.process.cpp_compiler import compiler_command
 from mllm_compile.runtime.config_sections import RuntimeSection

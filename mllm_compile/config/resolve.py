@@ -27,14 +27,9 @@ from mllm_compile.config.resolved import (
     ResolvedModel,
     ResolvedStructuredOutputs,
 )
-from mllm_compile.config.schema import (
-    CompileConfig,
-    EngineConfig,
-    LoraConfig,
-    RuntimeConfig,
-    SpeculativeConfig,
-    StructuredOutputsConfig,
-)
+from mllm_compile.config.schema import CompileConfig, EngineConfig, LoraConfig, StructuredOutputsConfig
+from mllm_compile.config.schema_runtime import RuntimeConfig
+from mllm_compile.config.schema_speculative import SpeculativeConfig
 from mllm_compile.config.sparse_keys import check_chosen_keys, full_length
 from mllm_compile.errors import ConfigError, DeviceError, UnlikeRowsError
 from mllm_compile.files.cache_folders import auto_cache_dir

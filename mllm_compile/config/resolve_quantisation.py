@@ -10,9 +10,7 @@ from mllm_compile.config.resolved import (
     AutoChoices,
     Quantization,
 )
-from mllm_compile.config.schema import (
-    EngineConfig,
-)
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.config.schema import KVTransferConfig, RuntimeConfig
+from mllm_compile.config.schema_runtime import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection
 

@@ -14,7 +14,8 @@ from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, sho
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
 from mllm_compile.config.other_formats import told_of_file
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import EngineConfig, RuntimeConfig
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema_runtime import RuntimeConfig
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path

@@ -7,7 +7,7 @@ in plain torch.
 from __future__ import annotations
 
 from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.schema import RuntimeConfig
+from mllm_compile.config.schema_runtime import RuntimeConfig
 from mllm_compile.errors import ConfigError
 
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")

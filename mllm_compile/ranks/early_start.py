@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mllm_compile.config.schema import MAX_RANKS, EngineConfig
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema_runtime import MAX_RANKS
 from mllm_compile.config.sources import runtime_settings
 from mllm_compile.errors import MllmError
 from mllm_compile.process.timeline import Timeline

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import CudaGraphConfig, KVEventsConfig, RuntimeConfig
+from mllm_compile.config.schema import CudaGraphConfig
+from mllm_compile.config.schema_runtime import KVEventsConfig, RuntimeConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import KVTransferConfig
+from mllm_compile.config.schema_runtime import KVTransferConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import (
     KVTransferSection,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile.config.schema import MAX_RANKS
+from mllm_compile.config.schema_runtime import MAX_RANKS
 from mllm_compile.runtime.collectives.stages import MOST_SENT
 from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.program.spec import HandedValue
