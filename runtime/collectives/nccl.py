@@ -20,7 +20,7 @@ from mllm_compile.runtime.collectives import base
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
-from mllm_compile.runtime.collectives.host import host_number
+from mllm_compile.runtime.collectives.gpu_numbers import gpu_number
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
 from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, NO_PART, SUM, TYPES, UniqueId, check, library
 from mllm_compile.runtime.collectives.push import (
@@ -95,7 +95,7 @@ class NcclCommunicator:
     def use_kernels(self, kernels: Collection[CudaKernel], in_one_order: bool = False) -> None:
         self._kernels = frozenset(kernels)
         self._in_one_order = in_one_order and self.size > 2  # two numbers have one sum
-        if self.size > MOST_RANKS or PushKernel() not in self._kernels or not self.least(self._sees_all()):
+        if self.size > MOST_RANKS or not self.least(self._sees_all() and PushKernel() in self._kernels):
             return
         places = self._shared(buffer_bytes(self.size), NOTHING)
         self._pushed = PushedSums(self.rank, places, self._device, takes_all=self._in_one_order)
@@ -143,13 +143,12 @@ class NcclCommunicator:
         return [memory.address for memory in seen]
 
     def _sees_all(self) -> bool:
-        """True if this GPU may write into the memory of all other ranks' GPUs, which are on this host."""
-        own = [host_number(), self._device.index or 0]
-        places = self.all_gather(torch.tensor(own, device=self._device)).tolist()
-        return all(
-            place == own or (place[0] == own[0] and torch.cuda.can_device_access_peer(own[1], place[1]))
-            for place in places
-        )
+        """True if this GPU may write into the memory of all other ranks' GPUs. All ranks ask."""
+        visible = {gpu_number(index): index for index in range(torch.cuda.device_count())}
+        own = self._device.index or 0
+        numbers = self.all_gather(torch.tensor([gpu_number(own)], device=self._device)).flatten().tolist()
+        others = [visible.get(number) for rank, number in enumerate(numbers) if rank != self.rank]
+        return all(other is not None and torch.cuda.can_device_access_peer(own, other) for other in others)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         for sums in (self._pushed, self._sent):
