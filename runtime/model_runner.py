@@ -1,8 +1,9 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
-Others decide which: memory_profile.py how many pages, state/factory.py which backend, cuda_graph/kinds.py which graphs.
-program/runner.py runs a batch once its attention is planned; or cuda_graph/graph_runner.py replays it. step/runner.py
-makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
+Its bases are in program/: pools.py, ranks.py, batches.py. Others decide which: memory_profile.py how many pages,
+state/factory.py which backend, cuda_graph/kinds.py which graphs. program/runner.py runs a batch once its attention is
+planned; or cuda_graph/graph_runner.py replays it. step/runner.py makes an engine's steps: it turns a ScheduledBatch
+into a ForwardBatch, and its logits into tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
 """
@@ -11,44 +12,39 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
-from mllm_compile.runtime.collectives.base import Communicator, using
-from mllm_compile.runtime.collectives.choose import TokenChoice
+from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.stages import StagedCommunicator
-from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.device.arena import arena_on
-from mllm_compile.runtime.device.memory import check_fits, check_weights_fit
+from mllm_compile.runtime.device.memory import check_weights_fit
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt, sum_in_one_order
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.device.thread_trial import StepThreads
 from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
-from mllm_compile.runtime.lora.rows import AdapterRows
-from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool, RoutePool
+from mllm_compile.runtime.memory_pool import RoutePool
 from mllm_compile.runtime.memory_profile import count_pages
+from mllm_compile.runtime.program.batches import RunnerBatches
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.program.pipeline import Pipeline
+from mllm_compile.runtime.program.pools import RunnerPools
 from mllm_compile.runtime.program.runner import ProgramRunner
-from mllm_compile.runtime.program.sizes import RunnerSizes
 from mllm_compile.runtime.program.sources import SourceAttention
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.sampler import sample_tokens
-from mllm_compile.runtime.sampling.state import RowState
 from mllm_compile.runtime.state.factory import make_backend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
@@ -62,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner(RunnerSizes):
+class ModelRunner(RunnerPools, RunnerBatches):
     """Runs a loaded model. `initialize()` before anything else, `shutdown()` at the end.
 
     An engine's steps drive it; docs/low-level.md has the same by hand.
@@ -80,6 +76,8 @@ class ModelRunner(RunnerSizes):
         step_threads: the CPU's threads of each kind of step; None: they are not changed from step to step.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
+
+    drafter: ModelRunner | None
 
     def __init__(
         self,
@@ -191,6 +189,13 @@ class ModelRunner(RunnerSizes):
             self.drafter.device = self.device
             self.drafter.load_model(stage)
 
+    def init_memory_pool(self) -> None:
+        """Allocate rows of requests, and as many KV pages as fit; config.num_pages overrules the measurement."""
+        self.make_rows()
+        num_pages = count_pages(self) if self.config.num_pages is None else self.config.num_pages
+        self.take_pages(num_pages)
+        self.max_total_num_tokens = (num_pages - 1) * self.config.runtime.page_size
+
     def _make_overlap(self, communicator: Communicator) -> BatchOverlap:
         """
         Raises:
@@ -204,61 +209,6 @@ class ModelRunner(RunnerSizes):
         most_bytes = most_tokens * self.model.hidden_size * self.config.dtype.itemsize
         return BatchOverlap(executor, communicator, most_bytes, self.device)
 
-    def init_memory_pool(self) -> None:
-        """Allocate the table of slots, a row of states for each request, and as many KV pages as fit; config.num_pages
-        overrules the measurement."""
-        runtime, num_pages = self.config.runtime, self.config.num_pages
-        longest = max(runtime.max_model_len, self.max_source_len)
-        max_context_len = -(-longest // runtime.page_size) * runtime.page_size
-        num_rows = runtime.max_requests_of_ranks + 1
-        check_fits(
-            num_rows * max_context_len * torch.int32.itemsize,
-            f"the table of KV slots for runtime.max_running_requests: {runtime.max_running_requests} of "
-            f"runtime.max_model_len: {runtime.max_model_len} needs",
-            "Lower one of them.",
-            self.device,
-        )
-        num_tables = 1 if self.model.sources is None else 2  # sources' rows follow those of requests
-        self.req_to_token_pool = ReqToTokenPool(num_tables * num_rows - 1, max_context_len, self.device)
-        self.row_state = RowState(num_rows, self.vocab_size, self.device)
-        if self.model.lora is not None:
-            self.row_state.adapters = AdapterRows(num_rows, self.device)
-        num_states = runtime.max_running_requests + 1 + self.num_snapshots  # a rank has states of its own requests
-        num_states += self.config.speculative.most_drafted > 0  # HeldStates' scratch row
-        check_fits(
-            num_states * self.state_bytes_per_request,
-            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
-            "cached prefixes, need",
-            "Lower it, or set runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 "
-            f"(now {runtime.state_dtype}).",
-            self.device,
-        )
-        self.state_pool = GDNPool(num_states, self._state_shapes(), self.device, self.kv_arena)
-        self.feature_pool: FeaturePool | None = self._make_feature_pool()
-        if self.drafter is not None:
-            self.drafter.share_rows(self)
-        num_pages = count_pages(self) if num_pages is None else num_pages
-        self._take_pages(num_pages)
-        self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
-
-    def _take_pages(self, num_pages: int) -> None:
-        self.token_to_kv_pool = self.make_kv_pool(num_pages)
-        if self.expert_routes is not None:
-            self.expert_routes.resize(num_pages * self.config.runtime.page_size)
-        if self.drafter is not None:
-            self.drafter._take_pages(num_pages)
-
-    def share_rows(self, target: ModelRunner) -> None:
-        """Takes the table of slots and the sampling parameters of the model that this one drafts for: it has states of
-        no request, and takes no images."""
-        table = self.req_to_token_pool = target.req_to_token_pool
-        num_rows = table.req_to_token.shape[0]
-        self.row_state = RowState(num_rows, self.vocab_size, self.device, target.row_state.sampling)
-        self.state_pool = GDNPool(1, (), self.device)
-        self.feature_pool = None
-        if self.drafter is not None:
-            self.drafter.share_rows(target)
-
     @property
     def always_takes_features(self) -> bool:
         """True if all steps run the program that takes features: in deterministic mode numbers may not depend on a
@@ -271,44 +221,9 @@ class ModelRunner(RunnerSizes):
         return self.config.runtime.deterministic and self.model.lora is not None
 
     @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks, each with requests and a part of the experts of its own; 1 without data parallelism."""
-        return self.config.runtime.expert_parallel_size
-
-    @property
-    def max_source_len(self) -> int:
-        """Most states of an encoder-decoder's source; 0 of another model."""
-        sources = self.model.sources
-        if sources is None:
-            return 0
-        facts = sources.facts
-        return facts.max_length if facts.is_sound else min(facts.max_length, self.config.runtime.max_model_len)
-
-    @property
-    def feature_bytes(self) -> int:
-        """Bytes of the features of images that are held; 0 of a model that takes none."""
-        return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
-
-    @property
     def divides_steps(self) -> bool:
         """True if a large step may run in two halves beside each other."""
         return self._overlap is not None
-
-    def _make_feature_pool(self) -> FeaturePool | None:
-        """The memory of images' features; None of a model that takes none."""
-        media, runtime = self.model.media, self.config.runtime
-        if media is None:
-            return None
-        capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
-        capacity *= self.dp_size  # each rank holds the features of all ranks, and its tokens take some
-        check_fits(
-            capacity * media.facts.feature_width * self.config.dtype.itemsize,
-            f"the features of images for runtime.max_num_batched_tokens: {runtime.max_num_batched_tokens} and "
-            f"runtime.max_model_len: {runtime.max_model_len} need",
-            "Lower one of them.",
-            self.device,
-        )
-        return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with, and one for the second halves of those that are divided."""
@@ -386,107 +301,6 @@ class ModelRunner(RunnerSizes):
     def experts_chosen(self) -> dict[str, list[int]]:
         """How often each expert of each layer was chosen since the start. Waits for the device."""
         return {name: counts.tolist() for name, counts in (self.expert_counts or {}).items()}
-
-    # Batches ----------------------------------------------------------------------------------------------------------
-
-    def prepare_forward_batch_decode(
-        self,
-        input_ids: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        return_logprob: bool = False,
-        top_logprobs_nums: list[int] | None = None,
-        mrope_position_deltas: torch.Tensor | None = None,
-        *,
-        seq_lens_cpu: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """Prepare a batch of one new token a request.
-
-        Args:
-            input_ids: [R] int64; req_pool_indices: [R] int64; out_cache_loc: [R] int64; seq_lens: [R] int32, with the
-                new token. On the device.
-            mrope_position_deltas: [R] int64 that are added to seq_lens - 1 (positions_of in media/positions.py).
-            seq_lens_cpu: seq_lens on the host; without it this waits for the device.
-            positions: [R] int64; made from the lengths otherwise.
-        """
-        seq_lens_cpu = seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
-        if positions is None:
-            positions = seq_lens.long() - 1
-            positions = positions if mrope_position_deltas is None else positions + mrope_position_deltas
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if len(seq_lens_cpu) else ForwardMode.IDLE,
-            batch_size=len(seq_lens_cpu),
-            input_ids=input_ids,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens_cpu,
-            out_cache_loc=out_cache_loc,
-            positions=positions,
-            mrope_position_deltas=mrope_position_deltas,
-            return_logprob=return_logprob,
-            top_logprobs_nums=top_logprobs_nums,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool,
-            attn_backend=self.attn_backend,
-        )
-
-    def prepare_forward_batch_extend(
-        self,
-        input_ids: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        return_logprob: bool = False,
-        top_logprobs_nums: list[int] | None = None,
-        *,
-        num_decodes: int = 0,
-        is_target_verify: bool = False,
-        extend_seq_lens_cpu: torch.Tensor | None = None,
-        extend_prefix_lens_cpu: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """Prepare a batch of prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND), or of decodes of
-        several tokens each (TARGET_VERIFY).
-
-        Args:
-            input_ids: [T] int64, request after request; out_cache_loc: [T] int64; req_pool_indices: [R] int64;
-                seq_lens, extend_seq_lens, extend_prefix_lens: [R] int32: prefix + new, new, prefix. On the device.
-            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host; without them this waits for the device.
-            positions: [T] int64; made from the lengths otherwise.
-        """
-        mode = ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
-        if is_target_verify:
-            mode = ForwardMode.TARGET_VERIFY
-        new = extend_seq_lens.cpu() if extend_seq_lens_cpu is None else extend_seq_lens_cpu
-        prefix = extend_prefix_lens.cpu() if extend_prefix_lens_cpu is None else extend_prefix_lens_cpu
-        lengths = new.numpy()  # numpy takes a third of torch's time for as few numbers, and the GPU waits
-        seq_lens_np = prefix.numpy() + lengths
-        if positions is None:
-            offsets = np.repeat(seq_lens_np - np.cumsum(lengths), lengths)
-            positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=lengths.size,
-            input_ids=input_ids,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            seq_lens_cpu=torch.from_numpy(seq_lens_np),
-            out_cache_loc=out_cache_loc,
-            positions=positions,
-            extend_seq_lens=extend_seq_lens,
-            extend_prefix_lens=extend_prefix_lens,
-            extend_seq_lens_cpu=new,
-            extend_prefix_lens_cpu=prefix,
-            return_logprob=return_logprob,
-            top_logprobs_nums=top_logprobs_nums,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool,
-            attn_backend=self.attn_backend,
-        )
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -632,62 +446,6 @@ class ModelRunner(RunnerSizes):
             raise RequestError("a batch brings images, and the model takes none. Leave `pixel_values` out of it.")
         return ImageEncoder(self.model.media, self.config.dtype, self.device)
 
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Makes the runner's GPU the calling thread's current one, and its rank's communicator the thread's."""
-        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        return device if self.communicator is None else _both(device, using(self.communicator))
-
-    @property
-    def choice(self) -> TokenChoice | None:
-        """The kernel by which ranks choose tokens together in captured decodes.
-
-        None: no such kernel is loaded, or the vocabulary is not divided among ranks.
-        """
-        communicator, graphs = self.communicator, self.config.cudagraph
-        if communicator is None or self.dp_size > 1 or not graphs.sample_in_graph:
-            return None
-        if max(graphs.decode_requests, default=0) > MOST_CHOICES:
-            return None
-        return communicator.choice(self.model.vocab_size // communicator.size)
-
-    def greedy_across_ranks(self, output: LogitsProcessorOutput) -> torch.Tensor:
-        """The likeliest tokens [S] int64, on every rank, of logits that ranks have a part of each.
-
-        Raises:
-            RuntimeError: the runner is one rank's.
-        """
-        if self.communicator is None:
-            raise RuntimeError("one rank has all logits: sample from them")
-        return self.communicator.choose(output.next_token_logits)
-
-    def least_of_ranks(self, value: int) -> int:
-        """The least of a number that each rank gives; waits for them. On one rank it is the number."""
-        if self.communicator is None:
-            return value
-        with self.on_device():
-            return self.communicator.least(value)
-
-    def broadcast_tokens(self) -> None:
-        """Broadcasts rank 0's last sampled tokens to all ranks. Does nothing on one rank."""
-        self.broadcast(self.row_state.last_tokens)
-
-    def share_tokens(self, rows: np.ndarray) -> None:
-        """Broadcasts the newest tokens, also of `rows`; in a pipeline stages get them with `await_tokens`."""
-        if self.pipeline is None:
-            self.broadcast_tokens()
-        else:
-            self.pipeline.sampled(rows, self.row_state.last_tokens)
-
-    def await_tokens(self, rows: np.ndarray) -> None:
-        """Has a stage of a pipeline wait for the newest tokens of `rows`, which others have."""
-        if self.pipeline is not None:
-            self.pipeline.await_tokens(rows, self.row_state.last_tokens)
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        """Broadcasts contiguous `x` from rank 0, in place. Does nothing on one rank."""
-        if self.communicator is not None:
-            self.communicator.broadcast(x)
-
     def keep_states(self, counts: torch.Tensor) -> None:
         """Takes the states of a verify step's requests on by the tokens that hold, `counts` [Q] int64 of each sampled
         request, which rank 0 knows. Does nothing for a model that has attention alone."""
@@ -695,50 +453,9 @@ class ModelRunner(RunnerSizes):
             self.broadcast(counts)
             self.attn_backend.keep_states(counts)
 
-    # Memory -----------------------------------------------------------------------------------------------------------
-
-    def make_kv_pool(self, num_pages: int) -> KVPool:
-        """Pages for keys and values of all layers of attention."""
-        config = self.config
-        shapes, dtype = self._kv_shapes(), config.kv_cache_dtype
-        return KVPool(num_pages, config.runtime.page_size, shapes, dtype, self.device, self.kv_arena)
-
     def sleeping_memory(self) -> SleepingMemory:
         """The memory that can be given back in place."""
         runners = (self, *self.drafters)
         kv_cache = [one.kv_arena for one in runners if one.kv_arena is not None]
         kept = [one.model.arena for one in self.drafters if one.model.arena is not None]
         return SleepingMemory(self.device, self.model.arena, kept, kv_cache)
-
-    def _kv_shapes(self) -> list[tuple[int, int, int]]:
-        return [layer.cache_shape for layer in self.model.layers]
-
-    @property
-    def kv_bytes_per_page(self) -> int:
-        """Bytes of a page of all layers, with its tokens' experts, the draft model's among them; 0 of a model without
-        attention."""
-        page_size, routes = self.config.runtime.page_size, self.expert_routes
-        own = KVPool.bytes_per_page(page_size, self._kv_shapes(), self.config.kv_cache_dtype)
-        own += 0 if routes is None else routes.bytes_per_slot * page_size
-        return own + (0 if self.drafter is None else self.drafter.kv_bytes_per_page)
-
-    def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        sums = self.config.runtime.state_dtype
-        return [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in self.model.state_layers]
-
-    @property
-    def state_bytes_per_request(self) -> int:
-        """Bytes that a request's states take, whatever its length; 0 of a model that has attention alone."""
-        return GDNPool.bytes_per_row(self._state_shapes())
-
-    @property
-    def num_snapshots(self) -> int:
-        """States of prefixes that the prefix cache keeps, as many as there are requests; 0 where it needs none."""
-        runtime = self.config.runtime
-        return runtime.max_running_requests if runtime.enable_prefix_cache and self.model.state_layers else 0
-
-
-@contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield

@@ -229,7 +229,8 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
     finally:
         engine.close()
     assert set(followers()) == before
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("mllm")]
+    ours = {str(os.getpid()), str(follower)}  # tests beside have files there too
+    assert not [name for name in os.listdir("/dev/shm") if ours & set(name.split("-"))]
 
 
 @pytest.mark.slow
