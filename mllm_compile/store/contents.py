@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.errors import ArtifactError, ConfigError
-from mllm_compile.files.cache_folders import bytecode_cache, compiler_cache
+from mllm_compile.files.cache_folders import CHECKPOINTS, bytecode_cache, compiler_cache
 from mllm_compile.files.writable_place import place_of
 from mllm_compile.store.artifact import Manifest, is_runtime, read_manifest
 from mllm_compile.store.publish import folder_bytes, remove_compiler_cache, remove_folder, runtimes_folder, sweep
@@ -99,7 +99,7 @@ class Pruned:
 
     Attributes:
         runtimes: the removed runtimes in order, each with the bytes that it gave back.
-        leftovers: bytes of each folder that a killed compile had left.
+        leftovers: bytes of each folder that a killed compile or fetch had left.
         compiler_bytes: bytes of the compilers' cache; None: a compile may be using it, and it stays.
         bytecode_bytes: bytes of Python's bytecode.
     """
@@ -130,7 +130,7 @@ def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
     Raises:
         ConfigError: the cache cannot be written.
     """
-    leftovers = sweep(runtimes_folder(cache_dir))
+    leftovers = [*sweep(runtimes_folder(cache_dir)), *sweep(Path(cache_dir) / CHECKPOINTS)]
     compiler_bytes = remove_compiler_cache(compiler_cache(cache_dir))
     bytecode_bytes = sum(map(remove_folder, _bytecode_folders(bytecode_cache(cache_dir))))
     runtimes = stored_runtimes(cache_dir)

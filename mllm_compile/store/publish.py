@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import RUNTIMES
-from mllm_compile.files.writable_place import cache_place, make_folder, place_of
+from mllm_compile.files.writable_place import Place, cache_place, make_folder, place_of
 from mllm_compile.store.artifact import is_runtime, read_manifest, set_modes
 from mllm_compile.store.locks import compiler_lock, is_free, open_lock
 
@@ -39,15 +39,26 @@ def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Pat
         ConfigError: it cannot be written, or the disk is full.
     """
     place = place_of(final, is_output=is_output)
-    with place.writing():
-        scratch, lock = _make_scratch(final)
-    try:
+    with scratch_folder(final, place) as scratch:
         with place.filling(scratch):
             yield scratch
         with place.writing():
             set_modes(scratch)
             os.chmod(scratch, 0o755 if is_output else 0o700)
             _publish(scratch, final)
+
+
+@contextmanager
+def scratch_folder(final: Path, place: Place) -> Iterator[Path]:
+    """A private folder beside `final`, which is locked and removed at the end; `sweep` removes a killed one's.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    with place.writing():
+        scratch, lock = _make_scratch(final)
+    try:
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
@@ -106,17 +117,17 @@ def _store_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def sweep(runtimes: Path) -> list[int]:
-    """Removes what killed compiles left; returns how many bytes each folder gave back.
+def sweep(folder: Path) -> list[int]:
+    """Removes what killed processes left in a folder of a cache; returns how many bytes each scratch gave back.
 
     Raises:
-        ConfigError: the folder of runtimes cannot be looked into.
+        ConfigError: the folder cannot be looked into.
     """
-    with cache_place(runtimes.parent).writing():
-        if not runtimes.is_dir():
+    with cache_place(folder.parent).writing():
+        if not folder.is_dir():
             return []
-        with _store_lock(runtimes):
-            return [remove_folder(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
+        with _store_lock(folder):
+            return [remove_folder(scratch) for scratch in folder.glob(".*.part") if _is_abandoned(scratch)]
 
 
 def _is_abandoned(scratch: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from mllm_compile.ranks.by_ray.launch import _check_over_nodes
 from mllm_compile.ranks.by_ray.node_files import FileThere, Wanted, take_files
 from mllm_compile.ranks.by_ray.placement import Placement, place
 from mllm_compile.ranks.by_ray.worker import file_server_class, rank_class
+from mllm_compile.store.contents import prune
 from mllm_compile.version import __version__
 
 
@@ -147,7 +149,7 @@ class Server:
     """The file server, called without Ray."""
 
     def __init__(self, paths: list[str]) -> None:
-        files = file_server_class()(paths)
+        files = self.files = file_server_class()(paths)
         self.calls: list[str] = []
         self.read, self.digest = self._remote("read", files.read), self._remote("digest", files.digest)
 
@@ -237,6 +239,62 @@ def test_files_that_come_damaged_are_refused_and_leave_nothing(there, of, monkey
     with pytest.raises(ArtifactError, match=r"(manifest\.json|model\.safetensors) came damaged from node 0"):
         take_files(told.to_json(), server)
     assert list((cache / of).iterdir()) == []
+
+
+def test_weights_that_another_start_has_fetched_meanwhile_are_taken(there):
+    told, paths, cache = there
+    server, moved = Server(paths), elsewhere(told)
+    first = Path(take_files(moved.to_json(), server)[1])
+    hidden = first.rename(cache / "hidden")
+
+    def read(file: int, offset: int, size: int) -> tuple[str, bytes]:
+        if not first.exists():
+            hidden.rename(first)
+        return server.files.read(file, offset, size)
+
+    server.read = SimpleNamespace(remote=read)
+    assert take_files(moved.to_json(), server)[1] == str(first)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_a_node_0_that_sends_nothing_is_told_and_not_blamed_on_the_cache(there, monkeypatch):
+    told, paths, cache = there
+
+    class GetTimeoutError(TimeoutError):
+        """As Ray's."""
+
+    def get(answer: Any, timeout: float) -> Any:
+        raise GetTimeoutError("Get timed out")
+
+    exceptions = SimpleNamespace(GetTimeoutError=GetTimeoutError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=exceptions))
+    moved = replace(told, weights_root="/not/here/model")
+    with pytest.raises(TimeoutError, match=r"node 0 did not send a part of model\.safetensors within 60 s"):
+        take_files(moved.to_json(), Server(paths))
+    assert list((cache / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("of", ["runtimes", "checkpoints"])
+def test_what_a_killed_fetch_left_goes_with_the_next_one_or_a_prune(there, of):
+    told, paths, cache = there
+    left = cache / of / ".key.1234.part"
+    for remove in (lambda: take_files(elsewhere(told).to_json(), Server(paths)), lambda: prune(cache)):
+        left.mkdir(parents=True, mode=0o700)
+        (left / "model.safetensors").write_bytes(bytes(1000))
+        remove()
+        assert not left.exists()
+
+
+def test_a_disk_that_fills_up_on_a_node_is_told_with_its_room(there, monkeypatch):
+    told, paths, cache = there
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node_files, "_fetch", full)
+    with pytest.raises(ConfigError, match=rf"cache\.dir {cache} cannot be written: .*MiB free.*; make room"):
+        take_files(replace(told, weights_root="/not/here/model").to_json(), Server(paths))
+    assert list((cache / "checkpoints").iterdir()) == []
 
 
 def test_a_name_that_leads_out_of_its_folder_is_refused(there):

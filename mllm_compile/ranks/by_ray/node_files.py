@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.store.artifact import MANIFEST, is_runtime
 from mllm_compile.store.measurements import MEASURED
 from mllm_compile.store.opened import CompiledRuntime
-from mllm_compile.store.publish import new_artifact_folder, runtimes_folder
+from mllm_compile.store.publish import new_artifact_folder, runtimes_folder, scratch_folder, sweep
 
 PART_S = 60.0  # a part comes within this time
 _PART_BYTES = 8 << 20
@@ -113,6 +111,7 @@ def _runtime(told: Wanted, cache: Path, server: Any) -> Path:
             return folder
     if has_key and is_runtime(own):  # compiled here of the same: rank 0 compares programs
         return own
+    sweep(own.parent)
     with new_artifact_folder(own) as scratch:
         _fetch(told.runtime, scratch, 0, server)
         if _sha256(scratch / MANIFEST) != told.manifest:
@@ -137,14 +136,17 @@ def _weights(told: Wanted, cache: Path, server: Any) -> str:
     if own.is_dir():  # it got its name when it was whole
         return str(own)
     make_private(own.parent)
-    with cache_place(cache).writing():
-        scratch = Path(tempfile.mkdtemp(prefix=f".{own.name}.", suffix=".part", dir=own.parent))
-    try:
-        with cache_place(cache).writing():
+    sweep(own.parent)
+    place = cache_place(cache)
+    with scratch_folder(own, place) as scratch:
+        with place.filling(scratch):
             _fetch(told.weights, scratch, first, server)
-            os.rename(scratch, own)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with place.writing():
+            try:
+                os.rename(scratch, own)
+            except OSError:
+                if not own.is_dir():  # else another start of this node was first
+                    raise
     return str(own)
 
 
