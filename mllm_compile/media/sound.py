@@ -30,6 +30,7 @@ _OTHERS = {
     b"\x1aE\xdf\xa3": "WebM",
 }
 _HALF_TAPS = 32  # of the filter that resamples, on each side
+_LOUDEST = 2.0**32  # of a sample, those of 32 bits left as whole numbers among them: louder ones overflow in float32
 _BLOCK = 1 << 20  # samples that are decoded at once
 _PHASES = 256  # whose weights are made at once
 
@@ -133,7 +134,7 @@ def check_samples(given: Any, rate: int) -> np.ndarray:
     """One channel [N] float32 of samples.
 
     Raises:
-        RequestError: no sample is given, or too many, some that are no numbers, or a rate out of bounds.
+        RequestError: no sample is given, or too many, some that are no numbers or too loud, or a rate out of bounds.
     """
     try:
         samples = np.asarray(given, dtype=np.float32)
@@ -145,8 +146,11 @@ def check_samples(given: Any, rate: int) -> np.ndarray:
     if samples.ndim != 1 or not samples.size:
         raise RequestError(f"a sound: expected samples [N], N at least 1, got shape {list(samples.shape)}")
     _check(1, rate, samples.size)
-    if not np.isfinite(samples).all():
-        raise RequestError("a sound has samples that are no numbers (NaN or infinite). Leave them out.")
+    if not max(samples.max(), -samples.min()) <= _LOUDEST:  # NaN is no less
+        raise RequestError(
+            f"a sound has samples that are no numbers (NaN or infinite), or beyond ±{_LOUDEST:,.0f}. Leave them out; a "
+            "sound is from -1 to 1."
+        )
     return np.ascontiguousarray(samples)
 
 

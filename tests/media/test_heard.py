@@ -109,6 +109,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "rate": (header_of(1, 3, 1), "expected 4000 to 384000"),
     "a gigabyte": (bytes(1 << 30), "has 1,073,741,824 bytes; expected at most 26,214,400"),
     "NaN": ((np.array([0.1, np.nan] * 800), 16000), r"sound 0: .*NaN or infinite"),
+    "too loud": ((tone(1.0) * 1e20, 16000), r"sound 0: .*beyond ±4,294,967,296"),  # power of which is no float32
     "no numbers": ((["a"], 16000), "sound 0: a sound: expected samples"),
     "0 samples": ((np.zeros(0), 16000), "sound 0: a sound: expected samples .*shape"),
     "no rate": ((np.zeros(100), 0.5), "sound 0: expected a whole number of samples a second"),
