@@ -56,6 +56,8 @@ def test_what_generate_does_with_an_encoder_decoders_answers_is_sampled_so_or_na
     assert defaults(tmp_path, {"max_length": 40, "max_new_tokens": 9}, config).sampling == greedy | {"max_tokens": 9}
     sampled = {"do_sample": True, "top_k": 5, "temperature": 0.7}
     assert defaults(tmp_path, sampled, config).sampling == {"top_k": 5, "temperature": 0.7}
+    (tmp_path / "generation_config.json").unlink()
+    assert defaults(tmp_path, None, config | sampled).sampling == {"top_k": 5, "temperature": 0.7}
     of_another = defaults(tmp_path, {**told, "num_beams": 4}, config | {"is_encoder_decoder": False})
     assert (of_another.sampling, of_another.not_applied) == ({}, ())
 
