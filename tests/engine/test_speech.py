@@ -80,6 +80,12 @@ def test_what_the_model_cannot_be_told_is_refused(vocab_size: int, language: Any
         SpeechTokens.of(Words(), vocab_size).beginning(language, task, timestamps=False, earlier=[])
 
 
+def test_an_earlier_text_tells_the_model_nothing_else() -> None:
+    for token in range(7):
+        with pytest.raises(RequestError, match=f"prompt: expected text alone, got the model's own token {token}"):
+            SpeechTokens.of(Words(), 51865).beginning("en", "transcribe", timestamps=False, earlier=[9, token, 9])
+
+
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match=r"no token <\|startoftranscript\|>"):
         SpeechTokens.of(None, 51865)

@@ -58,8 +58,12 @@ class SpeechTokens:
         """The ids that the decoder begins with.
 
         Raises:
-            RequestError: there is no such language or task.
+            RequestError: there is no such language or task, or `earlier` has tokens that tell the model one.
         """
+        if own := self._told.intersection(earlier):
+            raise RequestError(
+                f"prompt: expected text alone, got the model's own token {min(own)}. Leave its name out."
+            )
         if not isinstance(task, str) or task not in self.tasks:
             raise RequestError(f"task: expected {' or '.join(self.tasks)}, got {short_repr(task)}")
         ids = [self.previous, *earlier[-_MOST_EARLIER:]] if earlier else []
@@ -69,6 +73,11 @@ class SpeechTokens:
         elif task == "translate" or language not in (None, "en"):
             raise RequestError("the model knows English alone: expected task transcribe, and language en or none")
         return ids if timestamps else [*ids, self.no_timestamps]
+
+    @property
+    def _told(self) -> set[int]:
+        """The tokens by which the decoder is told anything."""
+        return {self.start, self.previous, self.no_timestamps, *self.tasks.values(), *self.languages.values()}
 
     def known(self, language: str | None) -> str:
         """The language.
