@@ -193,16 +193,17 @@ class MediaSteps:
 
 
 def _runs(facts: Tower, images: Sequence[tuple[Key, Image]], most: int) -> Iterator[list[tuple[Key, Image]]]:
-    """The images of each run of a tower, in order, which have together at most so many features, or are one."""
+    """The images of each run of a tower, in order, which have together at most so many features, or are one. What
+    fills a sound up counts: the tower runs on it."""
     run: list[tuple[Key, Image]] = []
-    features = 0
+    counted = 0
     for key, image in images:
-        own = _features(facts, image)
-        if run and (features + own > most or image.is_sound != run[0][1].is_sound):
+        own = facts.one(image.is_sound).num_counted(image.grid)
+        if run and (counted + own > most or image.is_sound != run[0][1].is_sound):
             yield run
-            run, features = [], 0
+            run, counted = [], 0
         run.append((key, image))
-        features += own
+        counted += own
     if run:
         yield run
 

@@ -18,6 +18,8 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
+from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.step import media_steps
 from tests.fakes import all_pages_are_back
 from tests.sample import sample_of
 from tests.tiny_model import engine_of_pages
@@ -119,6 +121,24 @@ def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
     with engine_of_pages(served.config(enable_prefix_cache=False), 8) as engine:
         assert tokens(engine, prompts, params) == expected
         assert engine.stats().preemptions > 0
+
+
+def test_a_run_of_a_tower_counts_the_filling_of_short_sounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = chunk_of(served.kind)
+    prompt = served.prompt(*(part for seed in range(9) for part in (Sound(seed, whole // 2), [5])))
+    expected, chunks = transformers_greedy(served.model, prompt, MAX_TOKENS), list[int]()
+    encode = ImageEncoder.encode
+
+    def noted(encoder: ImageEncoder, pixels: Any, grids: Any, of_sounds: bool = False) -> Any:
+        chunks.append(len(pixels))
+        return encode(encoder, pixels, grids, of_sounds)
+
+    of_a_chunk = int(served.prompt(Sound(0, whole)).is_feature.sum())
+    monkeypatch.setattr(media_steps, "FEATURES_OF_A_RUN", 4 * of_a_chunk)
+    with served.engine() as engine:
+        monkeypatch.setattr(ImageEncoder, "encode", noted)
+        assert tokens(engine, [prompt]) == [expected]
+    assert max(chunks) == 4 and sum(chunks) == 9, chunks
 
 
 def test_a_sound_and_an_image_in_one_prompt(served: Served) -> None:
