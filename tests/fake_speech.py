@@ -70,7 +70,8 @@ def fake_speech_engine(runner: SpeechAnswers, tokenizer: Tokenizer, files: dict[
     assert start is not None
     facts = SourceFacts(max_length=STATES, bins=LOG_MEL.bins, frames=LOG_MEL.frames)
     eos = tokenizer.eos_token_id or 0
-    vocabulary: Any = SimpleNamespace(tokens=[b""] * VOCAB, eos_token_ids=(eos,))
+    no_timestamps = tokenizer.token_to_id("<|notimestamps|>")
+    vocabulary: Any = SimpleNamespace(tokens=[b""] * VOCAB, eos_token_ids=(eos,), no_timestamps=no_timestamps)
     return fake_engine(
         runner,
         grammars=Grammars(lambda: vocabulary, (), 1),

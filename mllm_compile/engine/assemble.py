@@ -562,7 +562,8 @@ def _grammars(
     asked = config.structured_outputs
 
     def read_vocabulary() -> Vocabulary:
-        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids, tokenizer.special_token_ids)
+        names = tokenizer.special_token_ids, tokenizer.token_to_id("<|notimestamps|>")
+        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids, *names)
 
     return Grammars(read_vocabulary, asked.backends, asked.threads)
 

@@ -95,8 +95,13 @@ class Grammars:
         raise RequestError(f"structured_outputs: {form.kind} is refused: {'; '.join(reasons)}.")
 
     def _times(self, no_timestamps: int) -> Grammar:
+        """The one grammar of times that a model has: a step has one first time for all its requests."""
         with self._preparing:
             vocabulary = self._known_vocabulary()
+        if no_timestamps != vocabulary.no_timestamps:
+            own = vocabulary.no_timestamps
+            expected = "the model's tokenizer has no <|notimestamps|>" if own is None else f"expected {own}"
+            raise RequestError(f"structured_outputs: timestamps: {expected}, got {no_timestamps}. Leave it out.")
         try:
             return TimesGrammar(no_timestamps, min(vocabulary.eos_token_ids), len(vocabulary.tokens))
         except Refused as refusal:

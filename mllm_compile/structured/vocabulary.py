@@ -16,15 +16,21 @@ class Vocabulary:
         tokens: bytes by token id, for every row of the logits; none for special tokens and for rows without a token.
         eos_token_ids: the tokens that end an answer, at least one; special.
         marks: the other special tokens that the tokenizer has; a structural tag may name one by its id.
+        no_timestamps: the id of <|notimestamps|>, behind which tokens are times; None: the tokenizer has none.
     """
 
     tokens: tuple[bytes, ...]
     eos_token_ids: tuple[int, ...]
     marks: tuple[int, ...] = ()
+    no_timestamps: int | None = None
 
     @classmethod
     def of(
-        cls, tokens: Sequence[bytes], eos_token_ids: Collection[int], special_token_ids: Collection[int] = ()
+        cls,
+        tokens: Sequence[bytes],
+        eos_token_ids: Collection[int],
+        special_token_ids: Collection[int] = (),
+        no_timestamps: int | None = None,
     ) -> Vocabulary:
         """
         Args:
@@ -42,7 +48,7 @@ class Vocabulary:
         marks = sorted(token_id for token_id in set(special_token_ids) - set(ends) if token_id < len(tokens))
         silent = {*ends, *marks}
         texts = tuple(b"" if token_id in silent else data for token_id, data in enumerate(tokens))
-        return cls(texts, tuple(ends), tuple(marks))
+        return cls(texts, tuple(ends), tuple(marks), no_timestamps)
 
     @property
     def special_token_ids(self) -> list[int]:

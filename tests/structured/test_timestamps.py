@@ -16,6 +16,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.runtime.sampling.token_masks import TokenMasks
 from mllm_compile.structured.grammars import Grammars
 from mllm_compile.structured.timestamps import TimesGrammar
+from mllm_compile.structured.vocabulary import Vocabulary
 
 VOCAB, END, NO_TIMESTAMPS = 150, 40, 60
 BEGINNING = [41, 42]  # tokens ahead of an answer
@@ -67,12 +68,21 @@ def test_a_row_without_times_is_left_alone_by_the_rule_of_probabilities() -> Non
     assert torch.equal(ours[1], logits[1])
 
 
-@pytest.mark.parametrize("given", [-3, 0, VOCAB - 1])
-def test_an_id_that_cannot_be_is_refused(given: int) -> None:
-    vocabulary: Any = SimpleNamespace(eos_token_ids=(END,), tokens=[b"a"] * VOCAB)
-    grammars = Grammars(lambda: vocabulary, (), 1)
+def grammars_of(no_timestamps: int | None) -> Grammars:
+    vocabulary = Vocabulary.of([b"a"] * VOCAB, [END], [], no_timestamps)
+    return Grammars(lambda: vocabulary, (), 1)
+
+
+@pytest.mark.parametrize("given", [-3, 0, NO_TIMESTAMPS - 1, VOCAB - 1, 10**30])
+def test_one_request_cannot_say_which_tokens_are_times_of_all(given: int) -> None:
+    grammars, asked = grammars_of(NO_TIMESTAMPS), StructuredOutputsParams(timestamps=given)
     assert grammars.compile(StructuredOutputsParams(timestamps=NO_TIMESTAMPS)).first_time == NO_TIMESTAMPS + 1
-    with pytest.raises(RequestError, match=f"below {VOCAB - 1}, got {given}"):
-        grammars.compile(StructuredOutputsParams(timestamps=given))
+    with pytest.raises(RequestError, match=f"expected {NO_TIMESTAMPS}, got {given}"):
+        grammars.compile(asked)
+    with pytest.raises(RequestError, match=f"tokenizer has no <.notimestamps.>, got {given}"):
+        grammars_of(None).compile(asked)
+    if given == VOCAB - 1:
+        with pytest.raises(RequestError, match=f"below {VOCAB - 1}, got {given}"):
+            grammars_of(given).compile(asked)
     with pytest.raises(RequestError, match="a token id"):
         StructuredOutputsParams(timestamps=True)
