@@ -51,6 +51,8 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
                 raise wave.Error(f"samples of {8 * width} bits; expected 8, 16, 24 or 32")
             _check(channels, rate, frames)
             raw = file.readframes(frames)
+    except RequestError:  # which is a ValueError
+        raise
     except (wave.Error, EOFError, OSError, ValueError, RuntimeError) as error:  # the last where a chunk ends early
         why = f"it is {other}" if other else str(error) or "it ends too early"
         raise RequestError(
@@ -83,8 +85,11 @@ def read_file(data: bytes) -> tuple[np.ndarray, int]:
             while (block := file.read(_BLOCK, dtype="float32", always_2d=True)).size:  # a header may tell any number
                 found.append(block.mean(axis=1, dtype=np.float32))
                 _check(1, rate, sum(part.size for part in found))
+    except RequestError:
+        raise
     except (soundfile.SoundFileError, OSError, ValueError, RuntimeError, OverflowError) as error:
-        why = " ".join(str(error).split())[:200]
+        told = getattr(error, "error_string", error)  # libsndfile's own words, without the name of our buffer
+        why = " ".join(str(told).split())[:200]
         raise RequestError(
             f"the sound's file cannot be read ({why}). Convert it: ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
         ) from None

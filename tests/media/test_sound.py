@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import random
 import struct
+import sys
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.sound import read_wav
+from mllm_compile.media.sound import read_file, read_wav
 
 HEADER_BYTES = 44
 
@@ -47,3 +52,46 @@ def test_changed_and_cut_files_are_read_or_refused() -> None:
             refusals.add(str(error))
     assert len(refusals) > 3
     assert not any("()" in one for one in refusals)  # each says why
+
+
+def test_a_bound_that_a_header_exceeds_is_told_as_it_is() -> None:
+    data = bytearray(wav_of(16))
+    data[24:28] = struct.pack("<I", 3)
+    with pytest.raises(RequestError, match=r"^the sound has 3 samples a second; expected 4000 to 384000$"):
+        read_wav(bytes(data))
+
+
+class Library(ModuleType):
+    """soundfile, whose files have samples without an end, unless they are broken."""
+
+    class SoundFileError(RuntimeError):
+        error_string = "Format not recognised."
+
+    def __init__(self) -> None:
+        super().__init__("soundfile")
+        self.__spec__ = importlib.machinery.ModuleSpec("soundfile", None)
+
+    class SoundFile:
+        samplerate, channels = 4000, 2
+
+        def __init__(self, file: Any) -> None:
+            if file.read() == b"broken":
+                raise Library.SoundFileError(f"Error opening {file!r}: Format not recognised.")
+
+        def __enter__(self) -> Library.SoundFile:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def read(self, count: int, dtype: str, always_2d: bool) -> np.ndarray:
+            return np.zeros((count, self.channels), dtype)
+
+
+def test_other_files_are_bounded_as_they_are_decoded_and_refused_in_the_librarys_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", Library())
+    with pytest.raises(RequestError, match=r"^the sound has 7,\d+ s; expected at most 7,200\. Cut it\.$"):
+        read_file(b"endless")
+    with pytest.raises(RequestError, match=r"cannot be read \(Format not recognised\.\)\. Convert it: ffmpeg"):
+        read_file(b"broken")
