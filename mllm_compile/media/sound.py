@@ -1,6 +1,6 @@
 """Sounds that come from strangers: bytes of a file, or samples, become one channel at the model's rate.
 
-WAV files are bounded by their header before anything is decoded; other files, which a worker alone decodes
+WAV files are bounded by their header and size before anything is decoded; other files, which a worker alone decodes
 (read_file), block by block.
 """
 
@@ -49,6 +49,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
             channels, width, rate, frames = file.getparams()[:4]
             if width not in _WIDTHS:
                 raise wave.Error(f"samples of {8 * width} bits; expected 8, 16, 24 or 32")
+            frames = min(frames, len(data) // (width * channels))  # who writes into a pipe cannot tell how many
             _check(channels, rate, frames)
             raw = file.readframes(frames)
     except RequestError:  # which is a ValueError

@@ -61,6 +61,13 @@ def test_a_bound_that_a_header_exceeds_is_told_as_it_is() -> None:
         read_wav(bytes(data))
 
 
+def test_a_file_that_was_written_into_a_pipe_is_read() -> None:
+    data = bytearray(wav_of(16))
+    data[4:8] = data[40:44] = b"\xff" * 4  # as ffmpeg leaves them
+    samples, _ = read_wav(bytes(data))
+    assert np.array_equal(samples, read_wav(wav_of(16))[0])
+
+
 class Library(ModuleType):
     """soundfile, whose files have samples without an end, unless they are broken."""
 

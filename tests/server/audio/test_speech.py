@@ -110,7 +110,6 @@ BAD = {
     "rate": (with_header(SHORT, 24, 0xFFFFFFFF), "samples a second"),
     "no rate": (with_header(SHORT, 24, 0), "samples a second"),
     "64 bits": (with_header(SHORT, 34, 64, "<H"), "samples of 64 bits"),
-    "gigabytes": (with_header(with_header(SHORT, 40, 0xFFFFFF00), 4, 0xFFFFFFFF), "expected at most 7,200"),
     "floats": (with_header(SHORT, 20, 3, "<H"), "no WAV file"),
     "cut": (SHORT[:30], "no WAV file"),
 }
@@ -141,8 +140,9 @@ def test_what_cannot_be_is_refused(server: Server, parts: Any, status: int, said
 
 
 def test_a_truncated_file_is_read_as_far_as_it_goes(server: Server) -> None:
-    cut_off = SHORT[:-1001]
-    assert send(server, ("file", cut_off), ("language", "en")).json["text"] == expected_of(cut_off)[0][1].strip()
+    piped = with_header(with_header(SHORT, 40, 0xFFFFFFFF), 4, 0xFFFFFFFF)  # as ffmpeg leaves it
+    for file, whole in ((SHORT[:-1001], SHORT[:-1001]), (piped, SHORT)):
+        assert send(server, ("file", file), ("language", "en")).json["text"] == expected_of(whole)[0][1].strip()
 
 
 def test_many_windows_reach_the_engine(server: Server) -> None:
