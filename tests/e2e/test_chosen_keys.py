@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mllm_compile import SamplingParams
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.runtime.memory_pool import KVPool
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
@@ -116,17 +117,49 @@ def test_preempted_requests_have_the_same_tokens(served, expected):
         engine.close()
 
 
-@pytest.mark.parametrize(
-    "runtime", [{"deterministic": True}, {"kv_cache_dtype": "fp8_e4m3"}, {"enable_prefix_cache": False}], ids=str
-)
+@pytest.mark.parametrize("runtime", [{"deterministic": True}, {"enable_prefix_cache": False}], ids=str)
 def test_other_settings_serve_it_too(served, expected, runtime):
     engine = engine_of_pages(served.config(**runtime), None)
     try:
-        found = tokens_of(engine.generate(served.prompts, GREEDY))
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
     finally:
         engine.close()
-    # Keys in eight bits choose others.
-    assert found == expected or "kv_cache_dtype" in runtime
+
+
+def test_a_cache_in_eight_bits_chooses_as_float32_of_the_rounded_keys_does(served, engine, monkeypatch):
+    """Keys in eight bits may choose others than Transformers does, and each choice changes log-probabilities."""
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+
+    def scores(engine: Any) -> list[list[float]]:
+        outputs = engine.generate(served.prompts, params)
+        return [
+            [entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=True)]
+            for output in outputs
+            for entries, ids in [
+                ([*output.prompt_logprobs, *output.logprobs], [*output.prompt_token_ids, *output.token_ids])
+            ]
+        ]
+
+    exact = scores(engine)
+    in_eight_bits = engine_of_pages(served.config(kv_cache_dtype="fp8_e4m3"), None)
+    try:
+        found = scores(in_eight_bits)
+    finally:
+        in_eight_bits.close()
+    write = KVPool.set_kv_buffer
+
+    def write_rounded(pool: Any, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        write(pool, layer, slots, *(one.to(torch.float8_e4m3fn).to(one.dtype) for one in (k, v)))
+
+    monkeypatch.setattr(KVPool, "set_kv_buffer", write_rounded)
+    rounded = engine_of_pages(served.config(enable_prefix_cache=False), None)
+    try:
+        expected = scores(rounded)
+    finally:
+        rounded.close()
+    for some, others, of_floats in zip(found, expected, exact, strict=True):
+        assert some == pytest.approx(others, abs=1e-5)
+        assert len(some) < 2 * PAGE or some != pytest.approx(of_floats, abs=1e-4)
 
 
 def test_drafts_of_the_text_s_own_words_change_no_token(served, expected):
