@@ -30,7 +30,7 @@ STOPPING = {
     "stop_token_ids": "stop_token_ids", "stop_token_ids_hidden": "stop_token_ids",
 }  # fmt: skip
 # Options that change no token here: the frontend makes and cuts texts itself.
-OF_TEXTS = {"stop", "skip_special_tokens", "max_thinking_tokens", "return_tokens_as_token_ids"}
+OF_TEXTS = {"stop", "skip_special_tokens", "return_tokens_as_token_ids"}
 REASONS = {"stop": "stop", "length": "length", "abort": "cancelled", "error": "error"}
 
 

@@ -17,7 +17,7 @@ from benchmarks.fleet.engine import SimulatedEngine
 from benchmarks.fleet.rules import RULES, rule_of
 from benchmarks.fleet.simulation import Figures, Simulation
 from benchmarks.fleet.step_costs import StepCosts
-from benchmarks.script import names_of, parser_of, positive
+from benchmarks.script import names_of, parser_of, positive, told_in_one_line
 from benchmarks.server.agent_trace import PRESETS, Generator
 from mllm_compile.server.replicas.routing import BLOCK, TOKEN_BYTES
 
@@ -66,4 +66,5 @@ def row_of(figures: Figures, fold: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

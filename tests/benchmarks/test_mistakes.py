@@ -50,3 +50,10 @@ def test_a_list_with_something_else_in_it_is_told_with_its_option(options, told,
     with pytest.raises(SystemExit, match="2"):
         run("steps.quantised_tpot", monkeypatch, *options)
     assert told in capsys.readouterr().err
+
+
+def test_an_engine_too_small_for_a_call_is_told_in_one_line(monkeypatch, capsys):
+    work = "--engines 1 --sessions 1 --at-once 1 --fold 64 --rules served --kv-tokens 2000"
+    with pytest.raises(SystemExit, match=r"error: a prompt of .* KV pages of 1 tokens, but only 31 exist") as ended:
+        run("fleet.__main__", monkeypatch, *work.split())
+    assert "\n" not in str(ended.value)

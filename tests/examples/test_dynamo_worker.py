@@ -108,6 +108,10 @@ def test_a_worker_gives_the_engines_tokens_and_tells_where_its_events_are(exampl
         ({"sampling_options": {"n": 2}}, "n: expected 1, got 2"),
         ({"sampling_options": {"guided_decoding": {"json": {}}}}, "guided_decoding: expected one of n, temperature"),
         ({"output_options": {"logprobs": 3}}, "logprobs: expected one of none"),
+        (
+            {"stop_conditions": {"max_thinking_tokens": 5}},
+            "max_thinking_tokens: expected one of max_tokens, min_tokens",
+        ),
         ({"prefill_result": {"a": 1}}, "prefill_result"),
     ],
 )
