@@ -20,7 +20,7 @@ from mllm_compile.compiler.lent_weights import with_lent
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.device import has_amx, has_panels
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
-from mllm_compile.config.resolve import check_any_rows, check_cascade_layers
+from mllm_compile.config.resolve import check_any_rows, check_cascade_layers, check_state_dtype
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sparse_keys import chooses_keys
 from mllm_compile.config.speculators import head_type
@@ -226,6 +226,7 @@ def _checked_trace(hf_model: HFModel, device: str, most: int) -> Trace:
 def _check_has(program: Program, config: ResolvedConfig) -> None:
     """Refuses what is asked of layers that the model does not have; its first ones alone may not have them yet."""
     check_cascade_layers(config, program.layers)
+    check_state_dtype(config, program.state_layers)
     if config.runtime.routed_experts and not program.counted_experts:
         raise ConfigError("runtime.routed_experts is set, and this model has no experts. Set it to false.")
     if config.runtime.expert_stats and not program.counted_experts:

@@ -48,6 +48,7 @@ from mllm_compile.runtime.config_sections import (
     SpeculativeSection,
 )
 from mllm_compile.runtime.pooling.facts import ModelTask
+from mllm_compile.runtime.state.layer import StateLayer
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -419,6 +420,19 @@ def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) ->
             "runtime.cascade_attention is true, but no layer of this model can read a shared prefix once: expected one "
             "with keys and values of its own (no latents) that sees all tokens, without sinks, soft cap, ALiBi or "
             "chunks. Set it to auto or false."
+        )
+
+
+def check_state_dtype(config: ResolvedConfig, layers: Iterable[StateLayer]) -> None:
+    """
+    Raises:
+        ConfigError: states are to have fewer bits, and one of these layers, all with a state, has exponents in its own.
+    """
+    dtype, found = config.runtime.state_dtype, next((one for one in layers if one.kind.holds_exponents), None)
+    if dtype != "float32" and found is not None:
+        raise ConfigError(
+            f"runtime.state_dtype is {dtype}, but {found.name} keeps exponents in its state, whose small changes "
+            "are lost in so few bits. Set it to float32."
         )
 
 

@@ -28,12 +28,15 @@ class StateKind:
         constants: operands that belong to the layer; all others have a row for each token.
         holds_inputs: the state is a part of the input, in its dtype; otherwise it is summed up, in
             runtime.state_dtype.
+        holds_exponents: the state has exponents beside what is over them, and is in float32 alone: a small fall of a
+            large exponent, rounded to fewer bits, is none, and the layer would forget nothing.
     """
 
     name: ClassVar[str]
     operands: ClassVar[tuple[str, ...]]
     constants: ClassVar[frozenset[str]]
     holds_inputs: ClassVar[bool] = False
+    holds_exponents: ClassVar[bool] = False
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         """The shape of one request's state."""
@@ -151,6 +154,7 @@ class Wkv(StateKind):
     name = "wkv"
     operands = ("k", "v", "decay", "bonus")
     constants = frozenset({"decay", "bonus"})
+    holds_exponents = True
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         return 3, shapes["k"][1]
@@ -172,6 +176,7 @@ class MatrixMemory(StateKind):
     name = "matrix_memory"
     operands = ("q", "k", "v", "i", "f")
     constants = frozenset()
+    holds_exponents = True
 
     eps: float
 

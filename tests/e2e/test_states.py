@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import ConfigError, Engine, SamplingParams
 from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
@@ -189,7 +189,15 @@ def test_in_deterministic_mode_numbers_do_not_depend_on_the_batch(served, expect
             assert (alone.logprobs, alone.prompt_logprobs) == (output.logprobs, output.prompt_logprobs)
 
 
-def test_states_in_bfloat16_answer_nearly_alike(served, expected):
+def test_states_in_bfloat16_answer_nearly_alike_or_are_refused(served, tmp_path):
+    if served.model.config.model_type in ("rwkv", "xlstm"):
+        load_or_compile(served.config())
+        config = served.config(state_dtype="bfloat16")
+        for folder in (config.cache.dir, str(tmp_path)):  # compiled before, and not
+            asked = config.model_copy(update={"cache": config.cache.model_copy(update={"dir": folder})})
+            with pytest.raises(ConfigError, match=r"runtime\.state_dtype is bfloat16, but .* keeps exponents"):
+                load_or_compile(asked)
+        return
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=3)
     with served.engine() as exact, served.engine(state_dtype="bfloat16") as rounded:
         for a, b in zip(*(engine.generate(served.prompts, params) for engine in (exact, rounded)), strict=True):
