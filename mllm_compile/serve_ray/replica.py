@@ -23,7 +23,7 @@ class Asked:
     """A request on its way to a replica.
 
     Attributes:
-        path: with the query.
+        path: quoted, with the query.
         keys: what the ingress's router chooses by, and nobody else: they stay there.
     """
 

@@ -95,8 +95,8 @@ class ServeOptions:
             raise ConfigError(
                 f"--root-path: expected a path such as /llm, without a / at its end, got {self.root_path!r}"
             )
-        if not 1 << 10 <= self.most_body_bytes <= _MOST_BODY:
-            raise ConfigError(f"--max-body: expected from 1K to {_MOST_BODY >> 20}M, got {self.most_body_bytes} bytes")
+        if not 1 << 10 <= self.most_body_bytes <= MOST_BODY:
+            raise ConfigError(f"--max-body: expected from 1K to {MOST_BODY >> 20}M, got {self.most_body_bytes} bytes")
         for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
             if any(not _is_plain(value) for value in values):
                 raise ConfigError(f"{option}: expected printable ASCII characters, the first and last of them no space")
@@ -228,7 +228,7 @@ _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:
 
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)*")
-_MOST_BODY = 256 << 20  # all that are being read have as much
+MOST_BODY = 256 << 20  # all that are being read have as much
 
 
 def _is_plain(text: str) -> bool:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.serve_ray import Options, app
 from mllm_compile.serve_ray.build import _gpus_of
+from mllm_compile.serve_ray.ingress import Ingress
 from mllm_compile.serve_ray.replica import Asked, Replica, passed_on
+from mllm_compile.server.flow.memory import Memory
+from mllm_compile.server.http import Bodies
 from mllm_compile.server.replicas.keys import Keys
 from mllm_compile.server.replicas.routing import BLOCK, Routing
 
@@ -76,6 +83,85 @@ def test_a_server_that_does_not_start_is_told_by_its_last_lines(tmp_path):
         Replica("no/such/model.yaml", [], [str(Path(__file__).parents[2])])
 
 
+class Replicas:
+    """The handle of replicas; each answers with what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=self._relay)
+
+    async def _relay(self, asked: Asked) -> AsyncIterator[Any]:
+        self.asked.append(asked)
+        yield 200, []
+        yield asked.body
+
+
+@pytest.fixture
+def ingress(monkeypatch: pytest.MonkeyPatch) -> tuple[Ingress, Replicas]:
+    exceptions = ModuleType("ray.exceptions")
+    exceptions.RayError = type("RayError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    replicas = Replicas()
+    return Ingress(replicas), replicas
+
+
+def request_of(*parts: bytes, path: str = "/v1/completions", query: bytes = b"") -> Request:
+    """A request whose body comes in parts, and then no more where the last one is not empty."""
+    left = list(parts)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.Event().wait()
+        part = left.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(part)}
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": query, "headers": []}
+    return Request(scope, receive)
+
+
+@pytest.mark.parametrize("name", ["a%41", "a?b", "a#b", "ä b", "a/b", "a//b"])
+def test_a_session_is_asked_for_by_the_name_that_the_client_gave(ingress, name):
+    front, replicas = ingress
+    asyncio.run(front(request_of(b"", path=f"/v1/sessions/{name}", query=b"a=%2F&b=%3F")))
+    path, _, query = replicas.asked[0].path.partition("?")
+    assert unquote(path) == f"/v1/sessions/{name}" and path.isascii() and not set(path) & set(" #")
+    assert query == "a=%2F&b=%3F"
+
+
+def test_a_body_that_is_no_json_is_left_for_a_replica_to_refuse(ingress):
+    front, replicas = ingress
+    assert asyncio.run(front(request_of(b"no json", b""))).status_code == 200
+    assert replicas.asked == [Asked("POST", "/v1/completions", [], b"no json")]
+
+
+def test_a_body_that_no_server_takes_is_refused_before_it_is_read_whole(ingress, monkeypatch):
+    front, replicas = ingress
+    front._bodies = Bodies(100, held=len, bound="no server takes more")
+    assert asyncio.run(front(request_of(b"x" * 100, b""))).status_code == 200
+    answer = asyncio.run(front(request_of(b"x" * 90, b"x" * 20)))  # it would wait for more
+    assert answer.status_code == 413 and b"larger than 100 bytes; no server takes more" in answer.body
+    assert len(replicas.asked) == 1
+
+
+def test_bodies_together_have_a_bound_and_those_that_were_passed_on_are_counted_no_more(ingress):
+    front, _ = ingress
+    front._memory = Memory(150)
+
+    async def scenario() -> list[int]:
+        first = asyncio.ensure_future(front(request_of(b"x" * 100)))
+        await asyncio.sleep(0)
+        refused = await front(request_of(b"x" * 100, b""))
+        assert refused.headers["retry-after"] == "1"
+        first.cancel()
+        await asyncio.wait({first})
+        return [refused.status_code, (await front(request_of(b"x" * 100, b""))).status_code]
+
+    assert asyncio.run(scenario()) == [429, 200] and front._memory.held == 0
+
+
 class Router:
     """Ray's class of routers, as far as one is used."""
 
@@ -117,8 +203,6 @@ async def first_of(router: Any, replicas: list[Any], request: Any) -> str:
 
 
 def test_a_prompt_goes_where_its_prefix_is_until_that_one_has_much_more_to_do_or_is_gone(router):
-    import asyncio
-
     async def scenario() -> None:
         replicas = replicas_of("a", "b")
         home = await first_of(router, replicas, pending(0, 1, 2, 3))

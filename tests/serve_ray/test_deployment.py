@@ -123,3 +123,9 @@ def test_streams_errors_and_other_paths_come_through_as_they_are(serving):
     with pytest.raises(urllib.error.HTTPError) as told:
         ask("A", max_tokens=-1)
     assert told.value.code == 400 and b"max_tokens" in told.value.read()
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/completions", b"no json", timeout=HANG_S)
+    assert told.value.code == 400 and b"no JSON" in told.value.read()
+    ask("A", max_tokens=1, session_id="a%41")
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/sessions/a%2541", timeout=HANG_S) as answer:
+        assert json.load(answer)["id"] == "a%41"
