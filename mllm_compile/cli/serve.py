@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mllm_compile.cli.arguments import ModelsArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
+from mllm_compile.cli.before_listening import check_settings
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.several import is_folder_of_yamls, named_models
 from mllm_compile.config.sources import (
@@ -200,7 +201,7 @@ def serve_command(
     own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
     lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
     sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
-    _check_nodes(sources, sleep_after, check)
+    check_settings(sources, sleep_after, starts=not check)
     is_node_0 = are_several or (settings := runtime_settings(sources[""])) is None or not settings.node_rank
     if not is_node_0 and not check:
         start_log(logging.WARNING if quiet else logging.INFO, log, "%(asctime)s %(levelname)s %(message)s")
@@ -266,32 +267,6 @@ def serve_command(
         run_replicas(options, devices)
     else:
         run_server(options)
-
-
-def _check_nodes(sources: Mapping[str, EngineConfig | Path], sleep_after: str | None, check: bool) -> None:
-    """
-    Args:
-        sources: name → source, of one model without a name.
-        check: nothing is started, so that nodes need no secret.
-
-    Raises:
-        ConfigError: an engine over nodes is one of several, or is to end and start again; or there is no secret.
-    """
-    for name, source in sources.items():
-        settings = runtime_settings(source)
-        if settings is None or settings.nnodes == 1:
-            continue
-        if name:
-            raise ConfigError(f"runtime.nnodes is {settings.nnodes} for {name}: expected one model. Serve it by itself")
-        if sleep_after is not None:
-            raise ConfigError(
-                f"--sleep-after: the other nodes would end with the engine, and not start again, as runtime.nnodes is "
-                f"{settings.nnodes}. Leave it out"
-            )
-        if not check:
-            from mllm_compile.ranks.admission import node_secret
-
-            node_secret()  # told ahead of any address that is listened at
 
 
 def _check_packages() -> None:

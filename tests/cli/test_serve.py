@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from mllm_compile.cli import run
@@ -9,6 +12,8 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.server.options import ServeOptions, seconds_of
 
 TINY = "configs/tiny.yaml"
+MEMORY = ("--kv-offloading-size", "0.1")
+PEER = '{"kv_connector": "PeerConnector", "kv_role": "kv_both"}'
 
 
 @pytest.mark.parametrize(
@@ -31,12 +36,38 @@ TINY = "configs/tiny.yaml"
         ([TINY, "--nnodes", "2", "--sleep-after", "5m"], "--sleep-after: the other nodes would end with the engine"),
         ([f"a={TINY}", f"b={TINY}", "--nnodes", "2"], "nnodes is 2 for a: expected one model. Serve it by itself"),
         ([TINY, "--nnodes", "2"], "MLLM_NODES_SECRET has 0 characters"),
+        ([TINY, "--kv-transfer-config", PEER], "kv_transfer_config is set, and runtime.kv_offloading_size is 0"),
+        ([TINY, *MEMORY, "--kv-transfer-config", PEER], "MLLM_KV_SECRET has 0 characters"),
+        (
+            [TINY, *MEMORY, "--kv-transfer-config", '{"kv_connector": "NixlConnector"}'],
+            "NixlConnector, without a module",
+        ),
+        (
+            [TINY, *MEMORY, "--kv-transfer-config", '{"kv_role": "kv_sender"}'],
+            "kv_role is 'kv_sender'; expected 'kv_both'",
+        ),
+        ([TINY, *MEMORY, "--kv-transfer-config", "{garbage"], "--kv-transfer-config is '{garbage'; expected a JSON"),
         ([TINY, "--nnodes", "2", "--node-rank", "1", "--check"], "nnodes is 2 and runtime.pipeline_parallel_size 1"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(capsys, arguments, says):
+def test_a_mistake_is_told_before_anything_starts(capsys, monkeypatch, arguments, says):
+    monkeypatch.delenv("MLLM_KV_SECRET", raising=False)
+    monkeypatch.delenv("MLLM_NODES_SECRET", raising=False)
     assert run(["serve", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said
+    assert "listening" not in said
+
+
+def test_ray_that_is_missing_is_told_before_anything_starts(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "ray.yaml"
+    runtime = "{distributed_executor_backend: ray, tensor_parallel_size: 2}"
+    file.write_text(f"model: {{path: {os.path.abspath('mllm_compile/model/tiny')}}}\nruntime: {runtime}\n")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(["serve", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "Ray is not installed: pip install 'mllm-compile[ray]'" in said
+    assert "listening" not in said
 
 
 def test_a_check_on_a_further_node_runs_no_rank(monkeypatch):

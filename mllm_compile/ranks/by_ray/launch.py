@@ -7,12 +7,12 @@ rank 0's too, and hides none. Those of other nodes (nodes.py) have what Ray give
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks.by_ray.actors import RayRank
+from mllm_compile.ranks.by_ray.installed import check_installed
 from mllm_compile.ranks.by_ray.nodes import RayNodes
 from mllm_compile.ranks.by_ray.placement import Placement, give_back, place
 from mllm_compile.store.opened import CompiledRuntime
@@ -37,11 +37,7 @@ class RayLauncher:
             ConfigError: Ray is not installed, or the config does not go with several nodes.
             DeviceError: Ray has no room for them.
         """
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "runtime.distributed_executor_backend is ray, and Ray is not installed: pip install "
-                "'mllm-compile[ray]', or set it to mp, which starts ranks as processes of the engine's."
-            )
+        check_installed()
         import ray
 
         global _started_clusters
