@@ -29,12 +29,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def need_gpu() -> None:
-    """Ends the process where torch sees no GPU."""
+def need_gpu(count: int = 1) -> None:
+    """Ends the process where torch sees fewer than `count` GPUs."""
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    if torch.cuda.device_count() < count:
+        sys.exit("needs an NVIDIA GPU" if count == 1 else f"needs {count} NVIDIA GPUs")
 
 
 def need_hopper(count: int = 1) -> None:

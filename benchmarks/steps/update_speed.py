@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.script import greedy, names_of, parser_of, positive, told_in_one_line
+from benchmarks.script import greedy, names_of, need_gpu, parser_of, positive, told_in_one_line
 from benchmarks.update_sender import GROUP, random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=8)
     parser.add_argument("--ways", type=names_of(WAYS), default=[name for name in WAYS if "nccl" not in name])
     arguments = parser.parse_args()
+    if any("nccl" in name for name in arguments.ways):
+        need_gpu(2)
     config = EngineConfig.from_yaml(arguments.config)
     runtime = config.runtime.model_copy(update={"mem_fraction_static": _OF_ENGINE})
     parts = assemble(config.model_copy(update={"runtime": runtime}), Timeline())

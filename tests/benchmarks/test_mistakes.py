@@ -6,6 +6,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 
 ENDED_BY_A_WRONG_KEY = (
     "steps.deterministic_cost",
@@ -50,6 +51,12 @@ def test_a_list_with_something_else_in_it_is_told_with_its_option(options, told,
     with pytest.raises(SystemExit, match="2"):
         run("steps.quantised_tpot", monkeypatch, *options)
     assert told in capsys.readouterr().err
+
+
+def test_weights_of_a_second_gpu_need_two(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="needs 2 NVIDIA GPUs"):
+        run("steps.update_speed", monkeypatch, "configs/tiny.yaml", "--ways", "staged,nccl direct")
 
 
 def test_an_engine_too_small_for_a_call_is_told_in_one_line(monkeypatch, capsys):
