@@ -29,7 +29,7 @@ from mllm_compile.kv_connectors.peers.meeting import (
     receive,
 )
 from mllm_compile.kv_connectors.peers.memory import LentMemory
-from mllm_compile.process.shared_secret import send_line
+from mllm_compile.process.shared_secret import send_line, wait_until
 from mllm_compile.runtime.schedule.tiers.handover import HandOver
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.tiers.connector import Namespace
@@ -37,6 +37,7 @@ from mllm_compile.runtime.tiers.connector import Namespace
 logger = logging.getLogger("mllm_compile.tiers")
 
 _MOST_CONNECTIONS = 128
+_MOST_STRANGERS = 32  # of them, that have not met: for one more the first one is cut
 _MEETING_S = 10.0
 _IDLE_S = 120.0
 _REST_S = 0.1
@@ -91,6 +92,7 @@ class Giver:
         self._memory, self._offset_of = memory, offset_of
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, name="mllm-kv-port", daemon=True)
@@ -124,19 +126,45 @@ class Giver:
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, place), name="mllm-kv-give", daemon=True)
             with self._lock:
+                if len(self._strangers) >= _MOST_STRANGERS:
+                    self._cut_first()
                 is_welcome = not self._is_closed and len(self._connections) < _MOST_CONNECTIONS
                 if is_welcome:
                     self._connections.add(connection)
+                    self._strangers[connection] = None
                     self._threads.add(thread)
             if is_welcome:
-                thread.start()
+                self._start(thread, connection)
             else:
                 connection.close()
+
+    def _cut_first(self) -> None:
+        first = next(iter(self._strangers))
+        del self._strangers[first]
+        self._connections.discard(first)
+        with suppress(OSError):
+            first.shutdown(socket.SHUT_RDWR)  # its thread ends
+
+    def _start(self, thread: threading.Thread, connection: socket.socket) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            logger.warning("an engine is handed nothing: %s", error)
+            self._forget(thread, connection)
+
+    def _forget(self, thread: threading.Thread, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._strangers.pop(connection, None)
+            self._threads.discard(thread)
+        connection.close()
 
     def _serve(self, connection: socket.socket, place: str) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._let_in(connection, place):
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 self._answer_all(connection)
         except RefusedError as error:
             logger.warning("an engine at %s is handed nothing: %s", place, error)
@@ -144,10 +172,7 @@ class Giver:
             if not self._is_closed:
                 logger.debug("a connection of %s has ended: %s", place, error or type(error).__name__)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._threads.discard(threading.current_thread())
-            connection.close()
+            self._forget(threading.current_thread(), connection)
 
     def _let_in(self, connection: socket.socket, place: str) -> bool:
         hello, session = receive(connection, self._secret, deadline(_MEETING_S))
@@ -182,17 +207,21 @@ class Giver:
             self._handover.wait_for(keys, _STORED_S)
             found = [(key, self._handover.find(key, is_state)) for key in keys]
             size = self._namespace.state_bytes if is_state else self._namespace.page_bytes
-            connection.settimeout(_MEETING_S + frames.seconds_for(size * len(keys)))
+            until = deadline(_MEETING_S + frames.seconds_for(size * len(keys)))
+            wait_until(connection, until)
             if kind == frames.LOOKUP:
                 connection.sendall(bytes(entry is not None for _, entry in found))
             elif kind == frames.LOAD:
-                self._send(connection, found, is_state)
+                self._send(connection, found, is_state, until)
             else:
                 mapped, of_mapped = found, is_state
                 connection.sendall(self._places(found, is_state))
 
-    def _send(self, connection: socket.socket, found: Sequence[tuple[bytes, Entry | None]], is_state: bool) -> None:
+    def _send(
+        self, connection: socket.socket, found: Sequence[tuple[bytes, Entry | None]], is_state: bool, until: float
+    ) -> None:
         for key, entry in found:
+            wait_until(connection, until)  # all values together have that long
             if entry is None:
                 connection.sendall(frames.VALUE_HEAD.pack(0, 0))
                 continue

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -24,6 +25,7 @@ from mllm_compile.process.shared_secret import read_exactly
 _PASS_WORD = 32  # hexadecimal digits
 _MOST_PASS_WORDS = 256
 _ANSWER_S = 5.0
+_REST_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 
@@ -42,6 +44,7 @@ class LentMemory:
         self.name = f"mllm-kv-{secrets.token_hex(16)}"
         self._pass_words: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + self.name)
         self._socket.listen(16)
@@ -59,6 +62,7 @@ class LentMemory:
 
     def close(self) -> None:
         """Lends no more; once."""
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -70,7 +74,10 @@ class LentMemory:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                time.sleep(_REST_S)  # there are too many open files
+                continue
             with connection, suppress(OSError, EOFError):
                 if _user_of(connection) != os.getuid():
                     continue

@@ -1,12 +1,14 @@
 """The end that fetches: a store below the host's memory, which asks the engine that a request names.
 
 All that can go wrong costs the request its pages: they are computed. An engine that has failed is left alone for some
-seconds, so that it does not cost each request its time.
+seconds, so that it does not cost each request its time. The memory that one has lent is let go when that engine ends:
+it would stay taken else.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -31,6 +33,7 @@ _REST_S = 20.0  # that an engine is left alone which has failed
 _MOST_PEERS = 256
 _MOST_PLACES = 1 << 18  # keys of pages that are to be fetched
 _MOST_IDLE = 8  # connections of an engine
+_LOOK_S = 2.0  # between two looks at whether engines are still there
 
 
 class _Address(NamedTuple):
@@ -62,6 +65,9 @@ class PeerStore:
         self._lock = threading.Lock()
         self._peers: OrderedDict[_Address, _Peer] = OrderedDict()
         self._peer_of: OrderedDict[tuple[bytes, bool], _Peer] = OrderedDict()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="mllm-kv-look", daemon=True)
+        self._thread.start()
 
     def lookup_at(self, source: KVTransferParams, places: Sequence[Place]) -> list[bool]:
         """Asks the engine that a request names which of its pages it has."""
@@ -122,8 +128,18 @@ class PeerStore:
         with self._lock:
             peers = [*self._peers.values()]
             self._peers.clear()
+            self._peer_of.clear()
         for peer in peers:
             peer.close()
+        self._is_closing.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_closing.wait(_LOOK_S):
+            with self._lock:
+                peers = [*self._peers.values()]
+            for peer in peers:
+                peer.look()
 
     def _peer(self, address: _Address) -> _Peer:
         dropped: list[_Peer] = []
@@ -131,6 +147,8 @@ class PeerStore:
             peer = self._peers.get(address)
             if peer is None:
                 peer = self._peers[address] = _Peer(address, self._secret, self._namespace, self._timeout_s)
+                others = (one for one in self._peers.values() if one.is_at(address))
+                peer.silent_until = max((one.silent_until for one in others), default=0.0)
             self._peers.move_to_end(address)
             while len(self._peers) > _MOST_PEERS:
                 dropped.append(self._peers.popitem(last=False)[1])
@@ -140,7 +158,11 @@ class PeerStore:
 
 
 class _Peer:
-    """An engine that has prompts."""
+    """An engine that has prompts.
+
+    Attributes:
+        silent_until: time.monotonic() up to which nobody is asked at its address, whatever its id: a client names ids.
+    """
 
     def __init__(self, address: _Address, secret: bytes, namespace: Namespace, timeout_s: float) -> None:
         self._address, self._secret, self._timeout_s = address, secret, timeout_s
@@ -149,8 +171,23 @@ class _Peer:
         self._idle: list[socket.socket] = []
         self._memory: np.ndarray | None = None
         self._was_lent = False  # memory was asked for
-        self._rests_until = 0.0
+        self._num_calls = 0
+        self._rests_until = self.silent_until = 0.0
         self._is_closed = False
+
+    def is_at(self, address: _Address) -> bool:
+        """True if it listens there."""
+        return self._address[1:] == address[1:]
+
+    def look(self) -> None:
+        """Closes connections that have ended; with the last one the memory goes."""
+        with self._lock:
+            ended = [one for one in self._idle if _has_ended(one)]
+            self._idle = [one for one in self._idle if one not in ended]
+            if not self._idle and not self._num_calls:
+                self._memory, self._was_lent = None, False
+        for connection in ended:
+            connection.close()
 
     def lookup(self, keys: Sequence[bytes], is_state: bool) -> list[bool] | None:
         """A flag for each that it has; None: it does not answer."""
@@ -176,20 +213,29 @@ class _Peer:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._memory = self._idle, [], None
         for connection in idle:
             connection.close()
 
     def _call(self, function: Callable[[socket.socket], list[bool]]) -> list[bool] | None:
-        if time.monotonic() < self._rests_until:
+        if time.monotonic() < max(self._rests_until, self.silent_until):
             return None
+        with self._lock:
+            self._num_calls += 1
+        try:
+            return self._answer(function)
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
+    def _answer(self, function: Callable[[socket.socket], list[bool]]) -> list[bool] | None:
         connection: socket.socket | None = None
         try:
             connection, is_kept = self._connection()
             try:
                 answer = function(connection)
-            except (OSError, EOFError):
-                if not is_kept:
+            except (OSError, EOFError) as error:
+                if not is_kept or isinstance(error, TimeoutError):
                     raise
                 connection.close()  # it had ended since it was last used
                 connection = self._connected()
@@ -208,6 +254,8 @@ class _Peer:
             is_news = time.monotonic() >= self._rests_until
             self._memory, self._was_lent = None, False  # what is mapped stays in use, also of an engine that is gone
             self._rests_until = deadline(_REST_S)
+            if isinstance(error, TimeoutError):
+                self.silent_until = self._rests_until
         for connection in idle:
             connection.close()
         if is_news and not self._is_closed:
@@ -250,17 +298,18 @@ def _received(
     connection: socket.socket, keys: Sequence[bytes], is_state: bool, buffers: Sequence[memoryview], until: float
 ) -> list[bool]:
     frames.ask(connection, frames.LOAD, is_state, keys, until)
-    flags = []
+    flags, is_whole = [], []
     for key, buffer in zip(keys, buffers, strict=True):
         flag, told = frames.VALUE_HEAD.unpack(read_exactly(connection, frames.VALUE_HEAD.size, until))
         if flag > 1:
             raise ValueError(f"a flag of {flag}")
         if flag:
             frames.read_into(connection, buffer, until)
-            if frames.sum_of(key, buffer) != told:
-                raise ValueError("a value came damaged")
         flags.append(flag == 1)
+        is_whole.append(not flag or frames.sum_of(key, buffer) == told)
     held = frames.read_flags(connection, len(keys), until)
+    if any(is_held and not is_good for is_held, is_good in zip(held, is_whole, strict=True)):
+        raise ValueError("a value came damaged")  # another one is what its slot got meanwhile
     return [is_there and is_held for is_there, is_held in zip(flags, held, strict=True)]
 
 
@@ -283,3 +332,10 @@ def _copied(
     frames.ask(connection, frames.HELD, is_state, (), until)
     held = frames.read_flags(connection, len(keys), until)
     return [is_there and is_held for is_there, is_held in zip(flags, held, strict=True)]
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """True of a connection without a question that has something to read: its end, or what nobody asked for."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -17,7 +19,7 @@ import pytest
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.kv_connectors.peers import frames, giver, memory, taker
 from mllm_compile.kv_connectors.peers.giver import Giver, Port
-from mllm_compile.kv_connectors.peers.meeting import VARIABLE, peer_secret
+from mllm_compile.kv_connectors.peers.meeting import VARIABLE, deadline, peer_secret
 from mllm_compile.kv_connectors.peers.memory import LentMemory, borrow
 from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.kv_connectors.peers.taker import PeerStore
@@ -28,7 +30,7 @@ from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.tiers.connector import Namespace
 from mllm_compile.runtime.tiers.host_memory import HostMemory
 from mllm_compile.runtime.tiers.place import Place
-from tests.hang_guard import until
+from tests.hang_guard import HANG_S, until
 from tests.kv_connectors.peers.relay import TO_GUEST, TO_HOST, Relay, relay_to
 
 SECRET, PAGE_SIZE, PAGE_BYTES, NUM_PAGES = b"a secret of peers", 4, 4096, 3
@@ -148,6 +150,37 @@ def test_a_slot_that_gets_another_content_meanwhile_does_not_arrive(is_lent: boo
         assert [page is None for page in fetched(fetches, has.source())] == [False, True, False]
 
 
+def test_a_slot_that_gets_another_content_while_it_is_sent_costs_its_page_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with prefill() as has, store() as fetches:
+        expected, sum_of = has.values.copy(), frames.sum_of
+
+        def sum_of_then_overwritten(key: bytes, value: memoryview) -> int:
+            told = sum_of(key, value)
+            if key == KEYS[1] and has.handover.entries.pop(key, None) is not None:
+                has.values[1] = 0
+            return told
+
+        monkeypatch.setattr(frames, "sum_of", sum_of_then_overwritten)
+        arrived = fetched(fetches, has.source())
+        assert [page is None for page in arrived] == [False, True, False]
+        assert all(np.array_equal(arrived[number], expected[number]) for number in (0, 2))
+        assert fetches.lookup_at(has.source(), PLACES) == [True, False, True]  # it is not left alone
+    assert not caplog.text
+
+
+def test_the_memory_of_an_engine_that_has_ended_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taker, "_LOOK_S", 0.01)
+    with store() as fetches:
+        with prefill(is_lent=True) as has:
+            assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
+            (peer,) = fetches._peers.values()
+            peer.look()
+            assert peer._memory is not None  # of one that is there it stays
+        until(lambda: peer._memory is None and not peer._idle)
+
+
 def messages_of(relay: Relay) -> list[tuple[str, int]]:
     """Where the bytes of each message begin that pass in a fetch."""
     ends: list[tuple[str, int]] = []
@@ -222,6 +255,38 @@ def test_an_engine_that_says_nothing_costs_its_time_once(caplog: pytest.LogCaptu
     assert caplog.text.count("hands nothing over, so prompts are computed: timed out") == 1
 
 
+def test_an_engine_that_falls_silent_costs_its_time_once() -> None:
+    with prefill() as has, relay_to(has.port) as relay, store() as fetches:
+        assert num_right(fetched(fetches, has.source(relay.port)), has) == NUM_PAGES
+        (peer,) = fetches._peers.values()
+        peer._timeout_s = 0.2
+        greeted: list[int] = []
+
+        def say_nothing(direction: str, at: int, data: bytes) -> bytes:
+            if direction == TO_GUEST and not at:
+                greeted.append(len(data))
+            return b""
+
+        relay.change = say_nothing
+        assert fetched(fetches, has.source(relay.port)) == [None] * NUM_PAGES
+        assert not greeted  # no second connection
+
+
+def test_a_silent_address_costs_its_time_once_whatever_engines_a_client_names_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, prefill() as has, store(timeout_s=0.2) as fetches:
+        for number in range(3):
+            source = has.source(silent.getsockname()[1], remote_engine_id=f"made up {number}")
+            assert fetched(fetches, source) == [None] * NUM_PAGES
+        silent.settimeout(0)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        fetches._timeout_s = HANG_S
+        # One that answers, and is another engine, costs those who name the right one nothing.
+        assert fetched(fetches, has.source(remote_engine_id="made up")) == [None] * NUM_PAGES
+        assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
+
+
 def test_an_engine_that_comes_again_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taker, "_REST_S", 0.0)
     with prefill() as has, relay_to(has.port) as relay, store() as fetches:
@@ -270,6 +335,48 @@ def test_strangers_at_the_port_get_nothing_and_stop_no_other(monkeypatch: pytest
                 assert len(said) <= greeting + 1  # the greeting, and no
         assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
     assert not [one for one in threading.enumerate() if one.name.startswith("mllm-kv")]
+
+
+def test_strangers_that_say_nothing_keep_no_engine_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giver, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(giver, "_MOST_CONNECTIONS", 8)
+    with prefill() as has, ExitStack() as opened, store() as fetches:
+        for _ in range(40):
+            opened.enter_context(socket.create_connection(("127.0.0.1", has.port)))
+        assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
+
+
+def test_a_peer_that_reads_slowly_has_bounded_time_for_all_values_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 4096
+    with prefill() as has, store() as fetches:
+        fetches.lookup_at(has.source(), PLACES)
+        monkeypatch.setattr(giver, "_MEETING_S", 0.5)
+        monkeypatch.setattr(frames, "_SLOWEST", 1e12)
+        (peer,) = fetches._peers.values()
+        with peer._idle.pop() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            frames.ask(connection, frames.LOAD, False, KEYS[:1] * count, deadline(HANG_S))
+            passed = 0
+            while any(one.name == "mllm-kv-give" for one in threading.enumerate()):
+                passed += len(_received(connection))
+                assert passed < count * PAGE_BYTES // 2
+                time.sleep(0.02)
+
+
+def test_memory_is_lent_again_when_there_were_too_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals, accept = [OSError(errno.EMFILE, "too many open files")], socket.socket.accept
+
+    def refused_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener.family == socket.AF_UNIX and refusals:
+            raise refusals.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", refused_once)
+    monkeypatch.setattr(memory, "_ANSWER_S", HANG_S)
+    with prefill(is_lent=True) as has, store() as fetches:
+        assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
+        (peer,) = fetches._peers.values()
+        assert peer._memory is not None and not refusals
 
 
 def _received(stranger: socket.socket) -> bytes:
