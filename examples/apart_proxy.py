@@ -46,6 +46,7 @@ class Proxy(BaseHTTPRequestHandler):
     """One connection of a client."""
 
     protocol_version = "HTTP/1.1"
+    timeout = TIMEOUT_S
     prefill: Engines
     decode: Engines
 
@@ -54,7 +55,8 @@ class Proxy(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         size = self.headers.get("content-length", "")
-        if not size.isdecimal() or int(size) > MOST_BYTES:
+        if not (size.isdecimal() and len(size) < 20 and int(size) <= MOST_BYTES):
+            self.close_connection = True  # what follows is its body, and no request
             self.say(413, {"error": {"message": f"a body has a content-length of at most {MOST_BYTES}"}})
             return
         body = self.rfile.read(int(size))
@@ -119,6 +121,7 @@ class Proxy(BaseHTTPRequestHandler):
         body = json.dumps(data).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
+        self.send_header("connection", "close" if self.close_connection else "keep-alive")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from mllm_compile.config.schema_runtime import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection
@@ -57,11 +59,28 @@ def _check_peers(asked: KVTransferSection) -> None:
     hosts = options.get("hosts", [""])
     if not isinstance(hosts, list | tuple) or not all(isinstance(one, str) for one in hosts):
         raise ConfigError(f"{place}.hosts: expected a list of names, addresses and networks, got {hosts!r}.")
+    for network in (one for one in hosts if "/" in one):
+        try:
+            ipaddress.ip_network(network, strict=False)
+        except ValueError:
+            raise ConfigError(f"{place}.hosts: expected a network such as 10.1.0.0/16, got {network}.") from None
     hold_s = options.get("hold_s", 60.0)
     if isinstance(hold_s, bool) or not isinstance(hold_s, int | float) or not 0 <= hold_s <= 86400:
         raise ConfigError(f"{place}.hold_s: expected seconds from 0 to 86400, got {hold_s!r}.")
     if not asked.kv_ip:
         raise ConfigError("runtime.kv_transfer_config.kv_ip: expected an address of this host, got an empty text.")
+    if _is_any(asked.kv_ip):
+        raise ConfigError(
+            "runtime.kv_transfer_config.kv_ip: expected the one address at which others reach this host, as answers "
+            f"tell it; got {asked.kv_ip}, which is any."
+        )
+
+
+def _is_any(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def check_tiers(asked: RuntimeConfig) -> None:

@@ -75,6 +75,6 @@ class PeerRules:
 
 def _is_in(host: str, network: str) -> bool:
     try:
-        return ipaddress.ip_address(host) in ipaddress.ip_network(network)
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
     except ValueError:  # one is a name
         return False

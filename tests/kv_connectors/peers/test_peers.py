@@ -462,7 +462,7 @@ def test_requests_that_do_not_fit_the_role_are_refused(role, asked, why) -> None
 
 
 def test_hosts_are_names_addresses_and_networks() -> None:
-    rules = PeerRules("kv_both", ("10.1.0.0/16", "prefill.local", "::1"))
+    rules = PeerRules("kv_both", ("10.1.0.7/16", "prefill.local", "::1"))
     assert [rules.allows(one) for one in ("10.1.2.3", "10.2.0.1", "prefill.local", "::1", "prefill.locals")] == [
         True,
         False,
