@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from mllm_compile.serve_ray.replica import Asked, passed_on
 from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.client_sessions import own_name
 from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.http import Bodies, ClientGoneError
 from mllm_compile.server.options import MOST_BODY
@@ -49,7 +50,7 @@ class Ingress:
         with suppress(ApiError):  # of a body that is no JSON: a replica says so
             keys = keys_of(path, body, request.headers.get("x-session-id"))
         owner = request.headers.get("authorization", "")  # names of sessions are each client's own
-        names = (None if name is None else f"{owner}\0{name}" for name in (keys.session, keys.hint))
+        names = (None if name is None else own_name(owner, name) for name in (keys.session, keys.hint))
         query = quote(request.scope["query_string"], safe=string.punctuation)
         headers = passed_on(request.headers.items())
         asked = Asked(request.method, quote(path) + (query and f"?{query}"), headers, body, Keys(keys.blocks, *names))

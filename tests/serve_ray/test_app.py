@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import sys
 from collections.abc import AsyncIterator
@@ -129,6 +130,17 @@ def test_a_session_is_asked_for_by_the_name_that_the_client_gave(ingress, name):
     path, _, query = replicas.asked[0].path.partition("?")
     assert unquote(path) == f"/v1/sessions/{name}" and path.isascii() and not set(path) & set(" #")
     assert query == "a=%2F&b=%3F"
+
+
+def test_names_of_sessions_are_each_clients_own_and_short(ingress):
+    front, replicas = ingress
+    for owner in (b"one", b"one", b"two"):
+        request = request_of(json.dumps({"prompt": "a", "session_id": "a" * 100_000}).encode(), b"")
+        request.scope["headers"] = [(b"authorization", owner)]
+        asyncio.run(front(request))
+    first, again, other = [asked.keys.session for asked in replicas.asked]
+    assert first == again != other
+    assert first is not None and len(first) < 100  # the router remembers 65,536 of them
 
 
 def test_a_body_that_is_no_json_is_left_for_a_replica_to_refuse(ingress):
