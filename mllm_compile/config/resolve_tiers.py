@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 
 from mllm_compile.config.schema_runtime import KVTransferConfig, RuntimeConfig
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection
+from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 
 _OF_PEERS = ("hold_s", "hosts")
 
@@ -67,8 +68,12 @@ def _check_peers(asked: KVTransferSection) -> None:
     hold_s = options.get("hold_s", 60.0)
     if isinstance(hold_s, bool) or not isinstance(hold_s, int | float) or not 0 <= hold_s <= 86400:
         raise ConfigError(f"{place}.hold_s: expected seconds from 0 to 86400, got {hold_s!r}.")
-    if not asked.kv_ip:
-        raise ConfigError("runtime.kv_transfer_config.kv_ip: expected an address of this host, got an empty text.")
+    try:
+        KVTransferParams(remote_host=asked.kv_ip)  # as answers tell it
+    except RequestError:
+        raise ConfigError(
+            f"runtime.kv_transfer_config.kv_ip: expected an address of this host, got {asked.kv_ip!r:.80}."
+        ) from None
     if _is_any(asked.kv_ip):
         raise ConfigError(
             "runtime.kv_transfer_config.kv_ip: expected the one address at which others reach this host, as answers "

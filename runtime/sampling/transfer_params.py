@@ -54,6 +54,8 @@ class KVTransferParams:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 0 < len(value) <= MOST_TEXT):
                 raise _refused(name, f"a text of 1 to {MOST_TEXT} characters", value)
+        if self.remote_engine_id is not None and not self.remote_engine_id.isprintable():  # it goes into logs
+            raise _refused("remote_engine_id", "a text of characters that can be printed", self.remote_engine_id)
         if self.remote_host is not None and not _HOST.fullmatch(self.remote_host):
             raise _refused("remote_host", "an address or a name", self.remote_host)
         if self.remote_port is not None and not _is_number(self.remote_port, 1, 65535):

@@ -482,6 +482,7 @@ def test_hosts_are_names_addresses_and_networks() -> None:
         ({"do_remote_prefill": True, "do_remote_decode": True}, "expected false beside do_remote_prefill"),
         ({"remote_port": 0}, "an integer from 1 to 65535"),
         ({"remote_host": "a b"}, "an address or a name"),
+        ({"remote_engine_id": "a\nerror: all is lost"}, "characters that can be printed"),
         ({"remote_block_ids": [1, 1]}, "ascending numbers"),
         ({"remote_block_ids": [[0]]}, "ascending numbers"),
         ({"tp_size": 2}, "tensor ranks are not handed over"),
