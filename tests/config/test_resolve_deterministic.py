@@ -69,9 +69,9 @@ def test_deterministic_steps_have_any_number_of_rows_where_no_product_depends_on
         assert config.as_config().runtime.deterministic
 
 
-# The table of docs/serving.md: its rows, and what is set for each of what a row names.
+# The table of docs/lab/serving.md: its rows, and what is set for each of what a row names.
 OF_PAGE: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "dense, experts, [states](state.md), drafts, `tensor_parallel_size`": [
+    "dense, experts, [states](../state.md), drafts, `tensor_parallel_size`": [
         ({}, {}),
         ({"num_experts": 8}, {}),
         ({"layer_types": ["linear_attention", "full_attention"]}, {}),
@@ -98,7 +98,7 @@ OF_PAGE: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def test_the_page_s_table_of_deterministic_steps_is_what_is_resolved():
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "lab" / "serving.md").read_text()
     table = page.partition("| models | steps |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = dict(line.strip("| ").split(" | ") for line in table.splitlines())
     assert list(rows) == list(OF_PAGE) and LEAST_ROWS == 64

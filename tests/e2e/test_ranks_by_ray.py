@@ -12,7 +12,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
-from mllm_compile.ranks.by_ray import launch
+from mllm_compile.ranks.by_ray import installed
 from tests.hang_guard import until
 from tests.tiny_model import tiny_config
 
@@ -103,6 +103,6 @@ class TestActors:
 
 
 def test_a_config_that_wants_ray_says_where_it_is_not_installed(eager_cache, monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'mllm-compile\[ray\]'"):
         Engine(of_ray(eager_cache))

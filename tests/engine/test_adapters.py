@@ -335,6 +335,6 @@ def test_weights_whose_norms_adapters_have_are_not_updated():
     pool = SimpleNamespace(scaled=frozenset({"q_proj.weight"}))
     model = SimpleNamespace(live=object(), sources=None, lora=SimpleNamespace(pool=pool))
     runner: Any = SimpleNamespace(model=model, pipeline=None)
-    assert str(_live_weights(runner)).startswith("lora.dora is set")
+    assert str(_live_weights(runner, None)).startswith("lora.dora is set")
     pool.scaled = frozenset()
-    assert _live_weights(runner) is runner.model.live
+    assert _live_weights(runner, None) is runner.model.live

@@ -15,7 +15,7 @@ from mllm_compile.train.refusals import check_artifact
 
 def artifact(part: WeightPart | None = None, is_packed: bool = False, **program: Any) -> Any:
     spec = WeightSpec("w", (2, 2), torch.float32, (part or WeightPart("w", "f", 0, (2, 2)),))
-    plain = {"media": None, "inputs": (), "rope": None}
+    plain = {"layers": (), "media": None, "inputs": (), "rope": None}
     return SimpleNamespace(
         weights=(spec,),
         manifest=SimpleNamespace(weights=SimpleNamespace(is_packed=is_packed)),
@@ -28,6 +28,7 @@ def artifact(part: WeightPart | None = None, is_packed: bool = False, **program:
     [
         (artifact(WeightPart("w", "f", 0, (2, 2), kept=object())), "the checkpoint's weights are quantised"),
         (artifact(is_packed=True), "holds its weights packed"),
+        (artifact(layers=(SimpleNamespace(top_k=8),)), "an indexer chooses the keys"),
         (artifact(media=object()), "takes images; expected a model of text alone"),
         (artifact(rope=object()), "positions follow more than the place of a token"),
         (artifact(inputs=("hidden_states",)), "positions follow more"),

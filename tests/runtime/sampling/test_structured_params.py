@@ -37,7 +37,10 @@ def test_forms_with_other_options_have_other_keys():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, r"expected exactly one of json, regex, choice, grammar, json_object, structural_tag, got none"),
+        (
+            {},
+            r"expected exactly one of json, regex, choice, grammar, json_object, structural_tag, timestamps, got none",
+        ),
         ({"json": {}, "regex": "a"}, r"expected exactly one of .*, got json and regex"),
         ({"json": "[]"}, r"json: expected a JSON object, as a dict or as text, got \[\]"),
         ({"json": "{"}, r"json: .* got '\{'\. It cannot be read: Expecting property name"),
