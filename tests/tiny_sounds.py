@@ -13,24 +13,11 @@ import numpy as np
 import torch
 
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
+from tests.tiny_vision import TEXT
 
 SOUND_TOKEN, IMAGE_TOKEN = 88, 90
 BINS, FRAMES = 8, 48  # of a window
 CHUNK = 100  # frames, of which Qwen3's code makes 13 rows
-_TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _WHISPER = {
     "num_mel_bins": BINS,
     "d_model": 32,
@@ -52,10 +39,10 @@ _AS_LLAMA = {
 }
 # Towers of whole windows.
 WINDOW_MODELS: dict[str, dict[str, Any]] = {
-    "qwen2_audio": {"text_config": {**_TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
-    "voxtral": {"text_config": {**_TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
-    "audioflamingo3": {"text_config": {**_TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
-    "glmasr": {"text_config": {**_TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
+    "qwen2_audio": {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
+    "voxtral": {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
+    "audioflamingo3": {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": _WHISPER},
+    "glmasr": {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": _AS_LLAMA},
 }
 # Towers of short chunks, of which two attend to each other in Qwen3's; Omni's beside a tower of images.
 _CHUNKS = {**_WHISPER, "max_source_positions": 64, "n_window": CHUNK // 2, "output_dim": 64}
@@ -77,17 +64,17 @@ _OMNI = {"image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_toke
 _OMNI |= {"audio_start_token_id": 86, "audio_end_token_id": 87}
 CHUNK_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_asr": {
-        "text_config": {**_TEXT, "model_type": "qwen3"},
+        "text_config": {**TEXT, "model_type": "qwen3"},
         "audio_config": {**_CHUNKS_TOO, "max_position_embeddings": 16},
     },
     "qwen2_5_omni_thinker": {
-        "text_config": {**_TEXT, "rope_parameters": _ROPE},
+        "text_config": {**TEXT, "rope_parameters": _ROPE},
         "audio_config": _CHUNKS,
         "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
         **_OMNI,
     },
     "qwen3_omni_moe_thinker": {
-        "text_config": {**_TEXT, **_EXPERTS, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        "text_config": {**TEXT, **_EXPERTS, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
         "audio_config": _CHUNKS_TOO,
         "vision_config": {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **_OMNI,

@@ -21,7 +21,7 @@ IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
 ROW_END = 94
 MERGE = 2
 PATCH_WIDTH = 96
-_TEXT = {
+TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -73,7 +73,7 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 IMAGE = (3, 32, 32)
 MOST_PLACES = 80 * MERGE**2
 PACKED_STEP = 8  # pixels a feature has on a side, of towers that pack
-_LLAMA = {**_TEXT, "model_type": "llama"}
+_LLAMA = {**TEXT, "model_type": "llama"}
 _SIGLIP = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -91,7 +91,7 @@ IMAGE_MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "text_config": {
-            **_TEXT,
+            **TEXT,
             "model_type": "gemma3_text",
             "sliding_window": 8,
             "query_pre_attn_scalar": 16,
@@ -103,7 +103,7 @@ IMAGE_MODELS: dict[str, dict[str, Any]] = {
         "eoi_token_index": 93,
     },
     "internvl": {
-        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {**_SIGLIP, "image_size": [32, 32], "patch_size": [4, 4]},
         "image_seq_length": 16,
     },
@@ -125,13 +125,13 @@ _PIXTRAL = {
 # Towers that pack patches of whole images; as many features an image of a size in both.
 PACKED_MODELS: dict[str, dict[str, Any]] = {
     "mistral3": {
-        "text_config": {**_TEXT, "model_type": "mistral"},
+        "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": _PIXTRAL,
         "spatial_merge_size": MERGE,
         "vision_feature_layer": -1,
     },
     "llava_of_pixtral": {
-        "text_config": {**_TEXT, "model_type": "mistral"},
+        "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {**_PIXTRAL, "patch_size": PACKED_STEP},
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
@@ -146,7 +146,7 @@ CROP_MODELS: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
     },
     "llava_onevision": {
-        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {**_CROPS, "model_type": "siglip_vision_model"},
         "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
         "vision_aspect_ratio": "anyres_max_1",
@@ -157,7 +157,7 @@ CROP_MODELS: dict[str, dict[str, Any]] = {
 PLACED_MODELS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": {
-            **_TEXT,
+            **TEXT,
             "model_type": "gemma4_text",
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -248,7 +248,7 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
         text, tower = _widened(text) | {"rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
-        model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
+        model_type, text_config={**TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
 
 
@@ -349,7 +349,7 @@ def crop_tower(model_type: str) -> CropTower:
     """Facts of a tiny model of CROP_MODELS."""
     said = CROP_MODELS[model_type]
     return CropTower(
-        feature_width=_TEXT["hidden_size"],
+        feature_width=TEXT["hidden_size"],
         image_token_id=IMAGE_TOKEN,
         video_token_id=said.get("video_token_id", -1),
         shape=IMAGE,

@@ -9,19 +9,40 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socket
 import time
 from dataclasses import asdict
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 
 T = TypeVar("T")
 
+_LEAST_CHARACTERS = 16
 _NONCE, _MAC = 32, 32
 _YES, _NO = b"\1", b"\0"
 _MOST_BYTES = 1 << 16  # of a line
+
+
+def secret_of(variable: str, why: str, whose: str) -> bytes:
+    """The secret in a variable of the environment.
+
+    Args:
+        why: what asks for it; whose: those that have it in common. Both for people.
+
+    Raises:
+        ConfigError: it is missing, or short.
+    """
+    secret = os.environ.get(variable, "")
+    if len(secret) < _LEAST_CHARACTERS:
+        raise ConfigError(
+            f"{why}, and {variable} has {len(secret)} characters; expected the same {_LEAST_CHARACTERS} or more "
+            f"{whose}. Set it, such as to the output of: openssl rand -hex 32"
+        )
+    return secret.encode()
 
 
 class Roles(NamedTuple):

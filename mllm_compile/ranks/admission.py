@@ -7,20 +7,18 @@ neither: the network between nodes has to be private.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mllm_compile.errors import ConfigError, DeviceError
-from mllm_compile.process.shared_secret import Roles, prove_to_guest, prove_to_host, read_line, send_line
+from mllm_compile.errors import DeviceError
+from mllm_compile.process.shared_secret import Roles, prove_to_guest, prove_to_host, read_line, secret_of, send_line
 from mllm_compile.version import __version__
 
 VARIABLE = "MLLM_NODES_SECRET"
 HANDSHAKE_S = 10.0  # each end waits so long for all of the other's words
-_LEAST_SECRET = 16  # characters
 _ROLES = Roles(b"mllm-node 2\n", guest=b"node", host=b"rank 0")
 
 
@@ -68,14 +66,7 @@ def node_secret() -> bytes:
     Raises:
         ConfigError: it is missing, or short.
     """
-    secret = os.environ.get(VARIABLE, "")
-    if len(secret) < _LEAST_SECRET:
-        raise ConfigError(
-            f"runtime.nnodes is more than 1, and {VARIABLE} has {len(secret)} characters; expected the same "
-            f"{_LEAST_SECRET} or more on each node, by which nodes know each other. Set it, such as to the output of: "
-            "openssl rand -hex 32"
-        )
-    return secret.encode()
+    return secret_of(VARIABLE, "runtime.nnodes is more than 1", "on each node, by which nodes know each other")
 
 
 def difference(own: Hello, other: Hello) -> str | None:

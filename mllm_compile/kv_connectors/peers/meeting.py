@@ -8,19 +8,16 @@ has to be private.
 from __future__ import annotations
 
 import hmac
-import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from mllm_compile.errors import ConfigError
-from mllm_compile.process.shared_secret import Roles, prove_to_guest, prove_to_host, read_line, send_line
+from mllm_compile.process.shared_secret import Roles, prove_to_guest, prove_to_host, read_line, secret_of, send_line
 from mllm_compile.runtime.tiers.connector import Namespace
 
 VARIABLE = "MLLM_KV_SECRET"
-_LEAST_SECRET = 16  # characters
 _ROLES = Roles(b"mllm-kv 1\n", guest=b"decode", host=b"prefill")
 _LONGEST = 80  # characters of a fact that is sent as it is
 
@@ -66,14 +63,8 @@ def peer_secret() -> bytes:
     Raises:
         ConfigError: it is missing, or short.
     """
-    secret = os.environ.get(VARIABLE, "")
-    if len(secret) < _LEAST_SECRET:
-        raise ConfigError(
-            f"runtime.kv_transfer_config names PeerConnector, and {VARIABLE} has {len(secret)} characters; expected "
-            f"the same {_LEAST_SECRET} or more for all engines that hand pages over. Set it, such as to the output of: "
-            "openssl rand -hex 32"
-        )
-    return secret.encode()
+    why = "runtime.kv_transfer_config names PeerConnector"
+    return secret_of(VARIABLE, why, "for all engines that hand pages over")
 
 
 def secret_of_keys(secret: bytes) -> bytes:
