@@ -22,4 +22,4 @@ def test_a_moment_on_a_cpu_leaves_a_whole_model_folder_with_its_page(tmp_path: P
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]
     for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json"):
         assert (tmp_path / name).is_file(), name
-    assert "every image once" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "every picture once" in (tmp_path / "README.md").read_text(encoding="utf-8")
