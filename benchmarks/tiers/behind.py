@@ -51,7 +51,7 @@ def without_tiers(engine: Engine) -> Iterator[None]:
 
     def put(found: Tiers | None, watching: list[CacheWatcher]) -> None:
         scheduler.drop_kv()
-        scheduler.tiers = scheduler.prompts.tiers = found
+        scheduler.tiers = scheduler.admission.tiers = found
         scheduler.pages.cache.watchers[:] = watching
 
     engine.core.while_still(lambda requests: put(None, []))

@@ -1,6 +1,6 @@
 """The requests that decode, and the arrays of their rows, which stay the same objects while the set does.
 
-Which requests join and leave is decided elsewhere (prompts.py, scheduler.py). Free of torch.
+prompts.py decides which join; preemption.py chooses among them for a step. Free of torch.
 """
 
 from __future__ import annotations

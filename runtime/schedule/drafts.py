@@ -11,11 +11,13 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mllm_compile.runtime.config_sections import most_drafted_by_cost
-from mllm_compile.runtime.schedule.ahead import may_be_ahead
+from mllm_compile.runtime.schedule.ahead import Ahead, may_be_ahead
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
+from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, Speculation
 
 logger = logging.getLogger(__name__)
@@ -26,24 +28,32 @@ class Drafts:
 
     Args:
         rows: what requests hold.
-        boundary: tokens at which a request is computed anew (RopeLengths); None: at none.
 
     Attributes:
         depths: chooses how long drafts may be; None: all alike.
-        are_on_device: the device makes those of steps that it can.
+        ahead: plans steps whose drafts the device makes; None: it makes none.
     """
 
-    def __init__(self, speculation: Speculation, rows: Rows, boundary: int | None) -> None:
-        self._speculation, self._rows, self._boundary = speculation, rows, boundary
+    def __init__(self, speculation: Speculation, rows: Rows, config: SchedulerConfig) -> None:
+        self._speculation, self._rows = speculation, rows
+        # Tokens at which a request is computed anew; None: at none.
+        self._boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
         self._told: set[str] = set()  # reasons in the log
-        self.are_on_device = speculation.is_on_device and boundary is None
         self.depths: DraftDepths | None = None
         if speculation.by_cost:
             num_rows = rows.computed.size
             most_in_step = most_drafted_by_cost(rows.most)
             self.depths = DraftDepths(num_rows, speculation.num_tokens, most_in_step)
+        self.ahead: Ahead | None = None
+        if speculation.is_on_device and self._boundary is None:
+            self.ahead = Ahead(speculation, rows, config.max_num_batched_tokens, self.depths)
 
-    def prepare(self, requests: Sequence[Request], in_flight: bool) -> None:
+    def awaits_tokens(self, requests: Sequence[Request], in_flight: bool) -> bool:
+        """True if the next step of these decodes may have drafts, which depend on a step that is in flight."""
+        self.choose_depths(requests, in_flight)
+        return in_flight and not self.are_off and any(map(self.may_draft, requests))
+
+    def choose_depths(self, requests: Sequence[Request], in_flight: bool) -> None:
         """Chooses, where it is due, how long drafts of these decodes may be in the next step.
 
         Args:
@@ -53,7 +63,7 @@ class Drafts:
             return
         drafted = [request for request in requests if self._may_have_any(request)]
         captured = [depth for depth, most in self._speculation.captured.items() if most >= len(requests)]
-        if self.are_on_device and all(map(may_be_ahead, requests)):
+        if self.ahead is not None and all(map(may_be_ahead, requests)):
             self.depths.choose_alike(drafted, len(requests), captured)
         else:
             self.depths.choose(drafted, len(requests), max(captured, default=self._speculation.num_tokens))
@@ -94,6 +104,21 @@ class Drafts:
             drafts[index] = draft = self._checked(one, proposed)
             self._take_pages(one.request.row, len(draft))
         return Drafted.of(decodes.requests, drafts) if any(drafts) else NOTHING_DRAFTED
+
+    def planned(self, batch: ScheduledBatch, *, is_ahead: bool) -> None:
+        """Notes a step: its figures tell how long drafts should be."""
+        if self.depths is not None:
+            self.depths.planned(batch, is_ahead)
+
+    def took(self, batch: ScheduledBatch, ms: float) -> None:
+        """Notes how long a step took."""
+        if self.depths is not None:
+            self.depths.took(batch, ms)
+
+    def checked(self, batch: ScheduledBatch, runs: TokenRuns | None) -> None:
+        """Notes what became of a step's drafts."""
+        if self.depths is not None:
+            self.depths.checked(batch, runs)
 
     def leave(self, request: Request) -> None:
         """A running request gives up its pages; where nobody shares them, the drafter does nothing for them."""

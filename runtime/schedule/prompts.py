@@ -3,18 +3,18 @@
 The policy: first a begun prompt gets its next chunk. Then waiting requests are admitted strictly in their order, as
 long as the pages for all of a prompt are there. A prompt that the budget cuts leaves up to half of it to shorter ones
 behind it, the shortest first, so it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step
-has room for, pace.py's. Free of torch.
+has room for, pace.py's; what a waiting request needs, admission.py's. Free of torch.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mllm_compile.runtime.schedule.batch_builder import Chunk
+from mllm_compile.runtime.schedule.admission import Admission
+from mllm_compile.runtime.schedule.batch_builder import Chunk, RunningDecodes
 from mllm_compile.runtime.schedule.chunk_lengths import ChunkLengths
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.decodes import Decodes
@@ -23,7 +23,6 @@ from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.request import Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.state_copies import StateCopies
-from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 # How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
 _LOOKED_AT = 256
@@ -46,92 +45,74 @@ class PromptPlan:
     admitted: list[Request] = field(default_factory=list)
 
 
-class PromptQueue:
+class Prompts:
     """The prompts that are not over.
 
     Attributes:
-        waiting: requests without a row, new or preempted, by urgency.
-        begun: those with a row whose last chunk is not planned, by urgency.
-        queried_tokens: tokens of prompts that were looked up in the prefix cache.
-        hit_tokens: the tokens among them that were found.
-        recomputed_tokens: tokens that preempted requests had computed, less what they found again.
-        tiers: the memory behind the prefix cache; None: no config asks for one.
+        begun: requests with a row whose last chunk is not planned, by urgency.
+        admission: those without a row.
     """
 
-    def __init__(self, config: SchedulerConfig, rows: Rows, states: StateCopies, decodes: Decodes, pace: Pace) -> None:
-        self.waiting: list[Request] = []
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        rows: Rows,
+        states: StateCopies,
+        admission: Admission,
+        decodes: Decodes,
+        pace: Pace,
+    ) -> None:
         self.begun: list[Request] = []
-        self.queried_tokens = 0
-        self.hit_tokens = 0
-        self.recomputed_tokens = 0
-        self.tiers: Tiers | None = None
+        self.admission = admission
         self._config = config
         self._rows = rows
         self._states = states
         self._decodes = decodes
+        self._pace = pace
         self._lengths = ChunkLengths(config, rows, pace)
-        # Admission can only succeed anew after pages, rows or cached prefixes changed hands.
-        self._blocked: tuple[Request, int] | None = None
 
-    # --- the queue ----------------------------------------------------------------------------------------------------
-
-    def add(self, request: Request) -> None:
-        """Let a new request wait."""
-        insort(self.waiting, request, key=by_urgency)
-
-    def put_back(self, request: Request, num_computed: int) -> None:
-        """Let a preempted request wait, which had computed so many tokens."""
-        self.recomputed_tokens += num_computed
-        insort(self.waiting, request, key=by_urgency)
-
-    def remove_waiting(self, request: Request) -> None:
-        """Take a waiting request out of the queue."""
-        self.waiting.pop(bisect_left(self.waiting, request.urgency, key=by_urgency))
-
-    def remove_begun(self, request: Request) -> bool:
+    def remove(self, request: Request) -> bool:
         """Take a running request out of the begun prompts; False: it decodes already."""
         is_begun = request in self.begun
         if is_begun:
             self.begun.remove(request)
         return is_begun
 
-    # --- the prompts of a step ----------------------------------------------------------------------------------------
+    @property
+    def may_have_chunks(self) -> bool:
+        """False: no prompt can be in the next step."""
+        return bool(self.begun or (self.admission.waiting and self._rows.num_free))
 
-    def plan(self, budget: PromptBudget) -> PromptPlan:
-        """Plan what of a step prompts take. Those whose last chunk is planned join the decodes."""
+    def plan(self, decodes: RunningDecodes) -> PromptPlan | None:
+        """Plan what prompts take of a step beside these decodes; None: nothing, for sure.
+
+        Those whose last chunk is planned join the decodes.
+        """
+        if not self.may_have_chunks:
+            return None
         most = self._config.max_features_per_step
-        plan = PromptPlan(budget, FeatureBudget(most, most))
+        plan = PromptPlan(self._budget(decodes), FeatureBudget(most, most))
         for request in list(self.begun):
-            if budget.tokens > 0:
+            if plan.budget.tokens > 0:
                 self._serve(plan, request)
         self._admit(plan)
         return plan
 
-    def pages_of_first(self, budget: PromptBudget) -> int:
-        """Pages that the most urgent begun prompt lacks for its next chunk; 0 if none is begun."""
+    def pages_of_first(self, decodes: RunningDecodes) -> int:
+        """Pages that the most urgent begun prompt lacks for its next chunk, beside these decodes; 0: none is begun."""
         if not self.begun:
             return 0
         row = self.begun[0].row
-        end = int(self._rows.computed[row]) + self._lengths.of_first(self.begun[0], budget)
+        end = int(self._rows.computed[row]) + self._lengths.of_first(self.begun[0], self._budget(decodes))
         return max(0, self._rows.pages.pages_for(end) - int(self._rows.pages.num_pages[row]))
 
-    def _admit(self, plan: PromptPlan) -> None:
-        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
-        place = 0  # behind those whose pages are being loaded
-        while place < len(self.waiting) and self._rows.num_free and plan.budget.tokens > 0:
-            request = self.waiting[place]
-            # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
-            if request.row >= 0 or self._blocked == (request, self._rows.changes):
-                break
-            if self.tiers is not None and self._waits_for_load(self.tiers, request):
-                place += 1
-                continue
-            if not self._try_admit(request):
-                self._blocked = (request, self._rows.changes)
-                break
-            plan.admitted.append(request)
-            self._serve(plan, request)
-            plan.budget.tokens -= self._encoded(request, plan.budget)
+    def _budget(self, decodes: RunningDecodes) -> PromptBudget:
+        """The part of a step that prompts may take beside these decodes."""
+        num_decodes = len(decodes.requests)
+        decode_keys = int(self._rows.computed[decodes.rows].sum()) + num_decodes if num_decodes else 0
+        return self._pace.budget(num_decodes, decode_keys, self._config.max_num_batched_tokens - num_decodes)
+
+    # --- chunks -------------------------------------------------------------------------------------------------------
 
     def _serve(self, plan: PromptPlan, request: Request) -> None:
         """Plan the next chunk of a prompt: all of it if the budget holds that, else with shorter ones beside it.
@@ -166,11 +147,10 @@ class PromptQueue:
             if self._was_cut(plan, request):
                 continue
             if request.status is RequestStatus.WAITING:
-                if self.tiers is not None and self._waits_for_load(self.tiers, request):
+                if self.admission.waits_for_load(request, self._num_running):
                     continue
-                if not self._try_admit_before(request):  # the others are longer
+                if not self._admit_before_begun(plan, request):  # the others are longer
                     return
-                plan.admitted.append(request)
             context = int(self._rows.computed[request.row])
             chunk = min(max(share.longest(context), least), share.tokens, rest(request))
             # Pages for all of a new one were there beside those for the rest of `first`.
@@ -197,7 +177,7 @@ class PromptQueue:
 
         None with images if `first` has some: it could wait for ever for the features that they are granted."""
         rest = self._lengths.rest(first)
-        for request in (*self.begun, *itertools.islice(self.waiting, _LOOKED_AT)):
+        for request in (*self.begun, *itertools.islice(self.admission.waiting, _LOOKED_AT)):
             is_ready = request.status is RequestStatus.RUNNING or request.row < 0
             is_ready = is_ready and (request.media is None or first.media is None)
             if is_ready and request.priority <= first.priority and self._lengths.rest(request) < rest:
@@ -230,64 +210,49 @@ class PromptQueue:
         may_be = self._config.num_snapshots > 0 or request.media is not None
         return may_be and any(chunk.request is request for chunk in plan.chunks)
 
-    # --- admission ----------------------------------------------------------------------------------------------------
+    # --- requests that wait -------------------------------------------------------------------------------------------
 
-    def _waits_for_load(self, tiers: Tiers, request: Request) -> bool:
-        """True if a waiting request is to be admitted when its pages are loaded."""
-        if tiers.is_loading(request):
-            return True
-        if not self._rows.may_reuse(request):
-            return False
-        token_ids, salt = self._rows.prefix_of(request)
-        spare = len(self.begun) + len(self._decodes.requests)
-        return tiers.holds_back(request, token_ids, salt, self._rows.pages.pages_for(token_ids.size + 1) + spare)
+    @property
+    def _num_running(self) -> int:
+        return len(self.begun) + len(self._decodes.requests)
 
-    def _try_admit_before(self, request: Request) -> bool:
+    def _admit(self, plan: PromptPlan) -> None:
+        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        admission = self.admission
+        place = 0  # behind those whose pages are being loaded
+        while place < len(admission.waiting) and self._rows.num_free and plan.budget.tokens > 0:
+            request = admission.waiting[place]
+            if not admission.is_ready(request):
+                break
+            if admission.waits_for_load(request, self._num_running):
+                place += 1
+                continue
+            if not admission.admit_first(request, self._num_running):
+                break
+            self._begin(plan, request)
+            self._serve(plan, request)
+            plan.budget.tokens -= self._encoded(request, plan.budget)
+
+    def _admit_before_begun(self, plan: PromptPlan, request: Request) -> bool:
         """Admit a waiting request although a begun prompt is not over; False: it would take what others need.
 
         Those are the pages of begun prompts and of the first in line, and a row for that one.
         """
-        pages = self._rows.pages
+        pages, waiting = self._rows.pages, self.admission.waiting
         set_aside = sum(
             pages.pages_for(int(self._rows.prefill_ids(other.row).size)) - int(pages.num_pages[other.row])
             for other in self.begun
         )
         num_rows = 1
-        if request is not self.waiting[0]:
-            first = self.waiting[0]
-            of_source = self._config.pages_of_source(first.source)
-            num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(first)) + of_source
-        return self._rows.num_free >= num_rows and self._try_admit(request, set_aside)
+        if request is not waiting[0]:
+            of_source = self._config.pages_of_source(waiting[0].source)
+            num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(waiting[0])) + of_source
+        has_room = self._rows.num_free >= num_rows and self.admission.admit(request, self._num_running, set_aside)
+        if has_room:
+            self._begin(plan, request)
+        return has_room
 
-    def _try_admit(self, request: Request, set_aside: int = 0) -> bool:
-        """Move a waiting request into a row with its cached prefix; False: too few pages for all of its prompt.
-
-        Room for one more page for each running request is left, or the newcomer would soon be preempted again, and
-        for `set_aside` further pages.
-        """
-        # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
-        prefix = self._rows.take(request, set_aside + len(self.begun) + len(self._decodes.requests))
-        if prefix is None:
-            return False
-        self.remove_waiting(request)
-        self._states.begin(request.row, prefix)
-        cached = prefix.num_pages * self._config.page_size
-        self._note_admission(request, cached)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = cached
+    def _begin(self, plan: PromptPlan, request: Request) -> None:
+        """Note that a request was admitted."""
+        plan.admitted.append(request)
         insort(self.begun, request, key=by_urgency)
-        return True
-
-    def _note_admission(self, request: Request, cached: int) -> None:
-        from_host = from_disk = 0
-        if self.tiers is not None:
-            from_host, from_disk = self.tiers.count_hit(request, cached)
-            self.tiers.leave(request)
-        if request.num_preemptions:
-            self.recomputed_tokens -= cached
-            return
-        request.scheduled_time = time.monotonic()
-        request.num_cached_tokens, request.host_tokens, request.disk_tokens = cached, from_host, from_disk
-        if self._config.enable_prefix_cache and not request.needs_prompt_logprobs:
-            self.queried_tokens += len(request.prompt_token_ids)
-            self.hit_tokens += cached

@@ -2,7 +2,7 @@
 
 A request has a row from its admission until it is finished or preempted, and until the last step that was planned with
 it is over: meanwhile the row is *leaving*. This file also knows a request's keys and salt in the prefix cache, and how
-many of its pages others may share. scheduler.py and prompts.py decide which request gets a row and which gives one up.
+many of its pages others may share. admission.py and lifecycle.py decide which request gets a row or gives one up.
 Read next: pages/tables.py. Free of torch.
 """
 

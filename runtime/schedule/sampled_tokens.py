@@ -1,16 +1,14 @@
-"""Gives the tokens of a step to its requests, and ends those that they complete.
-
-The scheduler owns the life of a request: what is to end, or to be computed anew, goes to it.
-"""
+"""Gives the tokens of a step to its requests, and ends those that they complete (lifecycle.py). Free of torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from mllm_compile.runtime.sampling.params import NO_TOKEN
+from mllm_compile.runtime.schedule.lifecycle import Lifecycle
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
@@ -21,24 +19,18 @@ class SampledTokens:
 
     Args:
         rows: their computed tokens are corrected where drafts were rejected.
-        end: ends a request by a reason and a stop reason.
-        end_broken: ends one without a next token; False: it has ended already.
-        compute_anew: sends one back to the queue whose draft left what is no number.
+        lifecycle: ends requests, and has those computed anew whose draft left NaN.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        end: Callable[[Request, str, int | str | None], None],
-        end_broken: Callable[[Request, int], bool],
-        compute_anew: Callable[[Request], None],
-    ) -> None:
-        self._rows, self._end, self._end_broken, self._compute_anew = rows, end, end_broken, compute_anew
+    def __init__(self, rows: Rows, lifecycle: Lifecycle) -> None:
+        self._rows, self._lifecycle = rows, lifecycle
 
     def take(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int]) -> UpdateResult:
         """Take a step's tokens, one a row at most; arguments as Scheduler.update's."""
         broken = [
-            request for row in broken_rows if self._end_broken(request := batch.requests[row], int(token_ids[row]))
+            request
+            for row in broken_rows
+            if self._lifecycle.end_broken(request := batch.requests[row], int(token_ids[row]))
         ]
         accepted: list[int] = []
         ended: list[tuple[Request, int]] = []
@@ -99,10 +91,10 @@ class SampledTokens:
             if request.is_finished:
                 result.finished.append(request)
             elif row in broken_rows:
-                self._end_broken(request, int(token_ids[row]))
+                self._lifecycle.end_broken(request, int(token_ids[row]))
                 result.broken.append(request)
             elif runs.broken_drafts[row]:
-                self._compute_anew(request)
+                self._lifecycle.compute_anew(request)
         return result
 
     def _take_run(self, request: Request, tokens: Sequence[int], now: float) -> int:
@@ -138,9 +130,9 @@ class SampledTokens:
         is_eos = token in request.eos_token_ids and not request.params.ignore_eos
         is_complete = request.grammar is not None and is_eos
         if token in request.stop_ids and (count >= request.params.min_tokens or is_complete):
-            self._end(request, "stop", None if is_eos else token)
+            self._lifecycle.end(request, "stop", None if is_eos else token)
         elif count >= request.max_new_tokens:
-            self._end(request, "length", None)
+            self._lifecycle.end(request, "length", None)
         else:
             return False
         return True

@@ -1,30 +1,29 @@
 """Decides which requests run in the next step, and what becomes of them when its tokens are known.
 
-The policy: decodes first, then chunks of prompts under the budget (tokens, and beside decodes time: pace.py), then
-admissions, most urgent first (priority, then arrival; prompts.py). When pages run out the least urgent running request
-is preempted and later recomputed. The most urgent running request always moves, and the most urgent prompt always gets
-half of a step, which is why nothing starves.
+The policy, and who has which part of it. Decodes come first; when pages run out the least urgent running request is
+preempted, and later recomputed (preemption.py). Then come chunks of prompts under the budget (prompts.py): of tokens,
+and beside decodes of time (pace.py). Then waiting requests are admitted (admission.py). Urgent is by priority, then by
+arrival. The most urgent running request always moves, and the most urgent prompt always gets half of a step, which is
+why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
 length ends it, which the host can count. (It cannot where drafts may be accepted: then schedule() waits for update(),
-or plans by bounds: ahead.py.)
-A request may be found finished while a later step of its own is in flight. It
-keeps its row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its
-pages at once, since steps run in order on one stream. It keeps its row until its last step is over, and keeps that
-step's token.
+or plans by bounds: ahead.py.) A request may be found finished while a later step of its own is in flight. It keeps its
+row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its pages at
+once, since steps run in order on one stream. It keeps its row until its last step is over, and keeps that step's token.
 
-Read first: request.py, scheduled_batch.py. Then rows.py (which request holds what), decodes.py and prompts.py (which
-requests move), sampled_tokens.py (which end). Single-threaded; free of torch. R rows of a step.
+This file has the order of steps. Read first: request.py, scheduled_batch.py. Then rows.py (which request holds what),
+preemption.py and prompts.py (which requests move), sampled_tokens.py (which get tokens), lifecycle.py (how they end).
+Single-threaded; free of torch. R rows of a step.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from mllm_compile.runtime.sampling.params import NONE_ALLOWED
+from mllm_compile.runtime.schedule.admission import Admission
 from mllm_compile.runtime.schedule.ahead import Ahead
 from mllm_compile.runtime.schedule.batch_builder import (
     NO_DECODES,
@@ -37,15 +36,16 @@ from mllm_compile.runtime.schedule.batch_builder import (
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
 from mllm_compile.runtime.schedule.drafts import Drafts
-from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
+from mllm_compile.runtime.schedule.lifecycle import Lifecycle
+from mllm_compile.runtime.schedule.pace import Pace
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.runtime.schedule.pages.sessions import SessionState
-from mllm_compile.runtime.schedule.prompts import PromptPlan, PromptQueue
-from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus, by_urgency
+from mllm_compile.runtime.schedule.preemption import Preemption
+from mllm_compile.runtime.schedule.prompts import Prompts
+from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.sampled_tokens import SampledTokens
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns, UpdateResult
-from mllm_compile.runtime.schedule.stage_turns import StageTurns
 from mllm_compile.runtime.schedule.state_copies import StateCopies
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.speculation.drafter import Speculation
@@ -57,7 +57,9 @@ class Scheduler:
     Attributes:
         rows: which request holds which row.
         pages: the rows' page tables, and the prefix cache.
-        decodes, prompts: the running requests, by what they do next; prompts has those that wait too.
+        admission: the requests that wait.
+        decodes, prompts: the running requests, by what they do next.
+        drafts: what is drafted for decodes; None: nothing.
         pace: the bound of steps by time, and what steps were seen to take.
         tiers: the memory behind the prefix cache; None: no config asks for one.
     """
@@ -80,30 +82,26 @@ class Scheduler:
         self.pages = self.rows.pages
         self.pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
         self.decodes = Decodes(self.rows)
-        num_stages, num_rows = config.pipeline_parallel_size, self.rows.in_flight.size
-        self._turns = StageTurns(num_stages, num_rows) if num_stages > 1 else None
         self._states = StateCopies(config, self.rows)
-        self.prompts = PromptQueue(config, self.rows, self._states, self.decodes, self.pace)
-        boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
-        self._drafts = None if speculation is None else Drafts(speculation, self.rows, boundary)
-        self._ahead: Ahead | None = None
-        if self._drafts is not None and speculation is not None and self._drafts.are_on_device:
-            self._ahead = Ahead(speculation, self.rows, config.max_num_batched_tokens, self._drafts.depths)
-        self._tokens = SampledTokens(self.rows, self._end, self._end_broken, self._compute_anew)
-        self._ahead_end = 0  # the step behind the last one that was planned by bounds
+        self.admission = Admission(config, self.rows, self._states)
+        self.prompts = Prompts(config, self.rows, self._states, self.admission, self.decodes, self.pace)
+        self.drafts = None if speculation is None else Drafts(speculation, self.rows, config)
+        self._lifecycle = Lifecycle(
+            config, self.rows, self.admission, self.prompts, self.decodes, self.drafts, sequences
+        )
+        self._preemption = Preemption(config, self.rows, self.prompts, self.decodes, self._lifecycle.preempt)
+        self._tokens = SampledTokens(self.rows, self._lifecycle)
         self.tiers: Tiers | None = None
         self._tier_changes = 0
         self._had_none = False  # no step was in flight, and none could be planned
-        self._requests: set[Request] = set()  # all that are not finished
-        self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
         self._next_update = 0
+        self._ahead_end = 0  # the step behind the last one that was planned by bounds
         self._unfinished_update: ScheduledBatch | None = None  # the batch whose tokens were taken last
-        self._preemptions = 0
 
     def use_tiers(self, tiers: Tiers) -> None:
         """Put memory behind the prefix cache, ahead of the first request."""
-        self.tiers = self.prompts.tiers = self._states.tiers = tiers
+        self.tiers = self.admission.tiers = self._states.tiers = self._lifecycle.tiers = tiers
         tiers.read_behind(self._states.rows_to_read)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
@@ -130,18 +128,7 @@ class Scheduler:
         Raises:
             RequestError: the prompt is empty, or it could never fit.
         """
-        request.max_new_tokens = self.config.max_new_tokens(
-            len(request.prompt_token_ids), request.params.max_tokens, self.config.pages_of_source(request.source)
-        )
-        if request.media is not None and request.media.sees_ahead:
-            self.config.check_whole_images(request.media)
-        if self.config.rope is not None:
-            request.rope_len = len(request.prompt_token_ids)
-        request.sequence = next(self._sequences)
-        if request.session_tag is not None and self.config.enable_prefix_cache:
-            request.session = self.pages.cache.sessions.begin(request.session_tag)
-        self._requests.add(request)
-        self.prompts.add(request)
+        self._lifecycle.add(request)
 
     def abort(self, request: Request) -> bool:
         """End a request with finish_reason 'abort'. False: it has ended already."""
@@ -152,12 +139,7 @@ class Scheduler:
 
         A token of its that is in flight is dropped; row and pages come back once that step is updated.
         """
-        if reason not in FINISH_REASONS:
-            raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
-        if request not in self._requests:
-            return False
-        self._end(request, reason, stop_reason)
-        return True
+        return self._lifecycle.finish(request, reason, stop_reason)
 
     def end_at(self, request: Request, num_output: int, stop_string: str) -> None:
         """End a request at a stop string in the text of its first `num_output` output tokens; later ones, of the same
@@ -173,7 +155,7 @@ class Scheduler:
         """Requests that are not finished, finished ones whose last step is still in flight, or pages to be stored."""
         self.finish_update()
         has_pages = self.tiers is not None and self.tiers.has_more
-        return bool(self._requests or self.rows.leaving or has_pages)
+        return bool(self._lifecycle.unfinished or self.rows.leaving or has_pages)
 
     def session_state(self, key: Hashable) -> SessionState | None:
         """The state of a session; None: it is unknown."""
@@ -210,21 +192,20 @@ class Scheduler:
     def retract(self) -> None:
         """Send all running requests back to the queue, to be computed anew; no step may be in flight."""
         self.finish_update()
-        for request in [*self.prompts.begun, *self.decodes.current().requests]:
-            self._preempt(request)
+        self._lifecycle.preempt_all()
 
     def stats(self) -> SchedulerStats:
         self.finish_update()
         return SchedulerStats(
-            running=len(self._requests) - len(self.prompts.waiting),
-            waiting=len(self.prompts.waiting),
+            running=len(self._lifecycle.unfinished) - len(self.admission.waiting),
+            waiting=len(self.admission.waiting),
             pages_total=self.config.usable_pages,
             pages_used=self.pages.held_pages,
             pages_cached=self.pages.cache.num_pages,
-            prefix_queried_tokens=self.prompts.queried_tokens,
-            prefix_hit_tokens=self.prompts.hit_tokens,
-            preemptions=self._preemptions,
-            recomputed_tokens=self.prompts.recomputed_tokens,
+            prefix_queried_tokens=self.admission.queried_tokens,
+            prefix_hit_tokens=self.admission.hit_tokens,
+            preemptions=self._lifecycle.num_preemptions,
+            recomputed_tokens=self.admission.recomputed_tokens,
             snapshots_kept=self.pages.cache.states.num_kept,
             snapshots_total=self.config.num_snapshots,
             sessions=len(self.pages.cache.sessions),
@@ -246,30 +227,51 @@ class Scheduler:
             return self._plan_step()
         self._advance_tiers(self.tiers)
         batch = self._plan_step()
-        self._had_none = batch is None and self._next_update == self._next_step
+        self._had_none = batch is None and not self._in_flight
         return batch
 
+    @property
+    def _in_flight(self) -> bool:
+        """Some step was planned whose tokens are not known."""
+        return self._next_update < self._next_step
+
     def _plan_step(self) -> ScheduledBatch | None:
-        if self._ahead is not None and self._drafts is not None:
-            batch = self._schedule_ahead(self._ahead, self._drafts)
+        drafts = self.drafts
+        if drafts is not None and drafts.ahead is not None:
+            batch = self._plan_ahead(drafts, drafts.ahead)
             if batch is not None or self._next_update < self._ahead_end:
                 return batch
-        if self.awaits_tokens(self._next_update < self._next_step):
+        if self.awaits_tokens(self._in_flight):
             return None
-        self._preempt_outgrown()
-        decodes = self._plan_decodes()
+        decodes = self._preemption.choose(has_drafts=drafts is not None and not drafts.are_off)
         prefix_lens = self.rows.computed[decodes.rows] if decodes.requests else NO_DECODES.rows
-        prompts = self._plan_prompts(decodes)
-        if not decodes.requests and (prompts is None or not prompts.chunks):
+        prompts = self.prompts.plan(decodes)
+        chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
+        if not decodes.requests and not chunks:
             self._check_not_stuck()
             return None
         drafted = NOTHING_DRAFTED
         if decodes.requests:
-            if self._drafts is not None:
-                drafted = self._plan_drafts(self._drafts, decodes, prompts)
+            if drafts is not None and not drafts.are_off and not self._in_flight:
+                taken = len(decodes.requests) + sum(chunk.token_ids.size for chunk in chunks)
+                drafted = drafts.plan(decodes, self.config.max_num_batched_tokens - taken)
             self.rows.computed[decodes.rows] += 1 if drafted.num_new is None else drafted.num_new
-        chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         return self._build(decodes, prefix_lens, chunks, admitted, drafted)
+
+    def _plan_ahead(self, drafts: Drafts, ahead: Ahead) -> ScheduledBatch | None:
+        """The next step, if the device can draft for it and has the tokens of the one in flight, if there is one."""
+        if self._in_flight and self._ahead_end < self._next_step:
+            return None
+        if self.prompts.may_have_chunks:
+            return None
+        drafts.choose_depths(self.decodes.requests, self._in_flight)
+        plan = None if drafts.are_off else ahead.plan(self.decodes.current())
+        if plan is None:
+            return None
+        prefix_lens = self.rows.computed[plan.decodes.rows]
+        self.rows.computed[plan.decodes.rows] += plan.drafted.num_new
+        self._ahead_end = self._next_step + 1
+        return self._build(plan.decodes, prefix_lens, [], [], plan.drafted)
 
     def _advance_tiers(self, tiers: Tiers) -> None:
         tiers.advance()
@@ -287,22 +289,6 @@ class Scheduler:
         """True if no step is in flight, and the next one waits for the end of a copy."""
         return self._had_none and self.tiers is not None and self.tiers.is_busy
 
-    def _schedule_ahead(self, ahead: Ahead, drafts: Drafts) -> ScheduledBatch | None:
-        """The next step, if the device can draft for it and has the tokens of the one in flight, if there is one."""
-        is_known = self._next_update == self._next_step
-        if not is_known and self._ahead_end < self._next_step:
-            return None
-        if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
-            return None
-        drafts.prepare(self.decodes.requests, not is_known)
-        plan = None if drafts.are_off else ahead.plan(self.decodes.current())
-        if plan is None:
-            return None
-        prefix_lens = self.rows.computed[plan.decodes.rows]
-        self.rows.computed[plan.decodes.rows] += plan.drafted.num_new
-        self._ahead_end = self._next_step + 1
-        return self._build(plan.decodes, prefix_lens, [], [], plan.drafted)
-
     def _build(
         self,
         decodes: RunningDecodes,
@@ -315,8 +301,8 @@ class Scheduler:
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
         encoded = self.rows.sources.take_encoded()
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted, encoded=encoded)
-        if self._drafts is not None and self._drafts.depths is not None:
-            self._drafts.depths.planned(batch, is_ahead=self._next_update < self._next_step)
+        if self.drafts is not None:
+            self.drafts.planned(batch, is_ahead=self._in_flight)
         self._next_step += 1
         self.rows.begin_step(batch.rows)
         return batch
@@ -327,118 +313,15 @@ class Scheduler:
         Args:
             in_flight: a step is, of any rank.
         """
-        drafts = self._drafts
-        if drafts is None:
-            return False
-        drafts.prepare(self.decodes.requests, in_flight)
-        return in_flight and not drafts.are_off and any(map(drafts.may_draft, self.decodes.requests))
-
-    def _plan_drafts(self, drafts: Drafts, decodes: RunningDecodes, prompts: PromptPlan | None) -> Drafted:
-        """Drafts in what the decodes' own tokens and the prompts leave of a step."""
-        if self._next_update < self._next_step or drafts.are_off:  # none of these may have one
-            return NOTHING_DRAFTED
-        taken = len(decodes.requests) + (
-            0 if prompts is None else sum(chunk.token_ids.size for chunk in prompts.chunks)
-        )
-        return drafts.plan(decodes, self.config.max_num_batched_tokens - taken)
-
-    def _plan_prompts(self, decodes: RunningDecodes) -> PromptPlan | None:
-        """The prompts of a step with these decodes; None while no prompt could be in it."""
-        if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
-            return self.prompts.plan(self._prompt_budget(decodes))
-        return None
-
-    def _preempt_outgrown(self) -> None:
-        """Send back to the queue what the next step would take beyond the frequencies of its cached keys, where those
-        are computed anew."""
-        rope = self.config.rope
-        if rope is None or not rope.recomputes:
-            return
-        decodes = self.decodes.current()
-        for index in np.flatnonzero(self.rows.computed[decodes.rows] == rope.boundary).tolist():
-            if decodes.requests[index].rope_len <= rope.boundary:
-                self._preempt(decodes.requests[index])
-
-    def _plan_decodes(self) -> RunningDecodes:
-        """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
-        while True:
-            decodes = self._decodes_of_step()
-            if not decodes.requests and not self.prompts.begun:
-                return decodes
-            needy = self.rows.computed[decodes.rows] == self.pages.capacity[decodes.rows]
-            num_needy = int(np.count_nonzero(needy))
-            if num_needy == 0 and not self.prompts.begun:
-                return decodes
-            shortage = num_needy - self.pages.available_pages
-            shortage_with_prefill = shortage + self._first_prompt_need(decodes)
-            if shortage_with_prefill <= 0:
-                break
-            victim = self._preemption_victim()
-            if shortage <= 0 and victim is self.prompts.begun[0]:
-                break  # the prompt itself is the least urgent: it takes what pages the decodes leave
-            if victim is None or shortage_with_prefill <= self.rows.pages_coming_back():
-                decodes = self._sit_out(decodes, needy)
-                needy = self.rows.computed[decodes.rows] == self.pages.capacity[decodes.rows]
-                break
-            self._preempt(victim)
-        self.pages.grow_each(decodes.rows[needy])
-        return decodes
-
-    def _decodes_of_step(self) -> RunningDecodes:
-        """All decodes; of stages those whose turn it is, unless steps wait for each other because of drafts."""
-        decodes = self.decodes.current()
-        if self._turns is None or not (self._drafts is None or self._drafts.are_off):
-            return decodes
-        return self._turns.of_step(decodes, self.rows.in_flight)
-
-    def _prompt_budget(self, decodes: RunningDecodes) -> PromptBudget:
-        """The part of a step that prompts may take beside these decodes."""
-        num_decodes = len(decodes.requests)
-        decode_keys = int(self.rows.computed[decodes.rows].sum()) + num_decodes if num_decodes else 0
-        return self.pace.budget(num_decodes, decode_keys, self.config.max_num_batched_tokens - num_decodes)
-
-    def _first_prompt_need(self, decodes: RunningDecodes) -> int:
-        """Pages that the most urgent begun prompt lacks for its next chunk."""
-        return self.prompts.pages_of_first(self._prompt_budget(decodes)) if self.prompts.begun else 0
-
-    def _preemption_victim(self) -> Request | None:
-        """The least urgent running request; None when there is but one."""
-        running = self.prompts.begun + self.decodes.requests
-        return max(running, key=by_urgency) if len(running) > 1 else None
-
-    def _sit_out(self, decodes: RunningDecodes, needy: np.ndarray) -> RunningDecodes:
-        """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
-        without_page = sorted(
-            (request for request, needs in zip(decodes.requests, needy.tolist(), strict=True) if needs), key=by_urgency
-        )[self.pages.available_pages :]
-        out = set(without_page)
-        return RunningDecodes.of([request for request in decodes.requests if request not in out]) if out else decodes
-
-    def _preempt(self, request: Request, is_clean: bool = True) -> None:
-        """Send a running request back to the queue; its pages come back at once, except pages worth caching."""
-        row = request.row
-        self._preemptions += 1
-        num_computed = int(self.rows.computed[row])
-        request.num_preemptions += 1
-        self._leave_running(request)
-        if self._drafts is not None:
-            self._drafts.leave(request)
-        if is_clean:
-            self.rows.give_up_pages(request)
-        else:
-            self.rows.discard_own_pages(request)
-        request.begins_anew()
-        request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        self.prompts.put_back(request, num_computed)
-        self.rows.give_back(row)
+        return self.drafts is not None and self.drafts.awaits_tokens(self.decodes.requests, in_flight)
 
     def _check_not_stuck(self) -> None:
         if self.tiers is not None and self.tiers.is_busy:
             return
-        if self._requests and self._next_update == self._next_step:
+        unfinished = self._lifecycle.unfinished
+        if unfinished and not self._in_flight:
             raise RuntimeError(
-                f"internal error: {len(self._requests)} requests, but no step in flight and none can be planned; "
+                f"internal error: {len(unfinished)} requests, but no step in flight and none can be planned; "
                 f"{self.stats()}"
             )
 
@@ -454,8 +337,8 @@ class Scheduler:
         self.pace.took(batch, seconds * 1e3)
         if self.tiers is not None:
             self.tiers.took(batch, seconds * 1e3)
-        if self._drafts is not None and self._drafts.depths is not None:
-            self._drafts.depths.took(batch, (seconds + host_seconds) * 1e3)
+        if self.drafts is not None:
+            self.drafts.took(batch, (seconds + host_seconds) * 1e3)
 
     def update(
         self,
@@ -480,19 +363,14 @@ class Scheduler:
             raise RuntimeError(
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
-        if self._drafts is not None and self._drafts.depths is not None:
-            self._drafts.depths.checked(batch, runs)
+        if self.drafts is not None:
+            self.drafts.checked(batch, runs)
         if runs is None:
             result = self._tokens.take(batch, token_ids, broken_rows)
         else:
             result = self._tokens.take_runs(batch, token_ids, runs, set(broken_rows))
         self._unfinished_update = batch
         return result
-
-    def _compute_anew(self, request: Request) -> None:
-        """Send a request back to the queue whose last page may hold NaN, of a draft; it is drafted no more."""
-        request.had_broken_draft = True
-        self._preempt(request, is_clean=False)
 
     def finish_update(self) -> None:
         """Finish the last update.
@@ -532,10 +410,10 @@ class Scheduler:
             or (request.status is RequestStatus.WAITING and request.row >= 0 and self.rows.in_flight[request.row])
         ]
         for request in ended:
-            self._end(request, "abort", None)
+            self._lifecycle.end(request, "abort", None)
         for request in batch.admitted:
             if request.status is RequestStatus.RUNNING:
-                self._preempt(request)
+                self._lifecycle.preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
         if self.tiers is not None and batch.cleared_pages.size:
@@ -550,53 +428,3 @@ class Scheduler:
             )
         self._next_update += 1
         self.finish_update()  # the one before
-
-    def _end_broken(self, request: Request, token: int) -> bool:
-        """End a request without a next token. False: it has ended already.
-
-        Where its logits were no numbers its KV, and what it had from the cache, is not trusted; also what others
-        published of the same prompt: it may be where they came from. A request that forbids all tokens costs others
-        nothing.
-        """
-        if token == NONE_ALLOWED:
-            request.forbids_all = True
-        else:
-            request.is_broken = True
-            self._settle_tiers()
-            self.rows.forget_prefix(request)
-        return self.finish(request, "abort")
-
-    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
-        if self.tiers is not None:
-            self.tiers.leave(request)
-        if request.status is RequestStatus.WAITING:
-            self.prompts.remove_waiting(request)
-        else:
-            self._leave_running(request)
-            if self._drafts is not None:
-                self._drafts.leave(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        self._requests.remove(request)
-        asked = request.params.kv_transfer_params
-        if asked is not None and asked.do_remote_decode and reason != "abort" and self.tiers is not None:
-            self._promise(self.tiers, request)
-        if request.session is not None:
-            num_tokens = len(request.prompt_token_ids)
-            self.pages.cache.sessions.over(request.session, num_tokens, request.num_cached_tokens)
-        if self._drafts is not None:
-            self._drafts.end(request)
-        if request.row >= 0:
-            self.rows.give_back(request.row)
-
-    def _promise(self, tiers: Tiers, request: Request) -> None:
-        """Has another engine find a request's prompt, but its last token: the logits behind it are to be computed."""
-        if tiers.handover is not None:
-            keys = request.cache_keys[: len(request.prompt_token_ids) - 1]
-            tiers.handover.promise(request, keys, self.rows.salt(request))
-
-    def _leave_running(self, request: Request) -> None:
-        """Take a running request off what schedule() works on."""
-        if not self.prompts.remove_begun(request):
-            self.decodes.note_end()

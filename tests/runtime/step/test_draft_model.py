@@ -100,7 +100,7 @@ def test_keys_of_an_answer_that_had_no_drafts_are_made_when_it_is_a_prefix(chunk
     """Where the prompt leaves the pass no room for them, the first pass of a draft makes them."""
     loop = Loop(make_runner(draft_model=TinyModel(SAME), max_num_batched_tokens=chunk), True, num_drafted=3)
     with monkeypatch.context() as without_drafts:
-        without_drafts.setattr(loop.scheduler._drafts, "may_draft", lambda request: False)
+        without_drafts.setattr(loop.scheduler.drafts, "may_draft", lambda request: False)
         first = loop.add(PROMPTS[0], max_tokens=24)
         loop.run()
     prompt = [*PROMPTS[0], *first.output_token_ids, 5, 7, 9]

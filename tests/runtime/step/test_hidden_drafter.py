@@ -208,7 +208,7 @@ def test_keys_of_an_answer_that_had_no_drafts_are_there_when_it_is_a_prefix(num_
     heads = [Head(0, depth) for depth in range(num_layers)]
     loop = Loop(make_runner(Model(), draft_model=heads), True, num_drafted=3)
     with monkeypatch.context() as without_drafts:
-        without_drafts.setattr(loop.scheduler._drafts, "may_draft", lambda request: False)
+        without_drafts.setattr(loop.scheduler.drafts, "may_draft", lambda request: False)
         firsts = [loop.add(prompt, max_tokens=30) for prompt in PROMPTS]
         loop.run()
     for first in firsts:
