@@ -6,7 +6,7 @@ start runs this too, so it may not import Transformers, Dynamo or Inductor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,52 +20,44 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime, runtime_settings
 from mllm_compile.engine.adapter_parts import adapter_parts
 from mllm_compile.engine.cpu_threads import prepare_threads
-from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.engine_parts import EngineParts
-from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.engine.memory_plan import MemoryPlan
 from mllm_compile.engine.pooling.assemble import pooling_parts
 from mllm_compile.engine.pooling.parts import PoolingParts
-from mllm_compile.errors import ConfigError, DamagedWeightsError, DeviceMemoryError
+from mllm_compile.engine.prompt_parts import (
+    decoder_prompts,
+    ends_of_answers,
+    grammars,
+    load_text_parts,
+    media_preprocessor,
+    text_files,
+    tower_of,
+)
+from mllm_compile.engine.runner_parts import device_check, make_step_runner, shut_down, start_runner
+from mllm_compile.errors import ConfigError, DamagedWeightsError
 from mllm_compile.files.byte_sizes import format_bytes
-from mllm_compile.files.json_file import HeldFiles
-from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
-from mllm_compile.media.log_mel import read_log_mel
-from mllm_compile.media.preprocessor import MediaPreprocessor
+from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
 from mllm_compile.runtime.device.sleep import SleepingMemory
-from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program.loaded import ModelSource
-from mllm_compile.runtime.runner_config import MOST_VERIFIED, RunnerConfig
-from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.state.factory import draft_obstacle
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.runtime.updates.live import LiveWeights
-from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
-from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
+from mllm_compile.store.measurements import device_key, read_measured, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.shared_weights import num_weight_bytes
-from mllm_compile.store.source import ArtifactSource, runner_config
-from mllm_compile.structured.grammars import Grammars
-from mllm_compile.structured.vocabulary import Vocabulary
-from mllm_compile.text.added_tokens import told_to_split
-from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
-from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+from mllm_compile.store.source import runner_config
 
 if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
-    from mllm_compile.ranks.launch_local import Launcher
-    from mllm_compile.ranks.nodes import Nodes
     from mllm_compile.ranks.steps import RankedStepRunner
 
 _LOG_FORWARD_TIMES_S = 10.0
@@ -148,30 +140,15 @@ def _load(
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(load_text_parts, compiled, timeline)
-        runner, plan, group = _start_runner(settings, compiled, timeline, early)
-        end: Callable[[], None] = partial(_shut_down, runner, group)
+        runner, plan, group = start_runner(settings, compiled, timeline, early)
+        end: Callable[[], None] = partial(shut_down, runner, group)
         try:
             tokenizer, defaults, default_params = loading.result()
-            config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
-            limits = SchedulerConfig.of(
-                config.runtime,
-                config.cudagraph,
-                num_pages,
-                runner.num_snapshots,
-                runner.model.rope,
-                runner.attn_backend.query_blocks,
-                runner.max_source_len,
-            )
-            num_ranks = config.runtime.expert_parallel_size
-            step_runner = _step_runner(runner, group)
-            speculation = _speculation(config, runner, step_runner, timeline)
-            scheduler = (
-                Scheduler(limits, speculation=speculation)
-                if num_ranks == 1
-                else DataParallelScheduler(limits, num_ranks, speculation)
-            )
+            step_runner = make_step_runner(runner, group)
+            speculation = _speculation(compiled.config, runner, step_runner, timeline)
+            scheduler = _make_scheduler(compiled.config, runner, speculation)
             end = partial(_in_turn, scheduler.close, end)
-            if config.runtime.kv_offloading_size:
+            if compiled.config.runtime.kv_offloading_size:
                 from mllm_compile.engine.tier_parts import put_tiers_behind
 
                 assert isinstance(scheduler, Scheduler), "resolve_tiers.py refuses other ranks"
@@ -196,12 +173,12 @@ def _load(
                 vocab_size=runner.vocab_size,
                 eos_token_ids=eos_token_ids,
                 default_params=default_params,
-                check_device=_device_check(runner.device, group),
+                check_device=device_check(runner.device, group),
                 check_idle=_nothing if group is None else group.check,
                 shutdown=end,
                 prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
-                grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-                media=media_preprocessor(compiled, files, limits.max_model_len, tower),
+                grammars=grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
+                media=media_preprocessor(compiled, files, scheduler.config.max_model_len, tower),
                 config=compiled.config,
                 folder=compiled.folder,
                 tokenizer_files=files,
@@ -220,6 +197,24 @@ def _load(
         except BaseException:  # also Ctrl-C
             end()
             raise
+
+
+def _make_scheduler(
+    config: ResolvedConfig, runner: ModelRunner, speculation: Speculation | None
+) -> Scheduler | DataParallelScheduler:
+    limits = SchedulerConfig.of(
+        config.runtime,
+        config.cudagraph,
+        runner.token_to_kv_pool.num_pages,
+        runner.num_snapshots,
+        runner.model.rope,
+        runner.attn_backend.query_blocks,
+        runner.max_source_len,
+    )
+    num_ranks = config.runtime.expert_parallel_size
+    if num_ranks == 1:
+        return Scheduler(limits, speculation=speculation)
+    return DataParallelScheduler(limits, num_ranks, speculation)
 
 
 def _live_weights(runner: ModelRunner, group: RankGroup | None) -> LiveWeights | str:
@@ -258,232 +253,6 @@ def _speculation(
         return make_speculation(config.speculative, runner.vocab_size, model, captured, keys_ahead, runner.dp_size)
     reporter.announce(f"no tokens are drafted: {obstacle}")
     return None
-
-
-def decoder_prompts(
-    runner: ModelRunner,
-    defaults: GenerationDefaults,
-    tokenizer: Tokenizer | None,
-    files: Mapping[str, bytes],
-    reporter: Reporter,
-) -> DecoderPrompts | None:
-    """The decoder's side of prompts, of an encoder-decoder; None of another model.
-
-    Raises:
-        ConfigError: its files name no token that a decoder begins with.
-    """
-    sources = runner.model.sources
-    if sources is None:
-        return None
-    start, vocab_size = defaults.decoder_start, runner.vocab_size
-    if not start or max(start) >= vocab_size:
-        raise ConfigError(
-            "the model has a decoder, which begins with decoder_start_token_id: expected a token id below "
-            f"{vocab_size} in generation_config.json or config.json, got {start[:1] or 'none'}. Correct it in the "
-            "model's folder."
-        )
-    if defaults.not_applied:
-        reporter.announce(f"generation_config.json's {', '.join(defaults.not_applied)} are not applied")
-    facts = replace(sources.facts, max_length=runner.max_source_len)
-    log_mel = read_log_mel(files, facts.bins, facts.frames) if facts.is_sound else "the encoder reads texts"
-    return DecoderPrompts(start, vocab_size, facts, tokenizer, log_mel)
-
-
-def tower_of(runner: ModelRunner) -> Tower | str:
-    """The tower that prompts with images are checked with, or why they are refused."""
-    runtime, media = runner.config.runtime, runner.model.media
-    if runner.pipeline is not None:
-        return "runtime.pipeline_parallel_size is set, under which text alone is served"
-    if media is None:
-        return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
-    if runtime.skip_compiled:
-        return "runtime.skip_compiled is set, under which text alone is served"
-    if runtime.deterministic and media.facts.sees_ahead:
-        return (
-            "runtime.deterministic is set, under which every token is a row that sees what is before it, and tokens of "
-            "this model's images see those behind them too: text alone is served"
-        )
-    return media.facts
-
-
-def media_preprocessor(
-    compiled: CompiledRuntime, files: Mapping[str, bytes], max_model_len: int, tower: Tower | str
-) -> MediaPreprocessor:
-    """The preprocessor of images and videos of prompts.
-
-    Args:
-        files: as text_files gives them.
-        tower: as tower_of gives it.
-    """
-    config = compiled.config
-    why_not = tower if isinstance(tower, str) else None
-    return MediaPreprocessor(config.model.source, files, max_model_len, why_not, config.media.allowed_domains)
-
-
-def model_source(compiled: CompiledRuntime, timeline: Timeline, lender: ModelSource | None = None) -> ModelSource:
-    """Where a runner's weights and program come from.
-
-    Args:
-        lender: the source of the model that it drafts for.
-    """
-    source = ArtifactSource(compiled, timeline, lender=lender if isinstance(lender, ArtifactSource) else None)
-    if not compiled.config.runtime.skip_compiled:
-        return source
-    from mllm_compile.model.eager_model import EagerSource
-
-    return EagerSource(source, compiled.config)
-
-
-def _start_runner(
-    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline, early: EarlyRanks
-) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
-    """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
-    ranks where there are some."""
-    source = model_source(compiled, timeline)
-    drafter = _draft_runner(compiled, source, timeline)
-    with timeline.stage("memory plan"):
-        now = situation(settings, early.free_bytes)
-        measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
-        num_pages = (
-            now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
-        )
-    if num_pages is not None:
-        try:
-            runner, group = _initialized(
-                replace(settings, num_pages=num_pages), source, drafter, compiled, timeline, early
-            )
-            return runner, replace(now, num_pages=num_pages), group
-        except (DeviceMemoryError, torch.OutOfMemoryError):
-            timeline.note("the stored memory plan does not hold any more: measuring again")
-    runner, group = _initialized(settings, source, drafter, compiled, timeline, early)
-    return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
-
-
-def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Timeline) -> ModelRunner | None:
-    """A runner of the draft model, where the runtime has one; its pages are as many as the model's. With it come those
-    that draft on from it.
-
-    Args:
-        source: of the model.
-    """
-    drafter = compiled.drafter
-    if drafter is None:
-        return None
-    settings = runner_config(drafter.config)
-    following = _draft_runner(drafter, source, timeline)
-    if following is None and "hidden_states" in drafter.artifact.program.inputs:
-        settings = replace(settings, most_chained=MOST_VERIFIED)
-    return ModelRunner(settings, model_source(drafter, timeline, source), drafter=following)
-
-
-def _initialized(
-    settings: RunnerConfig,
-    source: ModelSource,
-    drafter: ModelRunner | None,
-    compiled: CompiledRuntime,
-    timeline: Timeline,
-    early: EarlyRanks,
-) -> tuple[ModelRunner, RankGroup | None]:
-    """A runner that is ready, and the other ranks with it."""
-    if settings.runtime.num_ranks == 1:
-        runner = ModelRunner(settings, source, drafter=drafter)
-        runner.initialize(timeline.stage)
-        return runner, None
-    from mllm_compile.ranks.group import RankGroup
-
-    runtime = settings.runtime
-    sizes = runtime.num_ranks, runtime.pipeline_parallel_size, runtime.device
-    group = early.take_group(*sizes) or RankGroup(*sizes, *_launcher_and_nodes(compiled, early, timeline))
-    started: list[ModelRunner] = []
-    try:
-        group.load(compiled, settings.num_pages)
-        runner = ModelRunner(settings, source, group.communicator)
-        started.append(runner)
-        runner.initialize(timeline.stage)
-        with timeline.stage("wait for ranks"):
-            group.wait_ready()
-        return runner, group
-    except Exception as error:
-        reason = group.explain(error)
-        for one in started:
-            one.shutdown()
-        group.close()
-        raise reason from None if reason is not error else error
-    except BaseException:  # also Ctrl-C
-        for one in started:
-            one.shutdown()
-        group.close()
-        raise
-
-
-def _launcher_and_nodes(
-    compiled: CompiledRuntime, early: EarlyRanks, timeline: Timeline
-) -> tuple[Launcher, Timeline, Nodes | None]:
-    """The launcher of this host's ranks, the timeline, and the other hosts, where there are some.
-
-    Raises:
-        ConfigError: there is no secret, or no Ray, or Ray's nodes do not have what is asked for.
-        DeviceError: the port is taken, or Ray has no room.
-    """
-    runtime = compiled.config.runtime
-    if runtime.distributed_executor_backend == "ray":
-        from mllm_compile.ranks.by_ray.launch import RayLauncher
-
-        by_ray = RayLauncher(compiled, timeline)
-        return by_ray, timeline, by_ray.nodes
-    from mllm_compile.ranks.launch_local import LocalLauncher
-
-    launcher = LocalLauncher(early.take)
-    if runtime.nnodes == 1:
-        return launcher, timeline, None
-    from mllm_compile.config.device import detect_device
-    from mllm_compile.ranks.admission import node_secret
-    from mllm_compile.ranks.node import hello_of
-    from mllm_compile.ranks.nodes import Nodes
-
-    each = runtime.num_ranks // runtime.nnodes
-    own = hello_of(compiled.artifact, 0, 0, runtime.nnodes, detect_device(runtime.device).name)
-    node_of = {rank: rank // each for rank in range(each, runtime.num_ranks)}
-    return launcher, timeline, Nodes(runtime.master_addr, runtime.master_port, node_of, node_secret(), own)
-
-
-def _step_runner(runner: ModelRunner, group: RankGroup | None) -> StepRunner | RankedStepRunner:
-    sampler = Sampler(runner.model.sampling)
-    if group is None:
-        return StepRunner(runner, sampler)
-    from mllm_compile.ranks.steps import RankedStepRunner, StagedStepRunner
-
-    computes_at_once = runner.device.type == "cpu" and group.num_stages > 1
-    kind = StagedStepRunner if computes_at_once else RankedStepRunner
-    return kind(StepRunner(runner, sampler, group.announce), group)
-
-
-def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:
-    runner.shutdown()  # first: graphs hold calls of the group
-    if group is not None:
-        group.close()
-
-
-def load_text_parts(
-    compiled: CompiledRuntime, timeline: Timeline
-) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
-    """The tokenizer, None where the model has none, and what its generation_config.json says of answers."""
-    with timeline.stage("load tokenizer"):
-        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, HeldFiles(text_files(compiled)))
-        defaults = load_generation_defaults(compiled.folder, HeldFiles(compiled.artifact.texts))
-        return tokenizer, defaults, default_params(defaults, compiled.folder)
-
-
-def text_files(compiled: CompiledRuntime) -> dict[str, bytes]:
-    """The files of the tokenizer and of the processor: the bytes that were hashed, not those that a file has now."""
-    start = TOKENIZER + "/"
-    texts = compiled.artifact.texts
-    files = {name.removeprefix(start): data for name, data in texts.items() if name.startswith(start)}
-    if files and compiled.config.model.split_special_tokens:
-        files = told_to_split(files, compiled.folder / TOKENIZER)
-    if any(name in files for name in PROCESSOR_FILES):
-        files[CONFIG_FILE] = texts[CONFIG_FILE]
-    return files
 
 
 def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
@@ -531,52 +300,3 @@ def _tell_ready(
     if speculation is not None:
         tokens += f" · drafts by {compiled.config.speculative.method}"
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
-
-
-def ends_of_answers(
-    defaults: GenerationDefaults, tokenizer: Tokenizer | None, vocab_size: int, reporter: Reporter
-) -> frozenset[int]:
-    """The end-of-sequence ids that the model can sample; the tokenizer's where the model's files name none.
-
-    min_tokens forbids columns of the logits: an id beyond them would fail every request of its step.
-    """
-    named = defaults.eos_token_ids
-    if not named and tokenizer is not None and tokenizer.eos_token_id is not None:
-        named = frozenset({tokenizer.eos_token_id})
-    known = frozenset(token_id for token_id in named if token_id < vocab_size)
-    if known != named:
-        ends = "others end answers" if known else "answers end at max_tokens or a stop text alone"
-        reporter.announce(
-            f"eos_token_id {short_repr(min(named - known))} is beyond the model's vocabulary of {vocab_size} and never "
-            f"sampled: {ends}"
-        )
-    return known
-
-
-def _grammars(
-    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int], config: ResolvedConfig
-) -> Grammars | None:
-    """Compiles forms of answers; nothing of it happens before a request asks for one."""
-    if tokenizer is None:
-        return None
-    asked = config.structured_outputs
-
-    def read_vocabulary() -> Vocabulary:
-        names = tokenizer.special_token_ids, tokenizer.token_to_id("<|notimestamps|>")
-        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids, *names)
-
-    return Grammars(read_vocabulary, asked.backends, asked.threads)
-
-
-def _device_check(device: torch.device, group: RankGroup | None) -> Callable[[], None]:
-    """Raises when the device does not compute any more, as after an illegal memory access; or not with the others."""
-
-    def check() -> None:
-        if group is not None:
-            group.check_after_failure()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # after a step that ran out of memory
-            torch.ones(1, device=device).item()
-
-    return check

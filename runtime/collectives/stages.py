@@ -45,7 +45,7 @@ class StagedCommunicator:
 
     Attributes:
         rank, size: within its stage.
-        rank_of_all, size_of_all: among all ranks.
+        rank_of_all: among all ranks.
         stage, num_stages: which of how many this is.
         before, behind: the ways from the stage before and to the next, where there are some.
         tokens: rank → the way from rank 0 to it; of other ranks their own alone.
@@ -54,7 +54,7 @@ class StagedCommunicator:
     def __init__(self, whole: DivisibleCommunicator, num_stages: int) -> None:
         """Waits for all ranks."""
         self._whole = whole
-        self.rank_of_all, self.size_of_all = whole.rank, whole.size
+        self.rank_of_all = whole.rank
         width = whole.size // num_stages
         place, self.rank = divmod(whole.rank, width)
         self.size, self.num_stages, self.stage = width, num_stages, num_stages - 1 - place

@@ -7,7 +7,7 @@ Structures and numbers are from cuda.h (CUDA 12 and later; "CUDA Driver API", Ex
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -268,18 +268,6 @@ def call(name: str, device: int, doing: str, *arguments: Any) -> None:
     _check(driver.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
     try:
         _check(getattr(driver, name)(*arguments), doing)
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-
-def call_each(name: str, device: int, doing: str, calls: Iterable[Sequence[Any]]) -> None:
-    """Like `call`, once for each list of arguments."""
-    driver = _driver()
-    _check(driver.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
-    try:
-        function = getattr(driver, name)
-        for arguments in calls:
-            _check(function(*arguments), doing)
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 

@@ -15,7 +15,6 @@ from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.config.schema_runtime import KVEventsConfig, RuntimeConfig
-from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.config_sections import (
@@ -23,6 +22,7 @@ from mllm_compile.runtime.config_sections import (
     KVEventsSection,
     RuntimeSection,
 )
+from mllm_compile.store.source import runner_config
 from tests.config.resolving import CPU, H200, OF_TIERS, ONE_SIZE, QWEN, resolved
 
 

@@ -143,7 +143,7 @@ class TestStart:
         ("owner", "name"),
         [
             (ModelRunner, "init_attention_backend"),
-            (assemble, "StepRunner"),
+            (assemble, "make_step_runner"),
             (assemble, "_remember"),
             (assemble, "_tell_ready"),
             (threading.Thread, "start"),

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
@@ -24,7 +23,7 @@ from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutp
 from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.step_fields import StepFields
-from mllm_compile.store.source import ArtifactSource
+from mllm_compile.store.source import ArtifactSource, runner_config
 from tests.runtime.runner_cases import Loop
 from tests.tiny_model import tiny_config
 

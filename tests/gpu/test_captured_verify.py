@@ -15,7 +15,7 @@ from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.engine import assemble
 from mllm_compile.engine.memory_plan import MemoryPlan
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
-from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.schedule.lifecycle import Lifecycle
 from mllm_compile.runtime.schedule.trial_budget import TrialBudget
 from mllm_compile.runtime.speculation.depth import DepthByCost
 from tests.gpu.test_speculation import NOISE, PROMPTS
@@ -141,8 +141,10 @@ def test_all_parameters_are_served_in_one_launch_while_one_runs(cache, launches,
 
 def test_preempted_requests_in_steps_of_one_launch_get_the_likeliest_tokens(cache, launches, monkeypatch):
     preempted = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda self, *of: preempted.append(of) or preempt(self, *of))
+    preempt = Lifecycle.preempt
+    monkeypatch.setattr(
+        Lifecycle, "preempt", lambda self, *of, **how: preempted.append(of) or preempt(self, *of, **how)
+    )
     monkeypatch.setattr(MemoryPlan, "pages_from", lambda self, plan: 81)
     greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     outputs, _ = answers(cache, greedy, [[7 + i, *range(20, 60)] * 2 for i in range(8)])

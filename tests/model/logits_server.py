@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.store.source import ArtifactSource
+from mllm_compile.store.source import ArtifactSource, runner_config
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN
 
 PROMPT_LENGTHS = (1, 2, 5, 23, 53)

@@ -12,13 +12,12 @@ import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import ConfigError
 from mllm_compile.model.eager_model import EagerSource
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.runner import ProgramRunner
-from mllm_compile.store.source import ArtifactSource
+from mllm_compile.store.source import ArtifactSource, runner_config
 from tests.tiny_model import Reference, tiny_config
 
 TEXTS = ["A", "Return a new list containing", "If the file cannot be opened, an OSError is raised.\n" * 5]
