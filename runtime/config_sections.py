@@ -62,6 +62,7 @@ class CudaGraphSection:
 
 PEER_CONNECTOR = "PeerConnector"  # of engines that hand pages over to each other
 KVRole = Literal["kv_both", "kv_producer", "kv_consumer"]
+WritePolicy = Literal["write_through", "write_back"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ class RuntimeSection:
     kv_offloading_memory_file: str | None
     kv_offloading_disk_path: str | None
     kv_offloading_disk_size: float
-    kv_offloading_write_policy: Literal["write_through", "write_back"]
+    kv_offloading_write_policy: WritePolicy
     kv_transfer_config: KVTransferSection
     kv_load_failure_policy: Literal["recompute"]
     deterministic: bool

@@ -17,7 +17,7 @@ from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolve_quantisation import resolve_quantization
 from mllm_compile.config.resolve_task import check_encoder_decoder, has_encoder, resolve_task
-from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer
+from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer, write_policy
 from mllm_compile.config.resolved import (
     AutoChoices,
     ResolvedCache,
@@ -294,6 +294,7 @@ def _runtime(
         "any_rows": any_rows,
         "max_step_ms": _max_step_ms(asked, any_rows, choices),
         "kv_transfer_config": kv_transfer(asked.kv_transfer_config),
+        "kv_offloading_write_policy": write_policy(asked),
         "kv_events_config": KVEventsSection(**asked.kv_events_config.model_dump()),
         "cascade_attention": False,  # see _cascade_attention
     }

@@ -6,7 +6,7 @@ import ipaddress
 
 from mllm_compile.config.schema_runtime import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError, RequestError
-from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection
+from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection, WritePolicy
 from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 
 _OF_PEERS = ("hold_s", "hosts")
@@ -88,6 +88,14 @@ def _is_any(address: str) -> bool:
         return False
 
 
+def write_policy(asked: RuntimeConfig) -> WritePolicy:
+    """The policy that a config asks for; `auto`: a tier below may outlive a crash, so it gets all at once."""
+    if asked.kv_offloading_write_policy != "auto":
+        return asked.kv_offloading_write_policy
+    has_more = asked.kv_offloading_disk_path or asked.kv_transfer_config.kv_connector
+    return "write_through" if has_more else "write_back"
+
+
 def check_tiers(asked: RuntimeConfig) -> None:
     """
     Raises:
@@ -102,7 +110,7 @@ def check_tiers(asked: RuntimeConfig) -> None:
     if store.kv_connector == PEER_CONNECTOR:
         kept = {
             "kv_offloading_memory_file": asked.kv_offloading_memory_file is not None,
-            "kv_offloading_write_policy": asked.kv_offloading_write_policy != "write_through",
+            "kv_offloading_write_policy": asked.kv_offloading_write_policy == "write_back",
         }
         for key in (key for key, is_set in kept.items() if is_set):
             raise ConfigError(

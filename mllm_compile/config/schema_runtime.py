@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mllm_compile.config.schema_base import Auto, PathText, PositiveInt, Section, SwitchList, without_repeats
-from mllm_compile.runtime.config_sections import DtypeName, KVRole, LogprobsMode
+from mllm_compile.runtime.config_sections import DtypeName, KVRole, LogprobsMode, WritePolicy
 
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
@@ -183,9 +183,10 @@ class RuntimeConfig(Section):
     kv_offloading_disk_size: float = Field(default=0.0, ge=0.0, le=1048576.0)
     """GiB of files in it."""
 
-    kv_offloading_write_policy: Literal["write_through", "write_back"] = "write_through"
-    """The folder gets what the host's memory gets at once, so that a crash loses nothing (write_through), or what that
-    is about to give up, and the rest at the end (write_back), which wears a drive less."""
+    kv_offloading_write_policy: Auto | WritePolicy = "auto"
+    """The host's memory and the folder get what is computed at once, so that a crash loses nothing (write_through); or
+    each gets what the one above is about to give up, and the rest at the end (write_back): together they hold more, and
+    a drive is worn less. auto: write_through where a folder, a store or other engines are behind that memory."""
 
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     """A store of your own in place of that folder: {kv_connector: package.module.Class, trust_local_code: true}."""

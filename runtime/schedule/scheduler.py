@@ -186,7 +186,9 @@ class Scheduler:
     def drop_kv(self) -> None:
         """Let go of all pages, whose memory goes, with no step in flight: requests begin anew. Tiers keep theirs."""
         self.retract()
-        self._settle_tiers()
+        if self.tiers is not None:
+            self.tiers.settle()
+            self.tiers.store_rest()
         self.rows.flush_prefix_cache()
 
     def retract(self) -> None:

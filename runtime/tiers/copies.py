@@ -119,6 +119,11 @@ class SlotCopies:
         return self._store is not None and self._store.takes_writes
 
     @property
+    def outlives(self) -> bool:
+        """See TierCopies.outlives."""
+        return self._kept is not None
+
+    @property
     def share_below(self) -> float:
         """See TierCopies.share_below."""
         return 1.0 if self._store is None else self._store.share

@@ -79,3 +79,17 @@ def test_a_store_is_named_as_vllm_names_it():
     assert ResolvedConfig.model_validate(config.model_dump(mode="json")).runtime.kv_transfer_config == section
     assert {field.name for field in fields(KVTransferSection)} == set(KVTransferConfig.model_fields)
     assert KVTransferConfig().model_dump() == asdict(KVTransferSection())
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy"),
+    [
+        ({}, "write_back"),
+        ({"kv_offloading_disk_path": "/tmp/kv", "kv_offloading_disk_size": 3.0}, "write_through"),
+        ({"kv_transfer_config": _STORE}, "write_through"),
+        ({"kv_offloading_write_policy": "write_through"}, "write_through"),
+    ],
+)
+def test_pages_are_written_through_where_something_is_behind_the_hosts_memory(changes, policy):
+    found = resolved(runtime={"kv_offloading_size": 1.0} | changes)
+    assert found.runtime.kv_offloading_write_policy == policy

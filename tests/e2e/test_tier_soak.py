@@ -56,7 +56,7 @@ def damage(folder: Path, chance: Random) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["write_through"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_a_soak_with_kills_and_damaged_files_gives_the_tokens_of_a_plain_engine(tmp_path: Path, policy: str) -> None:
     chance = Random(9)
     prompts = turns_of(chance, REQUESTS, num_beginnings=12)

@@ -170,6 +170,10 @@ class RadixCache:
             count -= dropped.size
         return np.concatenate(evicted)
 
+    def unlocked_runs(self) -> list[PageRun]:
+        """The runs that nobody has locked, in the order in which they would be given up."""
+        return list(self._unlocked)
+
     def flush(self) -> np.ndarray:
         """Forget every prefix; returns the unused pages. Locked ones come back by eviction once unlocked."""
         self._roots = {}

@@ -2,7 +2,8 @@
 
 A page is worth something only with all pages before it. So a use counts for the whole path, its end first: of the
 least recently used path the last page goes first. Among the oldest ends the one goes that is computed fastest. A page
-that others follow goes only while copies read all ends. Free of torch.
+that others follow goes only while copies read all ends. Ahead of all go pages that the tier above is noted to have, the
+one first that it got last. Free of torch.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class TierIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
         self._children: Counter[bytes] = Counter()  # entries that follow a page
+        self._above: OrderedDict[bytes, Entry] = OrderedDict()  # those that the tier above has, as it got them
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -150,13 +152,19 @@ class TierIndex:
         """Takes slots back that hold nothing."""
         self._free += slots
 
-    def put(self, entry: Entry) -> None:
-        """Makes a slot that was taken an entry's, as used now; gives it back where the key has one."""
+    def put(self, entry: Entry, is_above: bool = False) -> None:
+        """Makes a slot that was taken an entry's, as used now; gives it back where the key has one.
+
+        Args:
+            is_above: note_above is called for it.
+        """
         if entry.key in self._entries:
             self._free.append(entry.slot)
             return
         entry.used = time.monotonic()
         self._add(entry)
+        if is_above:
+            self._above[entry.key] = entry
         if self._ledger is not None:
             self._ledger.put(entry)
         if self.watch is not None:
@@ -169,6 +177,17 @@ class TierIndex:
         for entry in entries:
             self._add(entry)
 
+    def note_above(self, keys: Sequence[bytes], is_above: bool) -> None:
+        """Notes that the tier above has got pages, or has given them up."""
+        for key in keys:
+            self._above.pop(key, None)
+            if is_above and (entry := self._entries.get(key)) is not None:
+                self._above[key] = entry
+
+    def clear_above(self) -> None:
+        """Notes that the tier above has nothing, or is about to."""
+        self._above.clear()
+
     def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._children[entry.parent] += 1
@@ -176,6 +195,7 @@ class TierIndex:
     def drop(self, entry: Entry, on_purpose: bool = False) -> None:
         """Forgets an entry that no copy reads."""
         del self._entries[entry.key]
+        self._above.pop(entry.key, None)
         if self._ledger is not None:
             self._ledger.drop(entry)
         if self._dropped is not None and (self._owns_content or on_purpose):
@@ -192,10 +212,19 @@ class TierIndex:
         for entry in [one for one in self._entries.values() if one.first == first]:
             self.drop(entry, on_purpose=True)
 
-    def tell(self, key: bytes) -> None:
-        """Tells who watches of an entry again, as they may not have known its tokens."""
-        if self.watch is not None and key in self._entries:
+    def tell(self, key: bytes, is_coming: bool = False) -> None:
+        """Tells who watches of an entry again, as they may not have known its tokens.
+
+        Args:
+            is_coming: it is no entry yet, and they forget its tokens before it is.
+        """
+        if self.watch is not None and (is_coming or key in self._entries):
             self.watch(key, True)
+
+    def tell_gone(self, key: bytes) -> None:
+        """Takes back what `tell` said of an entry that did not come."""
+        if self.watch is not None and key not in self._entries:
+            self.watch(key, False)
 
     def leave(self) -> None:
         """Tells who watches that nothing is found here any more; what there is stays."""
@@ -215,6 +244,9 @@ class TierIndex:
 
     def _victim(self) -> Entry | None:
         """The entry that goes next; None while all are read."""
+        for one in islice(reversed(self._above.values()), _LOOKED_AT):
+            if not one.users:
+                return one
         now = time.monotonic()
         oldest = [one for one in islice(self._entries.values(), _LOOKED_AT) if not one.users]
         ends = [one for one in oldest if one.key not in self._children]

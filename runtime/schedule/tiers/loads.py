@@ -15,6 +15,7 @@ from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.lookups import Lookups
+from mllm_compile.runtime.schedule.tiers.room import Room
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
@@ -67,10 +68,14 @@ class _Found:
 
 
 class Loads:
-    """Used by the engine's thread alone."""
+    """Used by the engine's thread alone.
 
-    def __init__(self, shelves: Shelves) -> None:
-        self._shelves, self._cache = shelves, shelves.pages.cache
+    Args:
+        room: where requests wait for it; None: the prefix cache drops what it gives up.
+    """
+
+    def __init__(self, shelves: Shelves, room: Room | None = None) -> None:
+        self._shelves, self._cache, self._room = shelves, shelves.pages.cache, room
         self._loads: dict[Ticket, _Load] = {}
         self._loading: dict[bytes, _Load] = {}  # by the keys of the pages that are on their way
         self._waits: dict[Request, _Load] = {}
@@ -90,12 +95,14 @@ class Loads:
         """See Tiers.holds_back."""
         if self.is_for(request):
             return True
-        if request in self._tried:
+        if request in self._tried and self._room is None:
             return False
         shelves, page_size = self._shelves, self._shelves.page_size
         run, pages = self._cache.match_prefix(token_ids, salt)
         known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
         parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
+        if request in self._tried:
+            return self._waits_for_room(request, run, num_needed - pages.size)
         first_missing = keys.chain(parent, rest[:page_size])
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
             self._waits[request] = on_its_way
@@ -107,13 +114,15 @@ class Loads:
             if self._lookups.holds_back(request, path):
                 return True
         has_more = bool(first_missing) and shelves.find(first_missing[0]) is not None
-        if not has_more and not shelves.has_states:
+        if has_more and len(set(self._loads.values())) >= _MOST:
+            self._later.add(request)
+            return True
+        behind = keys.chain(parent, rest) if has_more else first_missing
+        if self._waits_for_room(request, run, num_needed - pages.size, behind):
+            return True
+        if not has_more and (not shelves.has_states or len(set(self._loads.values())) >= _MOST):
             return False
-        if len(set(self._loads.values())) >= _MOST:
-            if has_more:
-                self._later.add(request)
-            return has_more
-        found = self._found(run, known, keys.chain(parent, rest) if has_more else [])
+        found = self._found(run, known, behind if has_more else [])
         if found is None or not (shelves.source_of(request) is not None or self._pays(found)):
             return False
         return self._begin(request, token_ids[: found.end * page_size], salt, found, num_needed - found.have)
@@ -130,6 +139,11 @@ class Loads:
     def pages_for(self, request: Request) -> tuple[int, int]:
         """Pages that were loaded for a request that is being admitted: from the host, and from the tier below."""
         return self._tried.get(request, (0, 0))
+
+    def _waits_for_room(
+        self, request: Request, run: PageRun | None, num_needed: int, rest: Sequence[bytes] = ()
+    ) -> bool:
+        return self._room is not None and self._room.holds_back(request, run, num_needed, rest)
 
     def _path(self, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
         """Entries of a prompt's pages that the prefix cache lacks; of all its pages where a model has states."""

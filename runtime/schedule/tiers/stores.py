@@ -1,9 +1,13 @@
-"""Stores: what is published goes to the host's memory, and from there to the tier below. Free of torch."""
+"""Stores: what is published goes to the host's memory, and from there to the tier below.
+
+Written through, it goes there at once, and others' pages for it. Written back, it goes at once into slots that are
+free; the rest when the tier above is about to give it up (room.py). Free of torch.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,11 +26,12 @@ class Stores:
     """Used by the engine's thread alone; a watcher of the prefix cache.
 
     Args:
-        writes_through: what the host's memory gets is written below at once; else when it is about to be given up.
+        writes_through: see the module's header.
     """
 
     def __init__(self, shelves: Shelves, writes_through: bool) -> None:
         self._shelves, self._cache, self._writes_through = shelves, shelves.pages.cache, writes_through
+        self._takes_slots = writes_through  # of others, for what is published
         self._most = max(1, int(shelves.pages.allocator.usable_pages * _MOST_LOCKED))
         self._fresh: dict[PageRun, None] = {}  # runs that were published, and are not stored
         self._fresh_states: dict[PageRun, None] = {}
@@ -79,11 +84,10 @@ class Stores:
         if not num_kept:
             self._fresh.pop(run, None)
         self._fresh_states.pop(run, None)
-        tag = run.tag
-        if tag is not None and (tag.is_over or tag.retain_s):
-            until = 0.0 if tag.is_over else tag.used_s + tag.retain_s
+        is_ended, until = bias_of(run)
+        if is_ended or until:
             for index in self._shelves.indices():
-                index.bias(self._shelves.keys_of(run)[num_kept:], is_ended=tag.is_over, until=until)
+                index.bias(self._shelves.keys_of(run)[num_kept:], is_ended=is_ended, until=until)
 
     def forgotten(self, run: PageRun) -> None:
         """Forgets all that begins like this run: it may be no numbers."""
@@ -94,6 +98,7 @@ class Stores:
 
     def cleared(self) -> None:
         """Forgets what is not stored yet."""
+        self._takes_slots = self._writes_through
         self._fresh.clear()
         self._fresh_states.clear()
 
@@ -110,13 +115,31 @@ class Stores:
             del self._fresh_states[run]
             self._store_state(run)
 
+    def store_rest(self) -> Iterator[None]:
+        """Has all stored that the cache alone has, what was used last behind the rest; for the cache's end. Each step
+        is over when what it began is stored."""
+        index = self._shelves.host[False]
+        index.clear_above()
+        self._takes_slots, count = True, 0
+        runs = self._cache.unlocked_runs()
+        for run in runs:
+            index.use(self._shelves.keys_of(run))
+        for run in runs:
+            of_path = sum(one.pages.size for one in self._cache.path_of(run))
+            if count + of_path > index.num_slots:  # a page that comes may have others of these go, and come again
+                yield
+                count = 0
+            self._fresh[run] = None
+            count += of_path
+        yield
+
     def _store_path(self, run: PageRun) -> None:
         """Stores the pages of a path that the tier lacks."""
         shelves, index = self._shelves, self._shelves.host[False]
-        missing = self._missing(run)
+        missing = self._missing(run) if self._takes_slots or index.num_free else []
         for start in range(0, len(missing), shelves.piece):
             part = missing[start : start + shelves.piece]
-            slots = index.take(len(part))
+            slots = index.take(len(part) if self._takes_slots else min(len(part), index.num_free))
             part_taken = part[: len(slots)]
             for (entry, _), slot in zip(part_taken, slots, strict=True):
                 entry.slot = slot
@@ -174,13 +197,25 @@ class Stores:
         shelves, run = self._shelves, self._stores.pop(ticket)
         self._cache.unlock(run)
         shelves.changes += 1
-        index, counts, num_bytes = shelves.host[ticket.is_state], shelves.counts[0], shelves.copies.page_bytes
         if ticket.is_state:
             self._cache.states.let_go(run)
-            self._storing_states.difference_update(entry.key for entry in ticket.entries)
-            num_bytes = shelves.copies.state_bytes
-        else:
-            self._storing.difference_update(entry.key for entry in ticket.entries)
+        (self._storing_states if ticket.is_state else self._storing).difference_update(
+            entry.key for entry in ticket.entries
+        )
+        self.take_in(ticket, is_above=not (self._writes_through or ticket.is_state))
+        index = shelves.host[ticket.is_state]
+        if not ticket.is_state and run not in self._stores.values():  # once, behind the path's last part
+            index.use(shelves.path_keys(run))
+
+    def take_in(self, ticket: Ticket, is_above: bool = False) -> None:
+        """Lists what a copy has brought to the host's memory.
+
+        Args:
+            is_above: as TierIndex.put has it.
+        """
+        shelves, counts = self._shelves, self._shelves.counts[0]
+        index = shelves.host[ticket.is_state]
+        num_bytes = shelves.copies.state_bytes if ticket.is_state else shelves.copies.page_bytes
         counts.store_seconds += ticket.seconds
         counts.stored_bytes += num_bytes * len(ticket.entries)
         for place, entry in enumerate(ticket.entries):
@@ -188,14 +223,12 @@ class Stores:
                 index.give_back([entry.slot])
                 continue
             entry.is_below = bool(shelves.below) and entry.key in shelves.below[ticket.is_state]
-            index.put(entry)
+            index.put(entry, is_above)
             if self.takes_writes and not entry.is_below:
                 if self._writes_through:
                     self._to_write[ticket.is_state].append(entry)
                 else:
                     self._has_new.add(ticket.is_state)
-        if not ticket.is_state and run not in self._stores.values():  # once, behind the path's last part
-            index.use(shelves.path_keys(run))
 
     # --- to the tier below --------------------------------------------------------------------------------------------
 
@@ -219,7 +252,6 @@ class Stores:
         Args:
             wait: each step waits until copies are over and are taken in.
         """
-        self._writes_through = True
         self._has_new.clear()
         for is_state, index in self._shelves.host.items():
             self._to_write[is_state] = deque(entry for entry in index if not entry.is_below)
@@ -255,3 +287,11 @@ class Stores:
             counts.stored_bytes += num_bytes
             entry.is_below = True
             below.put(replace(entry, slot=slot, users=0))
+
+
+def bias_of(run: PageRun) -> tuple[bool, float]:
+    """True of a run that a session will not ask for; and the time.monotonic() up to which others go before it."""
+    tag = run.tag
+    if tag is None or not (tag.is_over or tag.retain_s):
+        return False, 0.0
+    return tag.is_over, 0.0 if tag.is_over else tag.used_s + tag.retain_s

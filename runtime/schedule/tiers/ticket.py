@@ -69,6 +69,10 @@ class TierCopies(Protocol):
         """The tier below may take more."""
 
     @property
+    def outlives(self) -> bool:
+        """Another process may find what the host's memory has."""
+
+    @property
     def share_below(self) -> float:
         """The part of the tier below that is left to this engine."""
 

@@ -3,7 +3,8 @@
 A request that waits may find more of its prompt here than the prefix cache has. Then its pages are loaded while it
 waits on, and steps of others run (loads.py). A load ends as pages of the prefix cache, which the request finds there as
 any other. What does not arrive is computed. Stores begin when pages are published, and lock their path meanwhile
-(stores.py). Behind the host's memory there may be a tier below, whose content comes and goes through the host's.
+(stores.py), or when the prefix cache is about to give pages up (room.py). Behind the host's memory there may be a tier
+below, whose content comes and goes through the host's.
 
 A load writes pages that nobody reads. They are in the cache only when the host has seen the end of the copy, so no step
 that reads them was launched before. Copies start behind all that was launched (ticket.py), so no step that was planned
@@ -27,6 +28,7 @@ from mllm_compile.runtime.schedule.tiers.gain import Gain
 from mllm_compile.runtime.schedule.tiers.handover import HandOver, Whereabouts
 from mllm_compile.runtime.schedule.tiers.index import TierIndex
 from mllm_compile.runtime.schedule.tiers.loads import Loads
+from mllm_compile.runtime.schedule.tiers.room import Room
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.stores import Stores
 from mllm_compile.runtime.schedule.tiers.ticket import TierCopies
@@ -44,7 +46,7 @@ class Tiers:
         secret: of the pages' keys.
         min_gain: least quotient of computing's time and loading's for which a prefix is loaded.
         below: the indices of the tier below, of pages and of states; None: there is no such tier.
-        writes_through: as Stores has it.
+        writes_through: as Stores has it, of all tiers.
         name_below: of the tier below, in figures.
         asks_below, asks_peers: as Shelves has it.
         hands_over: where other engines ask, and hold_s as HandOver has it; None: nothing is handed over.
@@ -75,15 +77,17 @@ class Tiers:
             pages, copies, secret, Gain(min_gain), upper, lower, asks_below=asks_below, asks_peers=asks_peers
         )
         self._copies = copies
-        self._loads, self._stores = Loads(self._shelves), Stores(self._shelves, writes_through)
+        self._stores = Stores(self._shelves, writes_through)
+        self._room = None if writes_through else Room(self._shelves, self._stores)
+        self._loads = Loads(self._shelves, self._room)
         self.handover = None if hands_over is None else HandOver(self._shelves, self._stores, *hands_over)
-        pages.cache.watchers.append(self._stores)
+        pages.cache.watchers += [self._stores] if self._room is None else [self._stores, self._room]
 
     # --- requests that wait -------------------------------------------------------------------------------------------
 
     def is_loading(self, request: Request) -> bool:
-        """True if the request waits for a load."""
-        return self._loads.is_for(request)
+        """True if the request waits for a load, or for room."""
+        return self._loads.is_for(request) or (self._room is not None and self._room.is_for(request))
 
     def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
         """True if a request is better admitted later: its pages are being loaded, or begin to be.
@@ -97,6 +101,8 @@ class Tiers:
     def leave(self, request: Request) -> None:
         """Notes that a request waits no longer: it was admitted, or has ended."""
         self._loads.leave(request)
+        if self._room is not None:
+            self._room.leave(request)
 
     def count_hit(self, request: Request, num_cached: int) -> tuple[int, int]:
         """Counts tokens of a request that is admitted with so many cached ones: from the host, and from below."""
@@ -113,11 +119,13 @@ class Tiers:
     @property
     def is_busy(self) -> bool:
         """Copies are in flight."""
-        return bool(self._loads or self._stores) or self._stores.is_writing
+        return bool(self._loads or self._stores or self._room) or self._stores.is_writing
 
     @property
     def has_more(self) -> bool:
         """`advance` would begin a store."""
+        if self._room is not None and self._room.has_more:
+            return True
         return self._stores.has_more or (self.handover is not None and self.handover.has_more)
 
     @property
@@ -131,13 +139,17 @@ class Tiers:
         if self.handover is not None:
             self.handover.begin()
         self._stores.begin()
+        if self._room is not None:
+            self._room.advance()
         self._stores.begin_writes()
         if self.handover is not None:
             self.handover.settle()
 
     def settle(self) -> None:
         """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they
-        may be many, and all requests wait for this."""
+        may be many, and all requests wait for this. Nor does anybody wait for room from then on."""
+        if self._room is not None:
+            self._room.stop()
         self._take_in()
         self._stores.begin()
         while self.is_busy:
@@ -145,9 +157,16 @@ class Tiers:
             self._take_in()
             self._stores.begin()
 
+    def store_rest(self) -> None:
+        """Has the host's memory get what the prefix cache alone has and is about to lose; waits for it."""
+        if self._room is not None:
+            self.settle()
+            for _ in self._stores.store_rest():
+                self.settle()
+
     def _take_in(self) -> None:
         for ticket in self._copies.finished():
-            if not self._loads.over(ticket):
+            if not (self._loads.over(ticket) or (self._room is not None and self._room.over(ticket))):
                 self._stores.over(ticket)
 
     def state_kept(self, run: PageRun) -> None:
@@ -218,6 +237,10 @@ class Tiers:
             self.advance()
             self.settle()
             self._stores.write_all(self._rounds())
+            if self._room is not None and (self._shelves.below or self._copies.outlives):
+                for _ in self._stores.store_rest():
+                    self.settle()
+                    self._stores.write_all(self._rounds())
         except Exception as error:  # of a device or a rank that is lost, and has ended the engine
             logger.warning("not all pages were stored at the end: %s", error)
         finally:

@@ -15,7 +15,7 @@ class FakeCopies:
     """A copy reads and writes at its end, as late as it may; `fails` of the loads' pages do not arrive."""
 
     page_bytes, state_bytes = 64 << 20, 1 << 20
-    takes_writes, share_below = True, 1.0
+    takes_writes, share_below, outlives = True, 1.0, False
 
     def __init__(self, device: FakeDevice, chance: Random, ends: float = 0.5, fails: float = 0.0) -> None:
         self.device, self.chance, self.ends, self.fails = device, chance, ends, fails

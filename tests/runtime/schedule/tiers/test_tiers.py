@@ -106,12 +106,12 @@ def test_a_request_that_waits_for_a_load_stops_no_other() -> None:
 @pytest.mark.parametrize("writes_through", [False, True])
 def test_what_the_host_gives_up_comes_back_from_below(writes_through: bool) -> None:
     sim, copies = simulation(Random(4), num_slots=6, num_below=64, writes_through=writes_through, num_pages=9)
-    for number in (1, 2, 3, 1, 2):
-        request = sim.add(make_request(str(number), prompt_of(20, first=number), max_tokens=2, **FREE))
+    for number in (1, 2, 3, 4, 1, 2):
+        sim.add(make_request(str(number), prompt_of(20, first=number), max_tokens=2, **FREE))
         settled(sim)
     sim.check_answers()
     assert copies.num_below > 0
-    assert request.disk_tokens > 0
+    assert any(request.disk_tokens for request in sim.requests)
     _, disk = sim.scheduler.stats().tiers
     assert (disk.name, disk.hit_tokens > 0) == ("disk", True)
     sim.check_all_returned()

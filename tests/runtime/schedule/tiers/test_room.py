@@ -1,0 +1,124 @@
+"""Pages that the KV cache gives up go to the host's memory first, and both have different ones."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
+from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_request, prompt_of
+from tests.runtime.schedule.tiers.fake_copies import FakeCopies
+from tests.runtime.schedule.tiers.test_tiers import settled, simulation
+
+
+def filled(num_prompts: int, num_slots: int, **options: object) -> tuple[Simulation, FakeCopies]:
+    """A scheduler with 16 pages, whose memory was written back while so many prompts of 5 pages came."""
+    sim, copies = simulation(Random(1), num_slots=num_slots, writes_through=False, num_pages=17, **options)
+    for number in range(num_prompts):
+        sim.add(make_request(f"first{number}", prompt_of(20, first=number), max_tokens=2, **FREE))
+        settled(sim)
+    return sim, copies
+
+
+def test_cache_and_memory_together_have_what_neither_could_hold() -> None:
+    sim, _ = filled(6, num_slots=20)
+    again = []
+    for number in range(6):
+        again.append(sim.add(make_request(f"again{number}", prompt_of(20, first=number), max_tokens=2, **FREE)))
+        settled(sim)
+    sim.check_answers()
+    assert [request.num_cached_tokens for request in again] == [16] * 6, "of 30 pages, behind 16 and 20"
+    sim.check_all_returned()
+
+
+def test_what_is_written_through_is_in_both() -> None:
+    sim, _ = simulation(Random(1), num_slots=20, writes_through=True, num_pages=17)
+    for number in range(6):
+        sim.add(make_request(str(number), prompt_of(20, first=number), max_tokens=2, **FREE))
+        settled(sim)
+    again = sim.add(make_request("again", prompt_of(20, first=0), max_tokens=2, **FREE))
+    settled(sim)
+    assert again.num_cached_tokens == 0
+
+
+def test_a_request_waits_for_its_room_while_others_run_and_no_page_is_lost() -> None:
+    sim, copies = filled(3, num_slots=8)
+    copies.ends = 0.0
+    allocator = sim.scheduler.pages.allocator
+    late = sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
+    short = sim.add(make_request("short", prompt_of(3, first=7), max_tokens=2, **FREE))
+    for _ in range(8):
+        sim.step()
+    assert short.is_finished
+    assert not late.output_token_ids
+    on_their_way = {page for ticket in copies.begun for page in ticket.pages.tolist()}
+    assert on_their_way
+    assert allocator.taken[list(on_their_way)].all(), "no step may write them before"
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    sim.check_all_returned()
+
+
+def test_a_request_waits_for_pages_that_are_leaving_the_cache() -> None:
+    sim, copies = filled(3, num_slots=40)
+    sim.scheduler.tiers._shelves.host[False].clear()
+    copies.ends = 0.0
+    sim.add(make_request("late", prompt_of(60, first=9), max_tokens=2, **FREE))
+    sim.step()
+    (leaving,) = (ticket for ticket in copies.begun)
+    again = sim.add(make_request("again", prompt_of(20, first=0), max_tokens=2, **FREE))
+    for _ in range(4):
+        sim.step()
+    assert not again.output_token_ids
+    assert not leaving.is_load
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert again.host_tokens > 0
+    sim.check_all_returned()
+
+
+def test_a_request_that_leaves_amid_its_wait_keeps_nothing() -> None:
+    sim, copies = filled(3, num_slots=8)
+    copies.ends = 0.0
+    late = sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
+    sim.step()
+    sim.scheduler.abort(late)
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_all_returned()
+
+
+@pytest.mark.parametrize("num_slots", [8, 64])
+def test_memory_that_is_let_go_leaves_what_was_used_last(num_slots: int) -> None:
+    """As sleep lets it go: pages that the cache alone has are stored before."""
+    sim, _ = filled(4, num_slots=num_slots)
+    sim.scheduler.drop_kv()
+    held = {entry.key for entry in sim.scheduler.tiers._shelves.host[False]}
+    assert len(held) == min(num_slots, 20)
+    last = sim.add(make_request("last", prompt_of(20, first=3), max_tokens=2, **FREE))
+    settled(sim)
+    sim.check_answers()
+    assert last.host_tokens == 16
+
+
+@pytest.mark.parametrize("num_slots", [8, 64])
+def test_the_end_writes_what_the_cache_alone_has_below(num_slots: int) -> None:
+    sim, copies = filled(3, num_slots=num_slots, num_below=64)
+    sim.scheduler.close()
+    assert len(copies.below) == 15
+
+
+def test_of_what_both_have_that_goes_first_which_the_cache_got_last() -> None:
+    index = TierIndex(4)
+    for name in (b"a", b"b", b"c", b"d"):
+        (slot,) = index.take(1)
+        index.put(Entry(name, b"root", name, 4, slot))
+    index.note_above([b"b", b"c"], is_above=True)
+    index.take(1)
+    assert [entry.key for entry in index] == [b"a", b"b", b"d"]
+    index.note_above([b"b"], is_above=False)
+    index.take(2)
+    assert b"a" not in index, "the least recently used one"
