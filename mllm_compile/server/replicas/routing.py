@@ -8,7 +8,7 @@ text first: so those that are known of a text are always its first ones.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -44,14 +44,20 @@ class _Known:
         self.load = 0
         self.chosen = 0  # the number of the last choice of it
 
-    def matched(self, blocks: Sequence[int]) -> int:
-        """The number of these that it has cached, from the first one on."""
-        return bisect_left(blocks, True, key=lambda block: block not in self.blocks)
+    def matched(self, last_first: Sequence[int]) -> int:
+        """The number of a text's blocks that it has cached, from the text's begin on.
 
-    def take(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):
-            self.blocks[block] = None
-            self.blocks.move_to_end(block)
+        Args:
+            last_first: the blocks, the last one first.
+        """
+        # A method of the dict's own: with many engines and long prompts a function in Python is most of a choice.
+        return len(last_first) - bisect_left(last_first, True, key=self.blocks.__contains__)
+
+    def take(self, last_first: Sequence[int], num_matched: int) -> None:
+        """Has a text's blocks from now on; it had `num_matched` of them."""
+        num_new = len(last_first) - num_matched
+        self.blocks.update(dict.fromkeys(last_first[:num_new]))
+        deque(map(self.blocks.move_to_end, last_first[num_new:]), maxlen=0)
         while len(self.blocks) > self.most_blocks:
             self.blocks.popitem(last=False)
 
@@ -116,7 +122,8 @@ class Routing:
             hint: likewise, unless that engine has much more to do.
         """
         known = {name: self._known[name] for name in usable}
-        matched = {name: one.matched(blocks) for name, one in known.items()}
+        last_first = blocks[::-1]
+        matched = {name: one.matched(last_first) for name, one in known.items()}
         homes, name = (self._hints, hint or "") if session is None else (self._sessions, session)
         home = homes.get(name, "")
         stays = home in known and (known[home].has_tiers or matched[home] >= _WORTH * len(blocks))
@@ -126,7 +133,7 @@ class Routing:
             _note(homes, name, home)
         self._count += 1
         known[home].chosen = self._count
-        known[home].take(blocks)
+        known[home].take(last_first, matched[home])
         return home
 
     def _by_prefix(self, known: Mapping[str, _Known], matched: Mapping[str, int], num_blocks: int) -> str:
