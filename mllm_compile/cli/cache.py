@@ -1,4 +1,4 @@
-"""`mllm-compile cache list | remove | prune | verify`: the runtimes that were compiled on this machine."""
+"""`mllm-compile cache list | remove | prune | verify`: runtimes of this machine, and weights that it fetched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mllm_compile.process.console import fitted, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mllm_compile.store.contents import StoredRuntime
+    from mllm_compile.store.contents import Stored, StoredRuntime
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
@@ -47,8 +47,8 @@ def make_cache_app() -> typer.Typer:
 
 
 def list_command(cache_dir: DirOption = None) -> None:
-    """List the runtimes, the last used first."""
-    from mllm_compile.store.contents import stored_runtimes
+    """List the runtimes, and weights that came from another node of Ray, the last used first."""
+    from mllm_compile.store.contents import stored_runtimes, stored_weights
     from mllm_compile.store.publish import folder_bytes, runtimes_folder
 
     folder = _folder(cache_dir)
@@ -60,6 +60,9 @@ def list_command(cache_dir: DirOption = None) -> None:
             print(f"{runtime.folder.name} is {_state(runtime.problem)}: {runtime.problem}")
     count = f"{len(runtimes)} runtime{'s' * (len(runtimes) != 1)}"
     print(f"{count}, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
+    for one in stored_weights(folder):
+        size, used = format_bytes(one.num_bytes), _ago(one.last_used)
+        print(f"weights from another node in {one.folder.parent.name}/: {one.folder.name}, {size}, last used {used}")
     compilers = compiler_cache(folder)
     print(f"kept by compilers in {compilers.name}/: {format_bytes(folder_bytes(compilers))}")
     bytecode = bytecode_cache(folder)
@@ -93,22 +96,22 @@ def remove_command(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="As `cache list` shows them, or how they begin.")],
     cache_dir: DirOption = None,
 ) -> None:
-    """Remove runtimes by name."""
-    from mllm_compile.store.contents import remove_runtime, stored_runtimes
+    """Remove runtimes, or fetched weights, by name."""
+    from mllm_compile.store.contents import remove_stored, stored_runtimes, stored_weights
 
     folder = _folder(cache_dir)
-    runtimes = stored_runtimes(folder)
+    stored: list[Stored] = [*stored_runtimes(folder), *stored_weights(folder)]
     # All names first: one that is wrong removes nothing.
-    for runtime in {name: _named(name, runtimes, folder) for name in names}.values():
-        print(f"removed {runtime.folder.name}: {format_bytes(remove_runtime(runtime.folder))}")
+    for one in {name: _named(name, stored, folder) for name in names}.values():
+        print(f"removed {one.folder.name}: {format_bytes(remove_stored(one.folder))}")
 
 
-def _named(name: str, runtimes: Sequence[StoredRuntime], folder: Path) -> StoredRuntime:
-    """The runtime of this name, or the only one whose name begins with it."""
-    exact = [runtime for runtime in runtimes if runtime.folder.name == name]
-    found = exact or [runtime for runtime in runtimes if name and runtime.folder.name.startswith(name)]
+def _named(name: str, stored: Sequence[Stored], folder: Path) -> Stored:
+    """The one of this name, or the only one whose name begins with it."""
+    exact = [one for one in stored if one.folder.name == name]
+    found = exact or [one for one in stored if name and one.folder.name.startswith(name)]
     if len(found) != 1:
-        which = ", ".join(runtime.folder.name for runtime in found)
+        which = ", ".join(one.folder.name for one in found)
         said = f"begins the names of several runtimes, {which}" if found else "is no runtime"
         raise ConfigError(f"{name!r} {said} in {folder}; `mllm-compile cache list` shows them")
     return found[0]
@@ -117,7 +120,9 @@ def _named(name: str, runtimes: Sequence[StoredRuntime], folder: Path) -> Stored
 def prune_command(
     max_size: Annotated[
         str | None,
-        typer.Option(help="Also remove the least recently used runtimes until this is left: 0, 500M, 20G."),
+        typer.Option(
+            help="Also remove the least recently used runtimes and fetched weights until this is left: 0, 500M, 20G."
+        ),
     ] = None,
     cache_dir: DirOption = None,
 ) -> None:
@@ -132,8 +137,8 @@ def prune_command(
 
     folder = _folder(cache_dir)
     pruned = prune(folder, limit)
-    for runtime in pruned.runtimes:
-        print(f"removed {runtime.folder.name}: {format_bytes(runtime.num_bytes)}")
+    for one in pruned.stored:
+        print(f"removed {one.folder.name}: {format_bytes(one.num_bytes)}")
     if sum(pruned.leftovers):
         print(f"removed what killed compiles left: {format_bytes(sum(pruned.leftovers))}")
     if pruned.compiler_bytes is None:

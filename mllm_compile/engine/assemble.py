@@ -50,7 +50,7 @@ from mllm_compile.runtime.speculation.factory import make_speculation
 from mllm_compile.runtime.state.factory import draft_obstacle
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.runtime.updates.live import LiveWeights
-from mllm_compile.store.contents import remove_runtime
+from mllm_compile.store.contents import remove_stored
 from mllm_compile.store.measurements import device_key, read_measured, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.shared_weights import num_weight_bytes
@@ -124,7 +124,7 @@ def assemble_any(
         return load(compiled)
     except DamagedWeightsError as error:  # seen only when they are on the device
         timeline.note(f"the cached runtime is not used: {error}")
-        remove_runtime(compiled.folder)
+        remove_stored(compiled.folder)
     return load(load_or_compile(source, timeline))
 
 

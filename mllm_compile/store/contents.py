@@ -1,4 +1,4 @@
-"""Lists a cache's runtimes, usable or not, and chooses which are removed to make room."""
+"""Lists a cache's runtimes, usable or not, and the weights that came from other nodes, and removes some for room."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mllm_compile.store.artifact import Manifest, is_runtime, read_manifest
 from mllm_compile.store.publish import folder_bytes, remove_compiler_cache, remove_folder, runtimes_folder, sweep
 
 _RUNTIME_NAME = re.compile(r".+-[0-9a-f]{16}")  # the model's type and a key
+_WEIGHTS_NAME = re.compile(r"[0-9a-f]{32}")
 _BYTECODE_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -38,6 +39,40 @@ class StoredRuntime:
     last_used: float
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights that a node of Ray has fetched from another.
+
+    Attributes:
+        folder, num_bytes, last_used: as StoredRuntime has them.
+    """
+
+    folder: Path
+    num_bytes: int
+    last_used: float
+
+
+Stored = StoredRuntime | StoredWeights
+
+
+def stored_weights(cache_dir: str | Path) -> list[StoredWeights]:
+    """All fetched weights of the cache, the last used first.
+
+    Raises:
+        ConfigError: the cache cannot be read.
+    """
+    found = []
+    for folder in _subfolders(Path(cache_dir) / CHECKPOINTS):
+        if _WEIGHTS_NAME.fullmatch(folder.name) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(StoredWeights(folder, folder_bytes(folder), folder.stat().st_mtime))
+    return sorted(found, key=_last_used_first)
+
+
+def _last_used_first(stored: Stored) -> tuple[float, str]:
+    return -stored.last_used, stored.folder.name
+
+
 def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
     """Every runtime of the cache, the last used first.
 
@@ -53,7 +88,7 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
             problem = error
         with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
             found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
-    return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
+    return sorted(found, key=_last_used_first)
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -74,8 +109,8 @@ def _is_ours(folder: Path) -> bool:
     return _RUNTIME_NAME.fullmatch(folder.name) is not None or is_runtime(folder)
 
 
-def remove_runtime(folder: Path) -> int:
-    """Removes a runtime of the cache; a process that opens it meanwhile sees it whole or not at all.
+def remove_stored(folder: Path) -> int:
+    """Removes a runtime or weights of the cache; a process that opens it meanwhile sees it whole or not at all.
 
     Returns:
         The bytes that are gone, which are not all where files are another user's.
@@ -95,16 +130,16 @@ def remove_runtime(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The runtimes and files that `prune` removed.
+    """The files and folders that `prune` removed.
 
     Attributes:
-        runtimes: the removed runtimes in order, each with the bytes that it gave back.
+        stored: runtimes and fetched weights in order, each with the bytes that it gave back.
         leftovers: bytes of each folder that a killed compile or fetch had left.
         compiler_bytes: bytes of the compilers' cache; None: a compile may be using it, and it stays.
         bytecode_bytes: bytes of Python's bytecode.
     """
 
-    runtimes: list[StoredRuntime]
+    stored: list[Stored]
     leftovers: list[int]
     compiler_bytes: int | None
     bytecode_bytes: int
@@ -113,7 +148,7 @@ class Pruned:
     def num_bytes(self) -> int:
         """All bytes that were freed."""
         kept = (self.compiler_bytes or 0) + self.bytecode_bytes
-        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + kept
+        return sum(one.num_bytes for one in self.stored) + sum(self.leftovers) + kept
 
 
 def _bytecode_folders(folder: Path) -> list[Path]:
@@ -122,10 +157,11 @@ def _bytecode_folders(folder: Path) -> list[Path]:
 
 
 def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
-    """Removes what compilers, Python and killed compiles left, and runtimes.
+    """Removes what compilers, Python and killed compiles left, runtimes and fetched weights.
 
     Args:
-        max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
+        max_bytes: beside the unusable runtimes the least recently used of both go, until this is left; None: no others
+            go.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -134,9 +170,10 @@ def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
     compiler_bytes = remove_compiler_cache(compiler_cache(cache_dir))
     bytecode_bytes = sum(map(remove_folder, _bytecode_folders(bytecode_cache(cache_dir))))
     runtimes = stored_runtimes(cache_dir)
-    removed = [runtime for runtime in runtimes if runtime.manifest is None]
-    kept = [runtime for runtime in runtimes if runtime.manifest is not None]
-    while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
+    removed: list[Stored] = [one for one in runtimes if one.manifest is None]
+    kept: list[Stored] = [*(one for one in runtimes if one.manifest is not None), *stored_weights(cache_dir)]
+    kept.sort(key=_last_used_first)
+    while max_bytes is not None and kept and sum(one.num_bytes for one in kept) > max_bytes:
         removed.append(kept.pop())
-    gone = [replace(runtime, num_bytes=remove_runtime(runtime.folder)) for runtime in removed]
+    gone = [replace(one, num_bytes=remove_stored(one.folder)) for one in removed]
     return Pruned(gone, leftovers, compiler_bytes, bytecode_bytes)

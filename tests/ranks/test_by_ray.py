@@ -219,7 +219,9 @@ def test_what_is_not_there_is_fetched_once(there):
     assert (Path(root) / "model.safetensors").read_bytes() == Path(paths[2]).read_bytes()
     assert server.calls and set(server.calls) == {"read"}
     server.calls.clear()
+    os.utime(root, (1, 1))
     assert take_files(elsewhere(told).to_json(), server) == [folder, root] and not server.calls
+    assert os.stat(root).st_mtime > 1, "the least recently used goes first"
 
 
 def test_a_runtime_that_was_compiled_on_the_node_is_left_for_rank_0_to_compare(there):

@@ -39,17 +39,17 @@ def test_runtimes_are_listed_with_the_last_used_first(cache):
 def test_pruning_removes_the_unusable_then_the_least_recently_used(cache):
     broken, size = (runtime.num_bytes for runtime in stored_runtimes(cache)[:2])
     pruned = prune(cache, size)
-    assert [runtime.folder.name for runtime in pruned.runtimes] == ["broken", "old"]
+    assert [runtime.folder.name for runtime in pruned.stored] == ["broken", "old"]
     assert pruned.num_bytes == broken + size
     assert names(cache) == {"new"}
-    assert [runtime.folder.name for runtime in prune(cache, 0).runtimes] == ["new"]
+    assert [runtime.folder.name for runtime in prune(cache, 0).stored] == ["new"]
     assert prune(cache, 0) == Pruned([], [], 0, 0)
 
 
 def test_what_cannot_be_removed_is_not_said_to_be_freed(cache, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     pruned = prune(cache, 0)
-    assert [runtime.num_bytes for runtime in pruned.runtimes] == [0, 0, 0]
+    assert [runtime.num_bytes for runtime in pruned.stored] == [0, 0, 0]
     assert pruned.num_bytes == 0
     assert run(["cache", "prune", "--dir", str(cache)]) == 0
     assert capsys.readouterr().out == "freed 0 B\n"
@@ -76,7 +76,7 @@ def test_a_folder_that_is_no_cache_loses_nothing(tmp_path, capsys):
 def test_what_a_damaged_runtime_left_is_removed(tmp_path):
     folder = runtimes_folder(tmp_path) / "qwen3-0123456789abcdef"
     folder.mkdir(parents=True)
-    assert [runtime.folder for runtime in prune(tmp_path).runtimes] == [folder]
+    assert [runtime.folder for runtime in prune(tmp_path).stored] == [folder]
 
 
 def test_pruning_without_a_size_keeps_every_usable_runtime(cache, capsys):
@@ -258,3 +258,22 @@ def test_bytecode_goes_but_nothing_else_of_the_folder(cache):
     (cache / "bytecode" / "somebody's").mkdir()
     assert prune(cache).bytecode_bytes == 5
     assert [path.name for path in (cache / "bytecode").iterdir()] == ["somebody's"]
+
+
+def test_weights_of_another_node_are_listed_and_go_by_name_or_by_last_use(cache, capsys):
+    fetched, others = (cache / "checkpoints" / name for name in ("ab" * 16, "somebody's"))
+    for folder in (fetched, others):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(3 << 10))
+    shutil.rmtree(runtimes_folder(cache) / "broken")
+    os.utime(fetched, (500, 500))  # before the runtimes
+    assert run(["cache", "list", "--dir", str(cache)]) == 0
+    listed = f"weights from another node in checkpoints/: {fetched.name}, 3.0 KiB, last used 1970-01-01"
+    assert listed in capsys.readouterr().out.splitlines()
+    assert prune(cache).stored == [] and fetched.is_dir(), "without a size what is usable stays"
+    room = sum(one.num_bytes for one in stored_runtimes(cache))
+    assert [one.folder for one in prune(cache, room).stored] == [fetched]
+    assert names(cache) == {"new", "old"} and others.is_dir()
+    fetched.mkdir()
+    assert run(["cache", "remove", "aba", "--dir", str(cache)]) == 0
+    assert capsys.readouterr().out == f"removed {fetched.name}: 0 B\n" and not fetched.exists()

@@ -25,7 +25,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import compiler_cache
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.store import publish
-from mllm_compile.store.contents import Pruned, prune, remove_runtime
+from mllm_compile.store.contents import Pruned, prune, remove_stored
 from mllm_compile.store.locks import compile_lock, using_compiler_cache
 from mllm_compile.store.publish import new_artifact_folder, runtimes_folder, sweep
 from tests.hang_guard import HANG_S
@@ -166,7 +166,7 @@ def test_a_cache_that_refuses_to_be_written_is_told_by_whatever_writes_it(cache,
         lambda: new_artifact_folder(final).__enter__(),
         lambda: using_compiler_cache(cache).__enter__(),
         lambda: sweep(runtimes_folder(cache)),
-        lambda: remove_runtime(runtimes_folder(cache) / "new"),
+        lambda: remove_stored(runtimes_folder(cache) / "new"),
         lambda: prune(cache, 0),
     ):
         reason = f": the disk that holds {cache} is full" if number == errno.ENOSPC else f" ({os.strerror(number)})"

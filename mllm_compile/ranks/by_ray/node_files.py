@@ -23,7 +23,7 @@ from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.store.artifact import MANIFEST, is_runtime
 from mllm_compile.store.measurements import MEASURED
 from mllm_compile.store.opened import CompiledRuntime
-from mllm_compile.store.publish import new_artifact_folder, runtimes_folder, scratch_folder, sweep
+from mllm_compile.store.publish import mark_used, new_artifact_folder, runtimes_folder, scratch_folder, sweep
 
 PART_S = 60.0  # a part comes within this time
 _PART_BYTES = 8 << 20
@@ -134,6 +134,7 @@ def _weights(told: Wanted, cache: Path, server: Any) -> str:
     name = hashlib.sha256(json.dumps([told.weights_root, [asdict(one) for one in told.weights]]).encode()).hexdigest()
     own = cache / CHECKPOINTS / name[:32]
     if own.is_dir():  # it got its name when it was whole
+        mark_used(own)
         return str(own)
     make_private(own.parent)
     sweep(own.parent)
