@@ -111,6 +111,10 @@ def assemble_any(
         from mllm_compile.ranks.admission import node_secret
 
         node_secret()  # told ahead of a compile
+    if settings is not None and settings.distributed_executor_backend == "ray":
+        from mllm_compile.ranks.by_ray.installed import check_installed
+
+        check_installed()  # likewise
     if early is None:
         with early_ranks(source) as early:
             return assemble_any(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)

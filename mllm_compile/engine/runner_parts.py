@@ -130,7 +130,7 @@ def _launcher_and_nodes(
     """The launcher of this host's ranks, the timeline, and the other hosts, where there are some.
 
     Raises:
-        ConfigError: there is no secret, or no Ray, or Ray's nodes do not have what is asked for.
+        ConfigError: there is no secret, or Ray's nodes do not have what is asked for.
         DeviceError: the port is taken, or Ray has no room.
     """
     runtime = compiled.config.runtime

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.engine import assemble
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from mllm_compile.ranks.by_ray import installed
 from tests.hang_guard import until
@@ -102,7 +103,8 @@ class TestActors:
             Engine(config)
 
 
-def test_a_config_that_wants_ray_says_where_it_is_not_installed(eager_cache, monkeypatch):
+def test_a_config_that_wants_ray_says_where_it_is_not_installed_ahead_of_a_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(assemble, "load_or_compile", lambda *_: pytest.fail("it was told too late"))
     with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'mllm-compile\[ray\]'"):
-        Engine(of_ray(eager_cache))
+        Engine(of_ray(tmp_path))

@@ -12,7 +12,6 @@ from typing import Any
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks.by_ray.actors import RayRank
-from mllm_compile.ranks.by_ray.installed import check_installed
 from mllm_compile.ranks.by_ray.nodes import RayNodes
 from mllm_compile.ranks.by_ray.placement import Placement, give_back, place
 from mllm_compile.store.opened import CompiledRuntime
@@ -34,10 +33,9 @@ class RayLauncher:
             timeline: is told of what is slow.
 
         Raises:
-            ConfigError: Ray is not installed, or the config does not go with several nodes.
+            ConfigError: the config does not go with several nodes.
             DeviceError: Ray has no room for them.
         """
-        check_installed()
         import ray
 
         global _started_clusters
