@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,25 @@ def test_rays_application_takes_its_arguments():
     (given,) = inspect.signature(builder).parameters.values()
     assert given.annotation is Options, "else Ray hands the arguments on as they are"
     assert Options.model_validate(application["args"]).num_gpus == 1
+
+
+def test_rays_own_cluster_lists_each_host_once_and_starts_one_head():
+    (cluster,) = FILES["ray_cluster"]
+    hosts = [cluster["provider"]["head_ip"], *cluster["provider"]["worker_ips"]]
+    assert len(set(hosts)) == len(hosts) == 2
+    head, worker = (" ".join(cluster[f"{kind}_start_ray_commands"]) for kind in ("head", "worker"))
+    assert "--head --port=6379" in head and "--address=$RAY_HEAD_IP:6379" in worker
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
+def test_rays_own_schema_takes_the_cluster_and_no_wrong_name():
+    jsonschema = pytest.importorskip("jsonschema")
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    (cluster,) = FILES["ray_cluster"]
+    validate_config(prepare_config(deepcopy(cluster)))
+    with pytest.raises(jsonschema.ValidationError, match="docker_image"):
+        validate_config(prepare_config(deepcopy(cluster) | {"docker_image": "mllm-ray:latest"}))
 
 
 @pytest.mark.parametrize(("name", "document"), DOCUMENTS)

@@ -129,3 +129,34 @@ def test_streams_errors_and_other_paths_come_through_as_they_are(serving):
     ask("A", max_tokens=1, session_id="a%41")
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/sessions/a%2541", timeout=HANG_S) as answer:
         assert json.load(answer)["id"] == "a%41"
+
+
+def test_replicas_follow_the_load_to_two_and_back_without_a_lost_request(serving):
+    deploy(
+        serving,
+        min_replicas=1,
+        max_replicas=2,
+        target_ongoing_requests=1,
+        upscale_delay_s=0.0,
+        downscale_delay_s=1.0,
+    )
+    until(lambda: len(servers(serving)) == 1, "one replica")
+    is_over, answered = threading.Event(), list[int]()
+
+    def keep_asking(number: int) -> None:
+        while not is_over.is_set():
+            answered.append(ask(f"Number {number} " * 20, max_tokens=40)["usage"]["completion_tokens"])
+
+    with ThreadPoolExecutor(6) as threads:
+        asking = [threads.submit(keep_asking, number) for number in range(6)]
+        try:
+            until(lambda: len(servers(serving)) == 2, "a second replica under load")
+            before = len(answered)
+            until(lambda: len(answered) > before + 12, "answers of both")
+        finally:
+            is_over.set()
+        for one in asking:
+            one.result()  # raises what a request has met
+    assert set(answered) == {40}
+    until(lambda: len(servers(serving)) == 1, "one replica again, when nobody asks")
+    assert ask("A", max_tokens=3)["usage"]["completion_tokens"] == 3
