@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from mllm_compile.runtime.program.spec import (
     StageStart,
 )
 from mllm_compile.runtime.program.steps import (
+    OF_DISTANCES,
     AttentionStep,
     CrossAttentionStep,
     PackedAttentionStep,
@@ -253,8 +255,8 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
     q, k, v, segments = map(_value_name, operands[:4])
     num_heads, v_head_dim = map(int, out.meta["val"].shape[1:])
     by_kernel = is_op(node, SegmentAttentionKind.lowered)
-    left, right, bias = operands[8:] or (-1, -1, None)
-    return PackedAttentionStep(
+    left, right = operands[8:10] or (-1, -1)
+    step = PackedAttentionStep(
         str(name),
         *(q, k, v, segments, _value_name(out)),
         (num_heads, v_head_dim),
@@ -262,8 +264,15 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
         by_kernel,
         int(left),
         int(right),
-        None if bias is None else _value_name(bias),
     )
+    of_distances: dict[str, Any] = {name: _value_name(value) for name, value in _of_distances(node).items()}
+    return replace(step, **of_distances)
+
+
+def _of_distances(node: fx.Node) -> dict[str, fx.Node]:
+    """The values of attention over packed rows that depend on distances, by the op's arguments."""
+    given: Any = dict(zip(OF_DISTANCES, node.args[10:], strict=False))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
@@ -338,9 +347,9 @@ def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
     return {str(node.args[2]): tuple(_input_of(value, symbols) for value in node.args[0]) for node in layers}
 
 
-def packed_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
-    """Attention over packed rows → its q, k and v, and its bias where it has one, as the piece compiler needs them. A
-    value whose strides are no numbers stands as a contiguous one: it is copied.
+def packed_operands(graph: fx.GraphModule) -> dict[str, dict[str, PieceInput]]:
+    """Attention over packed rows → its q, k and v, and what it has that depends on distances, as the piece compiler
+    needs them, by the op's arguments. A value whose strides are no numbers stands as a contiguous one: it is copied.
 
     Raises:
         CompileError: one has a size that is neither a number nor a multiple of a symbol.
@@ -350,14 +359,14 @@ def packed_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
     for node in graph.graph.nodes:
         if isinstance(lowered_kind(node), PackedAttentionKind):
             operands: Any = node.args
-            bias = operands[10] if len(operands) > 10 else None
-            given = [_input_of(one, symbols) for one in (*operands[:3], *(() if bias is None else (bias,)))]
-            found[str(operands[6])] = tuple(
-                one
+            named = dict(zip("qkv", operands[:3], strict=True)) | _of_distances(node)
+            given = {name: _input_of(one, symbols) for name, one in named.items()}
+            found[str(operands[6])] = {
+                name: one
                 if all(isinstance(step, int) for step in one.stride) and one.stride[-1] == 1
                 else PieceInput.contiguous(one.shape, one.dtype)
-                for one in given
-            )
+                for name, one in given.items()
+            }
     return found
 
 

@@ -5,7 +5,7 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -276,7 +276,7 @@ class ProgramExecutor:
         self, step: PackedAttentionStep, pieces: Mapping[str, PieceFunction], buffer: int, dead: tuple[int, ...]
     ) -> _LinkedPackedAttention:
         q, k, v, segments, out = map(self._register, (*step.reads[:4], step.out))
-        bias = None if step.bias is None else self._register(step.bias)
+        of_distances = {name: self._register(value) for name, value in step.of_distances.items()}
         attend: Callable[..., None] = segment_attention_by_kernel
         if not step.by_kernel:
             attend = partial(
@@ -285,7 +285,20 @@ class ProgramExecutor:
         shape, scale, of_texts = step.out_shape, step.sm_scale, step.of_texts
         by_rows = None if of_texts is None else _ByRows(pieces[of_texts.piece], of_texts.strides)
         return _LinkedPackedAttention(
-            attend, buffer, q, k, v, segments, bias, out, shape, scale, step.layer, by_rows, step.by_kernel, dead
+            attend,
+            buffer,
+            q,
+            k,
+            v,
+            segments,
+            of_distances,
+            out,
+            shape,
+            scale,
+            step.layer,
+            by_rows,
+            step.by_kernel,
+            dead,
         )
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -467,11 +480,11 @@ class _ByRows:
         k: torch.Tensor,
         v: torch.Tensor,
         rows: torch.Tensor,
-        bias: torch.Tensor | None,
+        of_distances: Iterable[torch.Tensor],
         out: torch.Tensor,
     ) -> None:
         of_rows = [self._as_compiled(x, *strides) for x, strides in zip((q, k, v), self.strides, strict=True)]
-        self.piece([*of_rows, rows[0], rows[1], *([] if bias is None else [bias.contiguous()]), out])
+        self.piece([*of_rows, rows[0], rows[1], *(one.contiguous() for one in of_distances), out])
 
     def _as_compiled(self, x: torch.Tensor, row: int, head: int) -> torch.Tensor:
         if x.stride() == (row, head, 1):
@@ -489,7 +502,7 @@ class _LinkedPackedAttention:
     k: int
     v: int
     segments: int
-    bias: int | None
+    of_distances: dict[str, int]
     out: int
     out_shape: tuple[int, int]
     sm_scale: float
@@ -502,14 +515,14 @@ class _LinkedPackedAttention:
         q, segments = values[self.q], values[self.segments]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         k, v = values[self.k], values[self.v]
+        of_distances = {name: values[register] for name, register in self.of_distances.items()}
         if self.by_rows is not None and segments.rows is not None and (segments.is_captured or not self.by_kernel):
-            self.by_rows(q, k, v, segments.rows, None if self.bias is None else values[self.bias], out)
+            self.by_rows(q, k, v, segments.rows, of_distances.values(), out)
             values[self.out] = out
             return
         if segments.is_captured:
             raise RuntimeError(f"attention of {self.layer} cannot be captured: the program has no piece for it")
-        bias = {} if self.bias is None else {"bias": values[self.bias]}
-        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **bias)
+        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **of_distances)
         values[self.out] = out
 
 

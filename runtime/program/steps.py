@@ -123,12 +123,17 @@ class TextPiece:
     strides: tuple[tuple[int, int], ...]
 
 
+# The op's arguments over packed rows that depend on distances, in its order.
+OF_DISTANCES = ("bias", "distance_keys", "distance_queries", "distance_columns")
+
+
 @dataclass(frozen=True)
 class PackedAttentionStep:
     """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
     `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
-    (passes/attend_segments.py), which has neither windows nor `bias`, a value [H, 2R + 1]. `of_texts`: a piece that
-    has both, where the program has one."""
+    (passes/attend_segments.py), which has neither windows nor values of distances: `bias` [H, 2R + 1], or
+    `distance_keys` and `distance_queries` [W, H, D] with `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
+    `of_texts`: a piece that has them, where the program has one."""
 
     layer: str
     q: str
@@ -142,11 +147,20 @@ class PackedAttentionStep:
     window_left: int = -1
     window_right: int = -1
     bias: str | None = None
+    distance_keys: str | None = None
+    distance_queries: str | None = None
+    distance_columns: str | None = None
     of_texts: TextPiece | None = None
 
     @property
+    def of_distances(self) -> dict[str, str]:
+        """The values that depend on distances, by the op's arguments."""
+        found = {name: getattr(self, name) for name in OF_DISTANCES}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, self.segments, *(() if self.bias is None else (self.bias,)))
+        return (self.q, self.k, self.v, self.segments, *self.of_distances.values())
 
     @property
     def writes(self) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ CLASSES = (
     *("GPT2ForSequenceClassification", "UMT5EncoderModel", "MPNetModel", "ErnieModel", "Gemma3TextModel"),
     # Attention that the model writes out: in both directions, causal by a mask, by the graph.
     *("MegatronBertModel", "GPTJForSequenceClassification", "GPTNeoForTokenClassification"),
+    "DebertaForTokenClassification",
 )
 DENSE = 24
 
@@ -66,7 +67,11 @@ def test_texts_in_one_row_are_answered_as_each_alone(class_name: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "class_name", ["BertModel", "ModernBertModel", "T5EncoderModel", "BertForSequenceClassification"]
+    "class_name",
+    [
+        *("BertModel", "ModernBertModel", "T5EncoderModel", "BertForSequenceClassification"),
+        "DebertaV2ForSequenceClassification",
+    ],
 )
 def test_pieces_through_inductor_answer_alike(class_name: str, tmp_path: Path) -> None:
     model = save_pooling_model(class_name, tmp_path / "model")

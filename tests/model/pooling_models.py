@@ -15,10 +15,14 @@ from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, WINDOW, tiny_config
 LENGTHS = (7, 1, 150, 4, 25)
 LABELS = 3
 LIMIT = 1e-4
+# What DeBERTa's checkpoints have, and its configs by default do not.
+RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 32},
     "big_bird": {"attention_type": "original_full"},
     "convbert": {"embedding_size": 32},
+    "deberta": RELATIVE,
+    "deberta-v2": RELATIVE | {"position_buckets": 16, "norm_rel_ebd": "layer_norm", "share_att_key": True},
     "distilbert": {"dim": 64, "hidden_dim": 96},
     "modernbert": {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},
     "rembert": {"input_embedding_size": 32},

@@ -3,7 +3,8 @@
     python -m tests.model.pooling_survey [CLASS …] [--write]
 
 Each is compiled on the CPU in float32 with its pieces as traced, serves texts of token ids in one packed row, and is
-compared with Transformers' own forward of each text alone. --write brings docs/lab/encoders.md up to date.
+compared with Transformers' own forward of each text alone. --write brings docs/lab/encoders.md up to date; of some
+classes alone, the rows of the others stay.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,17 +86,19 @@ def survey(names: Iterable[str]) -> Iterator[PoolingOutcome]:
             waiting = batch[1:] + waiting
 
 
-def render(outcomes: Iterable[PoolingOutcome]) -> str:
-    """The table of the page."""
-    found = list(outcomes)
-    counts = {status: sum(one.status == status for one in found) for status in dict.fromkeys(o.status for o in found)}
-    shown = ", ".join(f"{count} {status}" for status, count in counts.items())
-    lines = [f"**Of {len(found)} classes: {shown}.**", "", "| class | outcome | error or reason |", "|---|---|---|"]
-    for one in sorted(found, key=lambda one: (one.status != "served", one.status, one.name)):
+def render(outcomes: Iterable[PoolingOutcome], before: str = "") -> str:
+    """The table of the page; `before` has rows of classes that were not tried again."""
+    rows = dict(re.findall(r"^\| (\w+) \| ([^|]+ \| .+) \|$", before, re.MULTILINE))
+    rows.pop("class", None)
+    for one in outcomes:
         remark = " ".join(one.remark.split()).replace("|", "/")[:160]
         what = f"{one.error:.0e}: {one.remark}" if one.error is not None else remark
-        lines.append(f"| {one.name} | {one.status} | {what} |")
-    return "\n".join(lines)
+        rows[one.name] = f"{one.status} | {what}"
+    of_status = Counter(row.partition(" |")[0] for row in rows.values())
+    shown = ", ".join(f"{count} {status}" for status, count in of_status.most_common())
+    lines = [f"**Of {len(rows)} classes: {shown}.**", "", "| class | outcome | error or reason |", "|---|---|---|"]
+    ordered = sorted(rows.items(), key=lambda row: (not row[1].startswith("served"), row[1].partition(" |")[0], row[0]))
+    return "\n".join([*lines, *(f"| {name} | {row} |" for name, row in ordered)])
 
 
 def main() -> int:
@@ -120,8 +124,9 @@ def main() -> int:
         outcomes.append(outcome)
     if arguments.write:
         text = PAGE.read_text(encoding="utf-8")
-        table = f"{_BEGIN}\n{render(outcomes)}\n{_END}"
-        PAGE.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
+        begin, table, end = re.split(f"(?<={_BEGIN}\n)|(?=\n{_END})", text)
+        table = render(outcomes, table if arguments.names else "")
+        PAGE.write_text(begin + table + end, encoding="utf-8")
     return int(any(outcome.status == "wrong" for outcome in outcomes))
 
 

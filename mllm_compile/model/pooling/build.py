@@ -11,6 +11,7 @@ import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel, compute_constants
+from mllm_compile.model.pooling.disentangled import with_distance_columns
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.rope_hook import follow_rope
@@ -66,7 +67,7 @@ def build_pooling_config(config: PreTrainedConfig, dtype: torch.dtype, task: str
         raise UnsupportedModelError(
             f"{config.model_type!r} models with RoPE that follows the length of a text are not served for {task}"
         )
-    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables)
+    return with_distance_columns(HFModel(model, constants | of_rope, unknown, position_offset(model), tables))
 
 
 def body_of(model: PreTrainedModel) -> Any:

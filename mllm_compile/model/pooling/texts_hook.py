@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from mllm_compile.model.pooling.disentangled import attending_disentangled
 from mllm_compile.model.pooling.distance_bias import DistanceTables, distance_tables
 from mllm_compile.model.pooling.own_attention import attending_past_the_interface
 from mllm_compile.model.towers.segments_hook import attending_by, said_bounds, say_bounds
+from mllm_compile.runtime.ops.segments.distance_scores import DistanceScores
 
 TEXTS_IMPLEMENTATION = "mllm_texts"
 _WITHOUT_EFFECT = frozenset(
@@ -61,6 +63,7 @@ class TextsAttention:
         sliding_window: int | None = None,
         is_causal: bool | None = None,
         position_bias: torch.Tensor | None = None,
+        distances: DistanceScores | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
@@ -89,7 +92,8 @@ class TextsAttention:
         right = 0 if is_causal else left
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        out = torch.ops.mllm.segment_attention(q, k, v, bounds, scale, "; ".join(refusals), left, right, bias)
+        of_texts = left, right, bias, *(distances or ())
+        out = torch.ops.mllm.segment_attention(q, k, v, bounds, scale, "; ".join(refusals), *of_texts)
         return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -99,7 +103,8 @@ def attending_to_texts(model: Any) -> Iterator[None]:
     attention = TextsAttention(distance_tables(model))
     AttentionInterface.register(TEXTS_IMPLEMENTATION, attention)
     try:
-        with attending_by(model, TEXTS_IMPLEMENTATION), attending_past_the_interface(model, attention):
+        past_it = attending_past_the_interface(model, attention), attending_disentangled(model, attention)
+        with attending_by(model, TEXTS_IMPLEMENTATION), past_it[0], past_it[1]:
             yield
     finally:
         say_bounds(None)

@@ -12,6 +12,7 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.mask_probe import ObservedCall, observe_attention
+from mllm_compile.model.pooling.disentangled import is_disentangled
 from mllm_compile.model.pooling.own_attention import attends_itself
 from mllm_compile.model.written_attention.find import KNOWS_ITS_MASK
 
@@ -28,7 +29,7 @@ def fill_windows(attentions: list[fx.Node], model: Any, inputs: dict[str, Any], 
         model: the traced model, with real weights.
         inputs: arguments of its forward besides `input_ids`.
     """
-    if any(attends_itself(module) for module in model.modules()):
+    if any(attends_itself(module) or is_disentangled(module) for module in model.modules()):
         return []  # it asks for no mask but padding's, and attends in both directions
     through_interface = [node for node in attentions if KNOWS_ITS_MASK not in node.meta]
     observed = observe_attention(model, device, inputs)

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from mllm_compile.runtime.attention.distances import of_distances
+from mllm_compile.runtime.attention.distances import of_distances as bias_of_distances
+from mllm_compile.runtime.ops.segments.distance_scores import DistanceScores
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
-_OF_TEXTS = "int window_left=-1, int window_right=-1, Tensor? bias=None"
+_OF_DISTANCES = "Tensor? distance_keys=None, Tensor? distance_queries=None, Tensor? distance_columns=None"
+_OF_TEXTS = f"int window_left=-1, int window_right=-1, Tensor? bias=None, {_OF_DISTANCES}"
 _LIBRARY.define(
     "segment_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals, "
     f"{_OF_TEXTS}) -> Tensor"
@@ -25,6 +27,7 @@ _LIBRARY.define(
 )
 # Types that the device's own kernel takes; others are computed segment by segment.
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_SCORES = 1 << 24  # of segments that are computed together, where each has scores of its own to add
 
 
 def segment_attention(
@@ -36,11 +39,11 @@ def segment_attention(
     refusals: str = "",
     window_left: int = -1,
     window_right: int = -1,
-    bias: torch.Tensor | None = None,
+    *of_distances: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends within segments; [N, H, Dv]. Arguments as segment_attention_with_output's; `refusals` is ignored here."""
     out = v.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    segment_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "", 0, window_left, window_right, bias)
+    segment_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "", 0, window_left, window_right, *of_distances)
     return out
 
 
@@ -56,6 +59,9 @@ def segment_attention_with_output(
     window_left: int = -1,
     window_right: int = -1,
     bias: torch.Tensor | None = None,
+    distance_keys: torch.Tensor | None = None,
+    distance_queries: torch.Tensor | None = None,
+    distance_columns: torch.Tensor | None = None,
 ) -> None:
     """Attends within segments: row i to rows i - window_left to i + window_right of its own.
 
@@ -68,9 +74,15 @@ def segment_attention_with_output(
         longest: rows of the longest segment; 0: not known, and N is taken.
         window_left, window_right: -1: no bound. A window_right of 0 is causal.
         bias: [H, 2R + 1], added to the scores by distance j - i; those beyond R are as R.
+        distance_keys, distance_queries: [W, H, D], where H is Hk: what a distance's column says to queries and to keys.
+            Added to q_i · k_j are q_i · distance_keys[c] and distance_queries[c] · k_j; either may be left out.
+        distance_columns: [2R + 1] int64, c of each distance j - i; those beyond R are as R.
     """
+    of_distances = None
+    if distance_columns is not None:
+        of_distances = DistanceScores(distance_keys, distance_queries, distance_columns)
     is_taken = q.is_cuda and q.dtype in _KERNEL_DTYPES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
-    if is_taken and bias is None:
+    if is_taken and bias is None and of_distances is None:
         length = longest or q.shape[0]
         is_causal, window = window_left < 0 and window_right == 0, {}
         if not is_causal and max(window_left, window_right) >= 0:
@@ -81,26 +93,30 @@ def segment_attention_with_output(
         out.copy_(attended[0])
         return
     group = q.shape[1] // k.shape[1]
-    for start, count, length in _runs(cu_seqlens.tolist()):
+    for start, count, length in _runs(cu_seqlens.tolist(), 0 if of_distances is None else q.shape[1]):
         end = start + count * length
         queries, keys, values = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (keys, values))
-        hidden = _added_to_scores(length, window_left, window_right, bias, q)
+        added = _added_to_scores(length, window_left, window_right, bias, q)
+        if of_distances is not None:
+            scores = of_distances.of(queries, keys).mul_(sm_scale)
+            added = scores if added is None else scores.add_(added)
         attended = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=hidden, scale=sm_scale
+            queries, keys, values, attn_mask=added, scale=sm_scale
         )
         out[start:end] = attended.transpose(1, 2).flatten(0, 1)
 
 
-def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
+def _runs(bounds: list[int], scored_heads: int = 0) -> Iterator[tuple[int, int, int]]:
     """Segments of equal lengths that follow each other: where they begin, how many they are, and their rows. A call for
-    each segment would take longer than short ones' products."""
+    each segment would take longer than short ones' products. Of `scored_heads`, above 0, each has scores in memory."""
     place = 0
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     for length, members in itertools.groupby(lengths):
         count = sum(1 for _ in members)
-        if length:
-            yield bounds[place], count, length
+        most = max(1, _MOST_SCORES // (scored_heads * 2 * length * length)) if length and scored_heads else count
+        for first in range(0, count if length else 0, most):
+            yield bounds[place] + first * length, min(most, count - first), length
         place += count
 
 
@@ -116,7 +132,7 @@ def _added_to_scores(
     if bias is None:
         added = like.new_zeros(length, length)
     else:
-        added = of_distances(bias, far).to(like.dtype)
+        added = bias_of_distances(bias, far).to(like.dtype)
     if window_left >= 0:
         added = added.masked_fill(far < -window_left, float("-inf"))
     if window_right >= 0:

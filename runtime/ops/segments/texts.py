@@ -1,10 +1,11 @@
-"""Attention of packed texts with windows, causality and a bias by distance, in a grid by the number of tokens.
+"""Attention of packed texts with windows, causality and scores by distance, in a grid by the number of tokens.
 
 Triton by hand, as ops/attention/split_decode.py, which says why. A block has some rows of the packed row for one query
 head, whichever texts they are of, and reads the keys that any of them sees. So a CUDA graph of a number of tokens holds
 for all lengths of texts, and short texts share a block.
 
-Shape legend: T tokens, H query heads, Hk heads of keys, D head dim, R farthest distance of the bias.
+Shape legend: T tokens, H query heads, Hk heads of keys, D head dim, R farthest distance that is told apart, W columns
+of distances.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def _text_attention_kernel(
     starts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    of_queries_ptr: tl.tensor,
+    of_keys_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
     out_ptr: tl.tensor,
     T: tl.tensor,
     Q_ROW: tl.constexpr,
@@ -46,13 +50,18 @@ def _text_attention_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     FAR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    COLUMNS_FAR: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (query head, tile of rows). LEFT and RIGHT below 0: no window; FAR 0: no bias."""
+    """Program (query head, tile of rows). LEFT and RIGHT below 0: no window; FAR 0: no bias. of_queries and of_keys
+    [T, H, COLUMNS] are scores of each row with a distance's column, read if OF_QUERIES and OF_KEYS say so."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -88,6 +97,16 @@ def _text_attention_kernel(
             far = tl.minimum(tl.maximum(keys[None, :] - rows[:, None], -FAR), FAR) + FAR
             bias = tl.load(bias_ptr + head * (2 * FAR + 1) + far).to(tl.float32)
             logits += bias * 1.4426950408889634
+        if OF_QUERIES or OF_KEYS:
+            far = tl.minimum(tl.maximum(keys[None, :] - rows[:, None], -COLUMNS_FAR), COLUMNS_FAR) + COLUMNS_FAR
+            column = tl.load(columns_ptr + far)
+            if OF_QUERIES:
+                of_row = (places * H + head) * COLUMNS + column
+                logits += tl.load(of_queries_ptr + of_row, mask=is_row[:, None], other=0.0).to(tl.float32) * SCALE
+            if OF_KEYS:
+                of_key = (keys.to(tl.int64)[None, :] * H + head) * COLUMNS + column
+                is_known = (keys < end)[None, :]
+                logits += tl.load(of_keys_ptr + of_key, mask=is_known, other=0.0).to(tl.float32) * SCALE
         is_seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
         logits = tl.where(is_seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -110,6 +129,9 @@ def text_attention(
     starts: torch.Tensor,
     ends: torch.Tensor,
     bias: torch.Tensor | None,
+    distance_keys: torch.Tensor | None,
+    distance_queries: torch.Tensor | None,
+    distance_columns: torch.Tensor | None,
     out: torch.Tensor,
     sm_scale: float,
     window_left: int,
@@ -122,12 +144,17 @@ def text_attention(
             they are.
         starts, ends: [T] int64: where the text of each row begins and ends. A row of padding is a text of its own.
         bias: [H, 2R + 1], added to the scores by distance j - i; those beyond R are as R. Or none.
+        distance_keys, distance_queries: [W, H, D], where H is Hk, contiguous; and distance_columns [2R + 1] int64: what
+            distance_scores.py has. Or none. Products with all rows are made ahead: [T, H, W] each.
         out: [T, H, D], contiguous, written.
         sm_scale: factor on q·k.
         window_left, window_right: -1: no bound. A window_right of 0 is causal.
     """
     num_tokens, num_heads, head_dim = q.shape
     is_wide = head_dim > 128
+    of_queries = None if distance_keys is None else torch.einsum("thd,whd->thw", q, distance_keys).contiguous()
+    of_keys = None if distance_queries is None else torch.einsum("thd,whd->thw", k, distance_queries).contiguous()
+    told = of_keys if of_queries is None else of_queries
     wrap_triton(_text_attention_kernel)[(num_heads, triton.cdiv(num_tokens, _ROWS))](
         q,
         k,
@@ -135,6 +162,9 @@ def text_attention(
         starts,
         ends,
         q if bias is None else bias,  # which is not read without
+        q if of_queries is None else of_queries,
+        q if of_keys is None else of_keys,
+        starts if distance_columns is None else distance_columns,
         out,
         num_tokens,
         Q_ROW=q.stride(0),
@@ -151,6 +181,10 @@ def text_attention(
         LEFT=window_left,
         RIGHT=window_right,
         FAR=0 if bias is None else bias.shape[1] // 2,
+        COLUMNS=0 if told is None else told.shape[2],
+        OF_QUERIES=of_queries is not None,
+        OF_KEYS=of_keys is not None,
+        COLUMNS_FAR=0 if distance_columns is None else distance_columns.shape[0] // 2,
         ROWS=_ROWS,
         KEYS=32 if is_wide else _KEYS,
         STAGES=2,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
+from mllm_compile.runtime.ops.segments import reference
 from mllm_compile.runtime.ops.segments.reference import segment_attention, segment_attention_with_output
 
 BOUNDS = [0, 5, 6, 18]
+COLUMNS = 6
 
 
 def test_each_row_sees_its_own_segment_in_both_directions() -> None:
@@ -38,3 +41,29 @@ def test_segments_of_equal_lengths_are_attended_over_together_as_alone() -> None
         parts = (x[start:end] for x in (q, k, v))
         segment_attention_with_output(*parts, own, alone[start:end], 0.3, "", 4, 1, 2, bias)
     assert torch.allclose(out, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(("has_keys", "has_queries"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("most_scores", [1 << 24, 200])
+def test_scores_with_columns_of_distances_are_added(
+    has_keys: bool, has_queries: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_MOST_SCORES", most_scores)
+    torch.manual_seed(0)
+    bounds = [0, 3, 6, 9, 10, 22]
+    q, k, v = torch.randn(3, bounds[-1], 2, 8)
+    keys = torch.randn(COLUMNS, 2, 8) if has_keys else None
+    queries = torch.randn(COLUMNS, 2, 8) if has_queries else None
+    columns = torch.randint(COLUMNS, (9,))  # up to four tokens are told apart
+    out = segment_attention(q, k, v, torch.tensor(bounds), 0.3, "", 7, 5, None, keys, queries, columns)
+    for (start, end), head in itertools.product(itertools.pairwise(bounds), range(2)):
+        scores = torch.full((end - start, end - start), float("-inf"))
+        for i, j in itertools.product(range(start, end), repeat=2):
+            if -7 <= j - i <= 5:
+                column = columns[max(-4, min(4, j - i)) + 4]
+                score = q[i, head] @ k[j, head]
+                score += 0 if keys is None else q[i, head] @ keys[column, head]
+                score += 0 if queries is None else queries[column, head] @ k[j, head]
+                scores[i - start, j - start] = score * 0.3
+        expected = scores.softmax(-1) @ v[start:end, head]
+        assert torch.allclose(out[start:end, head], expected, atol=1e-5)

@@ -77,9 +77,25 @@ def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, l
         for edge, of_padding in ((bounds[:-1], padding), (bounds[1:], padding + 1))
     )
     out = torch.full((count + PADDING, heads, head_dim), float("nan"))
-    texts.text_attention(q, k, v, starts, ends, bias, out, 0.2, left, right)
+    texts.text_attention(q, k, v, starts, ends, bias, None, None, None, out, 0.2, left, right)
     expected = torch.empty(count, heads, head_dim)
     own = torch.from_numpy(bounds).int()
     segment_attention_with_output(q[:count], k[:count], v[:count], own, expected, 0.2, "", 0, left, right, bias)
     assert (out[:count] - expected).abs().max() < 1e-5
     assert (out[count:] - v[count:].repeat_interleave(heads // kv_heads, 1)).abs().max() < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize(("has_keys", "has_queries"), [(True, True), (True, False), (False, True)])
+def test_scores_with_columns_of_distances_are_the_references(texts, has_keys, has_queries) -> None:
+    torch.manual_seed(0)
+    bounds = np.array([0, *itertools.accumulate(LENGTHS)])
+    q, k, v = torch.randn(3, int(bounds[-1]), 2, 32)
+    keys, queries = (torch.randn(12, 2, 32) if has else None for has in (has_keys, has_queries))
+    columns = torch.randint(12, (2 * 30 + 1,))
+    starts, ends = (torch.from_numpy(np.repeat(edge, LENGTHS)) for edge in (bounds[:-1], bounds[1:]))
+    out, expected = torch.full_like(q, float("nan")), torch.empty_like(q)
+    texts.text_attention(q, k, v, starts, ends, None, keys, queries, columns, out, 0.2, -1, -1)
+    own = torch.from_numpy(bounds).int()
+    segment_attention_with_output(q, k, v, own, expected, 0.2, "", 0, -1, -1, None, keys, queries, columns)
+    assert (out - expected).abs().max() < 1e-5
