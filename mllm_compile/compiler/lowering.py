@@ -19,8 +19,8 @@ from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lent_weights import with_lent
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.device import has_amx, has_panels
+from mllm_compile.config.layer_checks import check_any_rows, check_cascade_layers, check_state_dtype
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
-from mllm_compile.config.resolve import check_any_rows, check_cascade_layers, check_state_dtype
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sparse_keys import chooses_keys
 from mllm_compile.config.speculators import head_type

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.prediction_layer import num_prediction_layers
+from mllm_compile.config.resolve_attention import (
+    has_hopper_decode,
+    has_split_decode,
+    resolve_attention_backend,
+    resolve_cascade_attention,
+    resolve_kv_cache_dtype,
+)
+from mllm_compile.config.resolve_deterministic import (
+    DETERMINISTIC_ANY_TOKENS,
+    deterministic_tokens,
+    has_any_rows,
+    resolve_max_step_ms,
+)
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolve_quantisation import resolve_quantization
 from mllm_compile.config.resolve_task import check_encoder_decoder, has_encoder, resolve_task
@@ -27,28 +39,21 @@ from mllm_compile.config.resolved import (
     ResolvedModel,
     ResolvedStructuredOutputs,
 )
-from mllm_compile.config.schema import CompileConfig, EngineConfig, LoraConfig, StructuredOutputsConfig
+from mllm_compile.config.schema import EngineConfig, LoraConfig, StructuredOutputsConfig
 from mllm_compile.config.schema_runtime import RuntimeConfig
 from mllm_compile.config.schema_speculative import SpeculativeConfig
 from mllm_compile.config.sparse_keys import check_chosen_keys, full_length
-from mllm_compile.errors import ConfigError, DeviceError, UnlikeRowsError
+from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path
-from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import (
-    LEAST_ROWS,
     BackendName,
-    CudaGraphSection,
-    KVDtypeName,
     KVEventsSection,
     LoraSection,
-    MaxStepMs,
     RuntimeSection,
     SpeculativeMethod,
     SpeculativeSection,
 )
-from mllm_compile.runtime.pooling.facts import ModelTask
-from mllm_compile.runtime.state.layer import StateLayer
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -61,19 +66,6 @@ MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 # H100.
 _FEW_ROWS_OF_EXPERT = 1024
 TOKENS_OF_SMALL_EXPERTS = 16384
-# deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
-# KV heads are more blocks than twice a GPU's processors. From there on FlashInfer's captured attention never splits a
-# request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
-DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
-# Steps of any number of rows: a prompt's tokens read keys in tiles, and linears are as fast as they get.
-DETERMINISTIC_ANY_TOKENS = 2048
-DETERMINISTIC_ATTENTION_BLOCKS = 512
-# Beginnings of names in config.json of models with images, latents, products that are no linears, or linears that the
-# library adds up in several orders: routers in float32, and gates of one row (docs/lab/serving.md).
-_OF_OTHER_LAYERS = (
-    *("vision", "image", "audio", "kv_lora", "q_lora", "compress", "altup", "rwkv"),
-    *("n_routed_experts", "shared_expert"),
-)
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
@@ -112,13 +104,14 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     task = resolve_task(config, model, choices)
     if task == "generate" and has_encoder(model):
         check_encoder_decoder(config, device)
-    backend = _attention_backend(config.runtime, dtype, device, task, choices)
+    backend = resolve_attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
-    split_decode = _split_decode(config.compile, runtime, dtype, device)
+    split_decode = has_split_decode(config.compile, runtime, dtype, device)
     pools = task != "generate"
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices, pools)
     runtime = replace(
-        runtime, cascade_attention=_cascade_attention(config.runtime, runtime, split_decode, graphs, dtype, choices)
+        runtime,
+        cascade_attention=resolve_cascade_attention(config.runtime, runtime, split_decode, graphs, dtype, choices),
     )
     return ResolvedConfig(
         model=ResolvedModel(
@@ -141,7 +134,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
             split_decode=split_decode,
-            hopper_decode=split_decode and _hopper_decode(runtime, dtype, device),
+            hopper_decode=split_decode and has_hopper_decode(runtime, dtype, device),
         ),
         cudagraph=graphs,
         runtime=runtime,
@@ -227,41 +220,6 @@ def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) ->
     return dtype, "the checkpoint's"
 
 
-def _attention_backend(
-    asked: RuntimeConfig, dtype: str, device: DeviceInfo, task: ModelTask, choices: AutoChoices
-) -> BackendName:
-    def choose() -> tuple[str, str]:
-        if task != "generate":
-            return "torch", "a model that pools has no KV cache"
-        if not device.is_cuda:
-            return "torch", "a CPU"
-        if dtype == "float32":
-            return "torch", "FlashInfer has no float32 kernels"
-        return "flashinfer", "a GPU"
-
-    backend: BackendName = choices.resolve("runtime.attention_backend", asked.attention_backend, choose)
-    if backend == "flashinfer":
-        _require_flashinfer(dtype, device)
-    return backend
-
-
-def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
-    if not device.is_cuda:
-        raise ConfigError(
-            "runtime.attention_backend is flashinfer, but the device is a CPU. Set runtime.attention_backend: torch."
-        )
-    if dtype == "float32":
-        raise ConfigError(
-            "runtime.attention_backend is flashinfer, which has no float32 kernels. Set model.dtype: bfloat16, or "
-            "runtime.attention_backend: torch."
-        )
-    if not device.has_flashinfer:
-        raise DeviceError(
-            "FlashInfer is not installed, which serves attention on a GPU. Install the extra: "
-            "pip install 'mllm-compile[cuda]'; or set runtime.attention_backend: torch (much slower)."
-        )
-
-
 def _runtime(
     config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
 ) -> RuntimeSection:
@@ -279,7 +237,7 @@ def _runtime(
     check_tiers(asked)
     kind = "cuda" if device.is_cuda else "cpu"
     choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
-    any_rows = _any_rows(config, dtype, backend, model, device)
+    any_rows = has_any_rows(config, dtype, backend, model, device)
     requests, tokens = _batch_limits(asked, any_rows, kind, model, choices)
     resolved_values = {
         "device": device.device,
@@ -287,16 +245,16 @@ def _runtime(
         "page_size": choices.resolve(
             "runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")
         ),
-        "kv_cache_dtype": _kv_cache_dtype(asked, dtype, choices),
+        "kv_cache_dtype": resolve_kv_cache_dtype(asked, dtype, choices),
         "max_model_len": _max_model_len(asked, kind, backend, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
         "any_rows": any_rows,
-        "max_step_ms": _max_step_ms(asked, any_rows, choices),
+        "max_step_ms": resolve_max_step_ms(asked, any_rows, choices),
         "kv_transfer_config": kv_transfer(asked.kv_transfer_config),
         "kv_offloading_write_policy": write_policy(asked),
         "kv_events_config": KVEventsSection(**asked.kv_events_config.model_dump()),
-        "cascade_attention": False,  # see _cascade_attention
+        "cascade_attention": False,  # chosen when the graphs are
     }
     _check_total_tokens(asked.max_total_tokens, resolved_values["max_model_len"])
     return RuntimeSection(**asked.model_dump() | resolved_values)  # the other keys have no `auto`
@@ -310,161 +268,6 @@ def _check_total_tokens(total: int | None, of_request: int) -> None:
         )
 
 
-def _any_rows(config: EngineConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo) -> bool:
-    """True if steps of the deterministic mode may have any number of rows (docs/serving.md, its conditions).
-
-    check_any_rows has the layers, which are known after the trace.
-    """
-    runtime = config.runtime
-    has_kernels = device.is_hopper and dtype == "bfloat16" and backend == "flashinfer"
-    takes_own = config.compile.backend != "eager" and "split_decode" not in runtime.without
-    of_model = runtime.kv_cache_dtype != "fp8_e4m3" and not runtime.skip_compiled and _has_alike_products(config, model)
-    budget = runtime.max_num_batched_tokens
-    has_room = budget == "auto" or budget >= LEAST_ROWS
-    wanted = runtime.deterministic and "any_rows" not in runtime.without and has_room
-    return wanted and has_kernels and takes_own and of_model
-
-
-def _has_alike_products(config: EngineConfig, model: ModelFolder) -> bool:
-    """True if weights are in 16 bits, or in fp8 with scales of rows; and there are no adapters, images or latents."""
-    quantization, scheme = config.model.quantization, model.scheme
-    if scheme is None or scheme.is_plain or quantization == "dequantize":
-        has_weights = quantization in ("auto", "none", "dequantize", "fp8")
-    else:
-        has_weights = scheme.has_fp8_rows
-    sections = (model.config, model.config.get("text_config") or {})
-    names = {str(name) for section in sections for name in section}
-    return has_weights and not config.lora.max_adapters and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
-
-
-def check_any_rows(config: ResolvedConfig, layers: Iterable[LayerSpec], with_own: Container[str]) -> None:
-    """Refuses steps of any number of rows for a model with layers that may depend on it.
-
-    Args:
-        layers: all that attend; with_own: those that decode by kernels of the program.
-
-    Raises:
-        UnlikeRowsError: there is such a layer.
-    """
-    without = next((layer.name for layer in layers if layer.name not in with_own), None)
-    if config.runtime.any_rows and without is not None:
-        raise UnlikeRowsError(f"the model has {without}, whose decodes are not by kernels of the program")
-
-
-def _max_step_ms(asked: RuntimeConfig, any_rows: bool, choices: AutoChoices) -> MaxStepMs:
-    chosen: MaxStepMs
-    if not asked.deterministic or any_rows:
-        why = "what running answers take alone, so prompts lose about a tenth"
-        chosen = choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
-        return chosen
-    if not isinstance(asked.max_step_ms, str):
-        raise ConfigError(
-            f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
-            "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
-        )
-    why = "deterministic: steps are alike"
-    chosen = choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", why))
-    return chosen
-
-
-def _cascade_attention(
-    asked: RuntimeConfig,
-    runtime: RuntimeSection,
-    split_decode: bool,
-    graphs: CudaGraphSection,
-    dtype: str,
-    choices: AutoChoices,
-) -> bool:
-    """True if decodes that begin with the same pages may read these once; each step then is chosen by cost.
-
-    Attention in plain torch needs no kernels for it.
-    """
-    refusal, has_kernels = None, runtime.attention_backend == "flashinfer"
-    if asked.deterministic:
-        refusal = "with runtime.deterministic nothing may depend on the rest of a batch"
-    elif not asked.enable_prefix_cache:
-        refusal = "without runtime.enable_prefix_cache no requests have the same pages"
-    elif asked.expert_parallel_size > 1:
-        refusal = "captured decodes of several ranks with requests of their own share no prefix"
-    elif asked.pipeline_parallel_size > 1:
-        refusal = "a step of stages (runtime.pipeline_parallel_size) is not captured whole"
-    elif runtime.max_running_requests == 1:
-        refusal = "with runtime.max_running_requests 1 no two requests decode together"
-    elif has_kernels and not split_decode:
-        refusal = "its kernels are compiled beside our decode kernels (split_decode), which do not serve here"
-    elif has_kernels and runtime.kv_cache_dtype != dtype:
-        refusal = f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
-    if asked.cascade_attention is True and refusal is not None:
-        raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
-
-    def choose() -> tuple[bool, str]:
-        obstacle = refusal
-        if not graphs.sample_in_graph:
-            obstacle = obstacle or "decodes are not captured with the choice of their tokens"
-        elif runtime.tensor_parallel_size > 1:
-            obstacle = obstacle or "it was not tried on several GPUs"
-        return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")
-
-    is_on: bool = choices.resolve("runtime.cascade_attention", asked.cascade_attention, choose)
-    return is_on
-
-
-def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) -> None:
-    """Refuses cascades that are asked for, of a model without a layer that has them; `auto` does without.
-
-    Args:
-        layers: all that attend.
-    """
-    is_auto = any(choice.key == "runtime.cascade_attention" for choice in config.choices)
-    if config.runtime.cascade_attention and not is_auto and not any(layer.takes_cascade for layer in layers):
-        raise ConfigError(
-            "runtime.cascade_attention is true, but no layer of this model can read a shared prefix once: expected one "
-            "with keys and values of its own (no latents) that sees all tokens, without sinks, soft cap, ALiBi or "
-            "chunks. Set it to auto or false."
-        )
-
-
-def check_state_dtype(config: ResolvedConfig, layers: Iterable[StateLayer]) -> None:
-    """
-    Raises:
-        ConfigError: states are to have fewer bits, and one of these layers, all with a state, has exponents in its own.
-    """
-    dtype, found = config.runtime.state_dtype, next((one for one in layers if one.kind.holds_exponents), None)
-    if dtype != "float32" and found is not None:
-        raise ConfigError(
-            f"runtime.state_dtype is {dtype}, but {found.name} keeps exponents in its state, whose small changes "
-            "are lost in so few bits. Set it to float32."
-        )
-
-
-def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
-    if asked.kv_cache_dtype == "fp8_e4m3":
-        return "float8_e4m3fn"
-    kv_dtype: KVDtypeName = choices.resolve(
-        "runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's")
-    )
-    if kv_dtype != dtype:
-        raise ConfigError(
-            f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}; a KV cache has the model's own type or "
-            "fp8_e4m3. Set runtime.kv_cache_dtype: auto."
-        )
-    return kv_dtype
-
-
-def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> bool:
-    """True if kernels compiled with the model decode, in layers that they serve: beside FlashInfer's, over a KV cache
-    of the model's dtype, or on Hopper over any beside bfloat16."""
-    reads_cache = runtime.kv_cache_dtype == dtype or (device.is_hopper and dtype == "bfloat16")
-    is_served = runtime.attention_backend == "flashinfer" and asked.backend != "eager" and reads_cache
-    return is_served and runtime.takes("split_decode")
-
-
-def _hopper_decode(runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> bool:
-    """True if runtime/attention/hopper/ may compute decodes: how it divides a request depends on the others."""
-    is_served = device.is_hopper and dtype == "bfloat16" and not runtime.deterministic
-    return is_served and runtime.takes("hopper_decode")
-
-
 def _batch_limits(
     asked: RuntimeConfig, any_rows: bool, kind: str, model: ModelFolder, choices: AutoChoices
 ) -> tuple[int, int]:
@@ -475,7 +278,7 @@ def _batch_limits(
     if any_rows:
         auto_tokens, why = DETERMINISTIC_ANY_TOKENS, "deterministic: each token of a prompt is a row"
     elif asked.deterministic:
-        auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
+        auto_tokens, why = deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
     step = auto_tokens if budget == "auto" else budget
     most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], step), f"for {kind}"
@@ -501,15 +304,6 @@ def _rows_of_expert(model: ModelFolder, num_tokens: int) -> float:
     num_chosen = model.text_config_value("num_experts_per_tok", "num_experts_per_token")
     are_numbers = isinstance(num_experts, int) and isinstance(num_chosen, int) and num_experts > 0
     return num_tokens * num_chosen / num_experts if are_numbers else num_tokens
-
-
-def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
-    if kind == "cpu":
-        return DETERMINISTIC_TOKENS["cpu"]
-    num_kv_heads = model.text_config_value("num_key_value_heads", "num_attention_heads", "n_head")
-    if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
-        num_kv_heads = 1
-    return max(DETERMINISTIC_TOKENS["cuda"], DETERMINISTIC_ATTENTION_BLOCKS // num_kv_heads)
 
 
 def _max_model_len(

@@ -36,7 +36,7 @@ def refuse(*_: object) -> None:
 @pytest.fixture(params=[pytest.param("trace", marks=pytest.mark.slow), "trial"])
 def why(request, monkeypatch) -> str:
     """The reason why a CPU's steps are alike; without the patches no config of a CPU asks for others."""
-    monkeypatch.setattr(resolve, "_any_rows", lambda config, *_: "any_rows" not in config.runtime.without)
+    monkeypatch.setattr(resolve, "has_any_rows", lambda config, *_: "any_rows" not in config.runtime.without)
     if request.param == "trace":
         return r"the model has model.layers.0.self_attn, whose decodes are not by kernels of the program"
     monkeypatch.setattr(lowering, "check_any_rows", lambda *_: None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mllm_compile.config.resolve import check_cascade_layers
+from mllm_compile.config.layer_checks import check_cascade_layers
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError
