@@ -1,8 +1,9 @@
 """Copies of pages and states between the device and slots of the host's memory, beside the steps.
 
-Two threads copy, one to the host and one from it, so that what a request waits for is not behind what is stored. On a
-GPU each has a stream of its own, whose copies are the copy engines': no multiprocessor is held, and no graph changes.
-A copy starts behind what the engine's thread had launched when it began.
+Two threads copy, one to the host and one from it, so that what a request waits for is not behind what is stored. Others
+ask the tier below: no request waits for another one's answer. On a GPU each has a stream of its own, whose copies are
+the copy engines': no multiprocessor is held, and no graph changes. A copy starts behind what the engine's thread had
+launched when it began.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from mllm_compile.runtime.tiers.rows import Copier, DeviceRows, HostRows, copier
 from mllm_compile.runtime.tiers.store_copies import StoreCopies, TierStore
 
 logger = logging.getLogger("mllm_compile.tiers")
+
+_LOOKUPS = 8  # at once: each is a request's, and waits for others' answer
 
 _Job = tuple[Ticket, torch.cuda.Event | None]
 
@@ -85,6 +88,7 @@ class SlotCopies:
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"mllm-tier-{name}", daemon=True)
             for name, queue in self._queues.items()
+            for _ in range(_LOOKUPS if name == "lookup" else 1)
         ]
         for thread in self._threads:
             thread.start()
@@ -162,8 +166,9 @@ class SlotCopies:
 
     def close(self) -> None:
         """See TierCopies.close."""
-        for queue in self._queues.values():
-            queue.put(None)
+        for name, queue in self._queues.items():
+            for _ in range(_LOOKUPS if name == "lookup" else 1):
+                queue.put(None)
         for thread in self._threads:
             thread.join()
         if self._below is not None:

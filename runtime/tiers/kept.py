@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import secrets
+import signal
 import struct
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ _CHECK_BYTES = 8
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _LOCK_S = 10.0  # that an engine which was killed takes to end
+_ENDING = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
 _RECORD = np.dtype(
     [
         ("key", "V16"), ("parent", "V16"), ("first", "V16"), ("parent_size", "<u8"), ("depth", "<u8"), ("used", "<f8"),
@@ -215,11 +217,36 @@ def _lock(file: int) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > end or any(_stays(owner) for owner in _owners(file)):
                 raise KVConnectorError("the memory of runtime.kv_offloading_size is used by another process") from None
             time.sleep(0.01)
         else:
             return
+
+
+def _owners(file: int) -> list[int]:
+    """Processes that have the file's lock, of those that this one can see (proc(5), locks)."""
+    status = os.fstat(file)
+    name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    found = []
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == name and int(fields[4]) > 0:
+                found.append(int(fields[4]))
+    return found
+
+
+def _stays(process: int) -> bool:
+    """True of a process that lives and is not about to end: no SIGKILL waits for it, and it is not on its way out."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    killed = 1 << (signal.SIGKILL - 1)
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return stat[0] not in (b"Z", b"X") and not int(stat[6]) & _ENDING and not any(one & killed for one in pending)
 
 
 def _check_of(key: bytes, parent: bytes, first: bytes, depth: int, number: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 from mllm_compile.runtime.tiers.connector import Namespace
-from mllm_compile.runtime.tiers.copies import SlotCopies
+from mllm_compile.runtime.tiers.copies import _LOOKUPS, SlotCopies
 from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.place import Place
@@ -47,6 +47,24 @@ def test_pages_and_states_come_back_from_their_slots() -> None:
     assert torch.equal(values[[4, 5]], kept[1][[1, 5]])
     assert torch.equal(states[:, 2], kept[2][:, 3])
     assert not keys[:4].any()
+    copies.close()
+
+
+def test_the_tier_below_is_asked_about_many_requests_at_once() -> None:
+    together = threading.Barrier(_LOOKUPS)
+
+    def lookup(places: list[Place]) -> list[bool]:
+        together.wait(60.0)  # of one that is asked alone a broken barrier
+        return [True] * len(places)
+
+    store = SimpleNamespace(lookup=lookup, close=lambda: None)
+    copies = SlotCopies(SlotLayout([torch.randn(3, 4)]), SlotLayout([]), 2, 0, torch.device("cpu"), store)
+    for slot in range(_LOOKUPS):
+        copies.begin(Ticket("lookup", entries(slot)))
+    copies.wait()
+    over = copies.finished()
+    assert len(over) == _LOOKUPS
+    assert not any(ticket.failed.any() for ticket in over)
     copies.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,12 +128,43 @@ def test_new_weights_let_the_next_process_find_nothing(descriptor: int) -> None:
 
 def test_two_engines_never_have_it_at_once(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first = filled(descriptor)
-    monkeypatch.setattr(module, "_LOCK_S", 0.0)
+    monkeypatch.setattr(module, "_LOCK_S", 1e9)  # nobody waits for an owner that lives
     with pytest.raises(KVConnectorError, match="used by another process"):
         opened(descriptor)
     assert len(found(first)) == 4
     first.close()
     opened(descriptor).close()
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_an_owner_that_is_about_to_end_or_not_seen_is_waited_for(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch, is_seen: bool
+) -> None:
+    first, asked = filled(descriptor), list[int]()
+
+    def stays(process: int) -> bool:
+        asked.append(process)
+        first.close()
+        return False
+
+    if is_seen:
+        monkeypatch.setattr(module, "_stays", stays)
+    else:  # as of another container
+        monkeypatch.setattr(module, "_owners", lambda _: [] if asked else [stays(0)][:0])
+    opened(descriptor).close()
+    assert asked == [os.getpid() if is_seen else 0]
+
+
+def test_a_process_stays_until_it_is_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert module._stays(child.pid)
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not module._stays(child.pid)
+        child.wait()
+    assert not module._stays(child.pid)
 
 
 def test_an_index_notes_all_that_it_does(descriptor: int) -> None:
