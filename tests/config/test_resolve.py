@@ -148,7 +148,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "kv_events_config",
         "kv_transfer_config",
         *OF_TIERS,
-    }
+    } - {"kv_offloading_write_policy"}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic
