@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,7 +30,8 @@ from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
 from mllm_compile.runtime.forward_context import override_forward_context
 from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program import executor
+from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
+from mllm_compile.runtime.program import linked_steps
 from mllm_compile.store.source import ArtifactSource, runner_config
 
 WARM_UP_STEPS, STEPS, REPEATS = 5, 40, 5
@@ -79,7 +82,6 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
     segments: list[Callable[[], object]] = []
     recording: list[torch.cuda.CUDAGraph] = []
     keep: list[torch.Tensor] = []  # the pool must not hand out what a later segment reads
-    attend = executor.attention_with_output
 
     def start() -> None:
         recording.append(torch.cuda.CUDAGraph())
@@ -90,27 +92,23 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
         graph.capture_end()
         segments.append(graph.replay)
 
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: Any) -> None:
         stop()
         for argument in arguments:  # one is a list: what q and k are made of
             given = argument if isinstance(argument, list) else [argument]
             keep.extend(one for one in given if isinstance(one, torch.Tensor))
-        segments.append(lambda: attend(*arguments))
-        attend(*arguments)
+        segments.append(lambda: attention_with_output(*arguments))
+        attention_with_output(*arguments)
         start()
 
     graphs.inputs.take_tokens(batch, size)
     runner.attn_backend.init_forward_metadata(batch)
     inputs = graphs.inputs
     tokens = TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
-    executor.attention_with_output = interrupted
-    try:
-        with capturer.session():
-            start()
-            output = runner.program.run(batch, tokens, torch.arange(batch.batch_size, device=runner.device))
-            stop()
-    finally:
-        executor.attention_with_output = attend
+    with patch.object(linked_steps, "attention_with_output", interrupted), capturer.session():
+        start()
+        output = runner.program.run(batch, tokens, torch.arange(batch.batch_size, device=runner.device))
+        stop()
     keep.append(output.next_token_logits)
     context = runner.program.context(batch, tokens)
 

@@ -10,7 +10,7 @@ import torch
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
-from mllm_compile.runtime.program.executor import PieceFunction
+from mllm_compile.runtime.program.linked_steps import PieceFunction
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.params import SamplingParams

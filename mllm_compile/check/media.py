@@ -20,7 +20,8 @@ from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.media.positions import Placed, positions_of
 from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import Segments
 
 if TYPE_CHECKING:
     from mllm_compile.model.hf_model import HFModel

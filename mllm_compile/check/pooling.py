@@ -24,8 +24,9 @@ from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.pooling.graphs import can_capture
 from mllm_compile.runtime.pooling.pool import pool
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.link import current_device
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.steps import PackedAttentionStep
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from mllm_compile.runtime.ops.tokens.verify_fields import (
     RESULT_FIELDS,
     VERIFY_FIELDS,
 )
-from mllm_compile.runtime.program.executor import PieceFunction
+from mllm_compile.runtime.program.linked_steps import PieceFunction
 from mllm_compile.runtime.program.loaded import VerifyPieces
 from mllm_compile.runtime.sampling.state import NUM_INTS
 

@@ -15,7 +15,8 @@ from mllm_compile.runtime.cuda_graph.padding import PaddedBatch
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import get_forward_context, is_forward_context_available
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
-from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import PieceFunction
 
 
 class PiecewiseGraphs(BatchGraphs):

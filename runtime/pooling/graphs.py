@@ -18,7 +18,7 @@ from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.dispatcher import next_size
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.graph_mode import GraphKind
-from mllm_compile.runtime.program.executor import Segments
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.program.steps import PackedAttentionStep
 

@@ -20,7 +20,8 @@ from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.pooling.graphs import ENDS, STARTS, TextGraphs, body_inputs, can_capture, step_rows
 from mllm_compile.runtime.pooling.pool import activated, finished, pool
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.loaded import LoadedModel
 
 Answers = list[np.ndarray]

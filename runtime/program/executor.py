@@ -5,8 +5,8 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,20 @@ import torch
 
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.ops.attention.layer_op import (
-    attention_with_output,
-    cache_inputs,
-    cross_attention_with_output,
-)
 from mllm_compile.runtime.ops.segments.ops import segment_attention_by_kernel
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
-from mllm_compile.runtime.ops.states.run import state_with_output
+from mllm_compile.runtime.program.linked_steps import (
+    ByRows,
+    BySize,
+    LinkedAttention,
+    LinkedCrossAttention,
+    LinkedPackedAttention,
+    LinkedPiece,
+    LinkedState,
+    LinkedStep,
+    OutputBuffers,
+    PieceFunction,
+)
 from mllm_compile.runtime.program.spec import BATCH_INPUTS, ROW_INPUT, TOKEN_INPUTS, Program
 from mllm_compile.runtime.program.steps import (
     AttentionStep,
@@ -30,29 +36,6 @@ from mllm_compile.runtime.program.steps import (
     PackedAttentionStep,
     PieceStep,
 )
-
-PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-# (index of the buffer, a tensor [T, …], a token's shape, type) → where a layer writes its output: attention [T, H, Dv].
-# Outputs that are alive at the same time have different indices.
-OutputBuffers = Callable[[int, torch.Tensor, tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """The bounds of what attends to each other among packed rows.
-
-    Attributes:
-        bounds: [segments + 1] int32, on the device.
-        longest: rows of the longest segment.
-        rows: of texts, [2, N] int64: where the segment of each row begins and ends; None: pieces that attend by them
-            are not called.
-        is_captured: a CUDA graph that is captured holds for other bounds too: `rows` alone are read.
-    """
-
-    bounds: torch.Tensor
-    longest: int
-    rows: torch.Tensor | None = None
-    is_captured: bool = False
 
 
 class ProgramExecutor:
@@ -101,7 +84,7 @@ class ProgramExecutor:
         from before."""
         self._steps = [
             replace(step, function=wrap(step.piece, step.index, step.compiled))
-            if isinstance(step, _LinkedPiece)
+            if isinstance(step, LinkedPiece)
             else step
             for step in self._steps
         ]
@@ -199,7 +182,7 @@ class ProgramExecutor:
         values = [body[self._registers[name]].flatten(0, -2)[:num_tokens] for name in names]
         return values[0] if len(values) == 1 else torch.cat(values, -1)
 
-    def _run(self, steps: Sequence[_LinkedStep], values: list[Any]) -> None:
+    def _run(self, steps: Sequence[LinkedStep], values: list[Any]) -> None:
         for step in steps:
             step.run(values, self._output_buffers)
             for register in step.dead:
@@ -223,7 +206,7 @@ class ProgramExecutor:
             raise ArtifactError(f"step {reader} of the program reads {len(names)} values of the one before, not 1")
         return self._register(names.pop())
 
-    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedStep]:
+    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[LinkedStep]:
         """Turns names into registers; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
@@ -232,7 +215,7 @@ class ProgramExecutor:
         buffer_index = self._buffer_indices(last_use)
         states = {layer.name: layer for layer in self.program.state_layers}
         cross_layers = {layer.name: layer for layer in self.program.cross_layers}
-        linked: list[_LinkedStep] = []
+        linked: list[LinkedStep] = []
         for index, step in enumerate(self.program.steps):
             dead = tuple(self._register(name) for name, last in last_use.items() if last == index)
             if isinstance(step, PieceStep):
@@ -241,7 +224,7 @@ class ProgramExecutor:
                 function = self._function(step.piece, pieces)
                 kv_of, may_leave = step.writes_kv_of, step.writes_kv_of in leaving
                 linked.append(
-                    _LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
+                    LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
                 )
             elif isinstance(step, AttentionStep):
                 q, k, v, out = (self._register(name) for name in (step.q, step.k, step.v, step.out))
@@ -255,7 +238,7 @@ class ProgramExecutor:
                 indexer = tuple(self._register(name) for name in step.index)
                 of_layer = rope_inputs, eps, bias, indexer, dead
                 given = layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, *of_layer
-                linked.append(_LinkedAttention(*given))
+                linked.append(LinkedAttention(*given))
             elif isinstance(step, CrossAttentionStep):
                 linked.append(self._link_cross_attention(cross_layers[step.layer], step, buffer_index[step.out], dead))
             elif isinstance(step, PackedAttentionStep):
@@ -263,18 +246,18 @@ class ProgramExecutor:
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
-                linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
+                linked.append(LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
         return linked
 
     def _link_cross_attention(
         self, layer: LayerSpec, step: CrossAttentionStep, buffer: int, dead: tuple[int, ...]
-    ) -> _LinkedCrossAttention:
+    ) -> LinkedCrossAttention:
         q, out = self._register(step.q), self._register(step.out)
-        return _LinkedCrossAttention(layer.name, (layer.num_heads, layer.out_dim), buffer, q, out, dead)
+        return LinkedCrossAttention(layer.name, (layer.num_heads, layer.out_dim), buffer, q, out, dead)
 
     def _link_packed_attention(
         self, step: PackedAttentionStep, pieces: Mapping[str, PieceFunction], buffer: int, dead: tuple[int, ...]
-    ) -> _LinkedPackedAttention:
+    ) -> LinkedPackedAttention:
         q, k, v, segments, out = map(self._register, (*step.reads[:4], step.out))
         of_distances = {name: self._register(value) for name, value in step.of_distances.items()}
         attend: Callable[..., None] = segment_attention_by_kernel
@@ -283,8 +266,8 @@ class ProgramExecutor:
                 segment_attention_with_output, window_left=step.window_left, window_right=step.window_right
             )
         shape, scale, of_texts = step.out_shape, step.sm_scale, step.of_texts
-        by_rows = None if of_texts is None else _ByRows(pieces[of_texts.piece], of_texts.strides)
-        return _LinkedPackedAttention(
+        by_rows = None if of_texts is None else ByRows(pieces[of_texts.piece], of_texts.strides)
+        return LinkedPackedAttention(
             attend,
             buffer,
             q,
@@ -306,7 +289,7 @@ class ProgramExecutor:
         if not variants:
             return pieces[piece]
         small = [(variant.max_size, pieces[variant.piece]) for variant in variants]
-        return _BySize(pieces[piece], small, variants[0].input, variants[0].dim)
+        return BySize(pieces[piece], small, variants[0].input, variants[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Output of a layer between pieces → the lowest index whose last owner is dead.
@@ -365,165 +348,3 @@ def _missing_names(
 
 def _new_output(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return like.new_empty((like.shape[0], *shape), dtype=dtype)
-
-
-@dataclass(slots=True)
-class _BySize:
-    """A piece with variants of its own for few tokens, smallest first."""
-
-    any_size: PieceFunction
-    small: list[tuple[int, PieceFunction]]
-    input: int
-    dim: int
-
-    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        size = inputs[self.input].shape[self.dim]
-        for max_size, function in self.small:
-            if size <= max_size:
-                return function(inputs)
-        return self.any_size(inputs)
-
-
-@dataclass(slots=True)
-class _LinkedPiece:
-    """A PieceStep whose values are registers of the executor's list of values."""
-
-    piece: str
-    index: int  # of the step
-    compiled: PieceFunction
-    function: PieceFunction  # compiled, or a wrapper around it
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    writes_kv_of: str | None  # the layer's name
-    may_leave_kv: bool  # in some steps attention writes it instead (ops.cache_inputs)
-    dead: tuple[int, ...]  # registers that no later step reads
-
-    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        inputs = [values[register] for register in self.inputs]
-        if self.writes_kv_of is not None:
-            inputs += cache_inputs(self.writes_kv_of, self.may_leave_kv)
-        results = self.function(inputs)
-        for register, result in zip(self.outputs, results, strict=True):
-            values[register] = result
-
-
-@dataclass(slots=True)
-class _LinkedAttention:
-    layer: str
-    out_shape: tuple[int, int]
-    saves_kv: bool
-    buffer_index: int
-    q: int
-    k: int
-    v: int
-    out: int
-    rope_inputs: tuple[int, ...] | None
-    eps: float
-    bias: int | None
-    index: tuple[int, ...]
-    dead: tuple[int, ...]
-
-    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        q = values[self.q]
-        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
-        rope_inputs = None if self.rope_inputs is None else [values[register] for register in self.rope_inputs]
-        bias = None if self.bias is None else values[self.bias]
-        k, v = values[self.k], values[self.v]
-        index = [values[register] for register in self.index] if self.index else None
-        attention_with_output(q, k, v, out, self.layer, self.saves_kv, rope_inputs, self.eps, bias, index)
-        values[self.out] = out
-
-
-@dataclass(slots=True)
-class _LinkedCrossAttention:
-    layer: str
-    out_shape: tuple[int, int]
-    buffer_index: int
-    q: int
-    out: int
-    dead: tuple[int, ...]
-
-    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        q = values[self.q]
-        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
-        cross_attention_with_output(q, out, self.layer)
-        values[self.out] = out
-
-
-@dataclass(slots=True)
-class _LinkedState:
-    layer: str
-    out_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    buffer_index: int
-    operands: tuple[int, ...]
-    out: int
-    dead: tuple[int, ...]
-
-    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        operands = [values[register] for register in self.operands]
-        out = output_buffers(self.buffer_index, operands[0], self.out_shape, self.out_dtype)
-        state_with_output(operands, out, self.layer)
-        values[self.out] = out
-
-
-@dataclass(slots=True)
-class _ByRows:
-    """A piece that attends for packed texts, and the strides of q, k and v that it was compiled for."""
-
-    piece: PieceFunction
-    strides: tuple[tuple[int, int], ...]
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: torch.Tensor,
-        of_distances: Iterable[torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
-        of_rows = [self._as_compiled(x, *strides) for x, strides in zip((q, k, v), self.strides, strict=True)]
-        self.piece([*of_rows, rows[0], rows[1], *(one.contiguous() for one in of_distances), out])
-
-    def _as_compiled(self, x: torch.Tensor, row: int, head: int) -> torch.Tensor:
-        if x.stride() == (row, head, 1):
-            return x
-        span = max(row, head * x.shape[1])
-        like = x.new_empty(x.shape[0] * span).as_strided(x.shape, (row, head, 1))
-        return like.copy_(x)
-
-
-@dataclass(slots=True)
-class _LinkedPackedAttention:
-    attend: Callable[..., None]
-    buffer_index: int
-    q: int
-    k: int
-    v: int
-    segments: int
-    of_distances: dict[str, int]
-    out: int
-    out_shape: tuple[int, int]
-    sm_scale: float
-    layer: str
-    by_rows: _ByRows | None
-    by_kernel: bool  # attend is one of the program's kernels, which is faster with long texts
-    dead: tuple[int, ...]
-
-    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        q, segments = values[self.q], values[self.segments]
-        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
-        k, v = values[self.k], values[self.v]
-        of_distances = {name: values[register] for name, register in self.of_distances.items()}
-        if self.by_rows is not None and segments.rows is not None and (segments.is_captured or not self.by_kernel):
-            self.by_rows(q, k, v, segments.rows, of_distances.values(), out)
-            values[self.out] = out
-            return
-        if segments.is_captured:
-            raise RuntimeError(f"attention of {self.layer} cannot be captured: the program has no piece for it")
-        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **of_distances)
-        values[self.out] = out
-
-
-_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedCrossAttention | _LinkedState | _LinkedPackedAttention

@@ -19,7 +19,7 @@ from mllm_compile.runtime.media.batch_images import BatchImage, find_images, pla
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
-from mllm_compile.runtime.program.executor import Segments
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.loaded import MediaExecutors
 
 

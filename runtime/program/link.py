@@ -26,7 +26,8 @@ from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
-from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import PieceFunction
 from mllm_compile.runtime.program.loaded import (
     DecodeLoopPieces,
     LoadedLora,

@@ -25,7 +25,7 @@ from mllm_compile.runtime.attention.layer_kernels import LinkedKernels
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
-from mllm_compile.runtime.program.executor import Segments
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.loaded import LoadedModel, SourceExecutors
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sources.facts import SourceFacts

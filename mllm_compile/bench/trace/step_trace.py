@@ -30,7 +30,8 @@ from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.process.progress import reporter_for
-from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import PieceFunction
 from mllm_compile.runtime.program.steps import AttentionStep, PieceStep, StateStep, Step
 from mllm_compile.runtime.runner_config import RunnerConfig
 

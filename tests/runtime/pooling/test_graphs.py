@@ -17,7 +17,8 @@ from mllm_compile.runtime.pooling import graphs
 from mllm_compile.runtime.pooling.graphs import ENDS, STARTS, can_capture, step_rows
 from mllm_compile.runtime.pooling.runner import PoolingRunner
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.linked_steps import Segments
 from mllm_compile.runtime.program.loaded import LoadedModel, PoolingExecutors
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.program.steps import PackedAttentionStep, PieceStep, TextPiece
