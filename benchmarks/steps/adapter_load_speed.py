@@ -11,7 +11,6 @@ load calls, one after another, in an idle engine.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import threading
 import time
@@ -20,11 +19,11 @@ from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.rounds import Rounds
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.adapters.base_model import BaseModel, module_of
@@ -35,7 +34,6 @@ from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.process.timeline import Timeline
 
-T = TypeVar("T")
 _NAME = "a"
 
 
@@ -91,28 +89,7 @@ class Decodes:
                     return
 
 
-class Table:
-    """Times by what they are of."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, list[float]] = {}
-
-    def add(self, what: str, milliseconds: float) -> None:
-        self._found.setdefault(what, []).append(milliseconds)
-
-    def timed(self, what: str, function: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        found = function()
-        self.add(what, (time.perf_counter() - began) * 1e3)
-        return found
-
-    def show(self) -> None:
-        for what, (first, *later) in self._found.items():
-            every = later or [first]
-            print(f"{what:52} first {first:7.1f} ms, then {statistics.median(every):7.1f}, at most {max(every):7.1f}")
-
-
-def parts_of_a_load(table: Table, engine: Engine, parts: AdapterParts, folder: Path) -> None:
+def parts_of_a_load(table: Rounds, engine: Engine, parts: AdapterParts, folder: Path) -> None:
     """Times what a load calls, of a slot that nobody uses."""
     writer, between = parts.writer, engine.core.between_steps
     adapter = table.timed("  read and check", lambda: read_adapter(folder, parts.base))
@@ -134,10 +111,12 @@ def main() -> None:
     given = assemble(EngineConfig.from_yaml(arguments.config).model_copy(update={"lora": lora}), Timeline())
     parts = given.adapters
     assert parts is not None and given.config is not None, "of a config with a section lora"
-    table = Table()
+    table = Rounds()
     with tempfile.TemporaryDirectory() as root, Engine.from_parts(given) as engine:
         folders = [write_adapter(Path(root) / str(seed), parts.base, arguments.rank, seed) for seed in range(2)]
         size = sum((folder / TENSOR_FILE).stat().st_size for folder in folders) / 2e6
+        machine = machine_line() if torch.cuda.is_available() else "a CPU"
+        print(f"{machine}; {size:.0f} MB, {arguments.requests} requests", flush=True)
         for folder in folders:
             (folder / TENSOR_FILE).read_bytes()
         load = partial(engine.load_adapter, _NAME, replace=True)
@@ -151,7 +130,6 @@ def main() -> None:
             table.add("longest gap between tokens of others", during)
             table.add("  without a load", before)
             load(folder)
-    print(f"{machine_line() if torch.cuda.is_available() else 'a CPU'}; {size:.0f} MB, {arguments.requests} requests")
     table.show()
 
 

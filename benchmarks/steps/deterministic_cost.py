@@ -46,7 +46,15 @@ def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, 
         changes["max_running_requests"] = max(args.requests)
     with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
         run(engine, 1, args.prompt, WARM_UP_TOKENS)
-        return [run(engine, count, args.prompt, args.tokens) for count in args.requests]
+        found = []
+        for count in args.requests:
+            decode, prompts = run(engine, count, args.prompt, args.tokens)
+            mode = "deterministic" if deterministic else "plain"
+            print(
+                f"  {mode}, {count} requests: {decode:.0f} decode tokens/s, {prompts:.0f} prompt tokens/s", flush=True
+            )
+            found.append((decode, prompts))
+        return found
 
 
 def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) -> tuple[float, float]:

@@ -45,7 +45,9 @@ def answers(path: str, kv_cache_dtype: str, texts: list[str], num_tokens: int) -
     runtime = config.runtime.model_copy(update={"kv_cache_dtype": kv_cache_dtype, "enable_prefix_cache": False})
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, prompt_logprobs=0)
     with Engine(config.model_copy(update={"runtime": runtime})) as engine:
-        return engine.generate(texts, params)
+        outputs = engine.generate(texts, params)
+    print(f"  {kv_cache_dtype}: perplexity {perplexity(prompt_scores(outputs)):.3f}", flush=True)
+    return outputs
 
 
 def prompt_scores(outputs: list[RequestOutput]) -> list[float]:

@@ -8,15 +8,13 @@ Tokens behind every wake are compared with those before. Prints the first sleep,
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
 import torch
 
+from benchmarks.rounds import Rounds
 from benchmarks.script import greedy, parser_of, positive, told_in_one_line
 from benchmarks.steps.update_speed import Given
 from benchmarks.update_sender import random_tensors
@@ -50,7 +48,7 @@ class Cycles:
 
     def __init__(self, engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
         self._engine, self._tensors = engine, tensors
-        self.times: dict[str, list[float]] = {}
+        self.times = Rounds()
         self.given_back = 0
         engine.update_weights(tensors.items(), direct=True)
         self._tokens = self._answers()
@@ -61,20 +59,15 @@ class Cycles:
         self._engine.update_weights([(name, tensor)], partial=True)
         for what in ("sleep 1, with a copy to the host", "sleep 1, which the host has a copy of"):
             free = _free_bytes()
-            self._timed(what, self._engine.sleep)
+            self.times.timed(what, self._engine.sleep)
             self.given_back = _free_bytes() - free
-            self._timed("wake 1", self._engine.wake_up)
+            self.times.timed("wake 1", self._engine.wake_up)
             self._check()
-        self._timed("sleep 2", lambda: self._engine.sleep(2))
-        self._timed("wake weights", lambda: self._engine.wake_up(["weights"]))
-        self._timed("update", lambda: self._engine.update_weights(self._tensors.items(), direct=True))
-        self._timed("wake kv_cache", lambda: self._engine.wake_up(["kv_cache"]))
+        self.times.timed("sleep 2", lambda: self._engine.sleep(2))
+        self.times.timed("wake weights", lambda: self._engine.wake_up(["weights"]))
+        self.times.timed("update", lambda: self._engine.update_weights(self._tensors.items(), direct=True))
+        self.times.timed("wake kv_cache", lambda: self._engine.wake_up(["kv_cache"]))
         self._check()
-
-    def _timed(self, what: str, function: Callable[[], object]) -> None:
-        began = time.perf_counter()
-        function()
-        self.times.setdefault(what, []).append(time.perf_counter() - began)
 
     def _answers(self) -> list[list[int]]:
         return [output.token_ids for output in self._engine.generate(_PROMPTS, greedy(16))]
@@ -91,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
     config = with_runtime(EngineConfig.from_yaml(arguments.config), {"enable_sleep_mode": True})
+    print(machine_line() if torch.cuda.is_available() else "a CPU", flush=True)
     parts = assemble(config, Timeline())
     live = parts.live
     if isinstance(live, str):
@@ -100,10 +94,8 @@ def main() -> None:
         cycles = Cycles(engine, tensors)
         for _ in range(arguments.rounds + 1):
             cycles.run()
-    machine = machine_line() if torch.cuda.is_available() else "a CPU"
-    print(f"{machine}; {cycles.given_back / 1e9:.1f} GB are given back at level 1")
-    for what, (first, *later) in cycles.times.items():
-        print(f"{what:40} first {first * 1e3:9.1f} ms, then {statistics.median(later) * 1e3:9.1f} ms")
+    print(f"{cycles.given_back / 1e9:.1f} GB are given back at level 1")
+    cycles.times.show()
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def main() -> None:
     }
     is_cuda = first.device.type == "cuda"
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    print(f"{machine_line() if is_cuda else 'a CPU'}; {ids.numel()} tokens, {first.dtype}", flush=True)
     for number in range(arguments.rounds + 1):
         for name, call in calls.items():
             with torch.no_grad():
@@ -78,9 +79,10 @@ def main() -> None:
             both = _seconds(lambda call=call: call().sum().backward(), is_cuda) if arguments.backward else 0.0
             for model in (ours, theirs):
                 model.zero_grad(set_to_none=True)
+            backward = f", forward and backward {both * 1e3:9.1f}" if arguments.backward else ""
+            print(f"  {name:14} round {number}: forward {forward * 1e3:9.1f} ms{backward}", flush=True)
             if number:  # the first round warms up
                 times[name].append((forward, both))
-    print(f"{machine_line() if is_cuda else 'a CPU'}; {ids.numel()} tokens, {first.dtype}")
     for index, what in enumerate(("forward", "forward and backward")[: 1 + arguments.backward]):
         mine, other = ([pair[index] * 1e3 for pair in times[name]] for name in calls)
         ratio = statistics.median(one / two for one, two in zip(mine, other, strict=True))

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.rounds import Rounds
 from benchmarks.script import greedy, names_of, need_gpu, parser_of, positive, told_in_one_line
 from benchmarks.update_sender import GROUP, random_tensors
 from mllm_compile import Engine, EngineConfig
@@ -181,25 +180,22 @@ def main() -> None:
         raise WeightUpdateError(live)
     is_quantised = any(part.kept is not None for spec in live.specs for part in spec.parts)
     ways = {name: WAYS[name] for name in arguments.ways if WAYS[name] is not single_values or not is_quantised}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    found = Rounds()
     with Engine.from_parts(parts) as engine, ExitStack() as stack:
         given = Given(live, stack)
-        for number in range(arguments.rounds + 1):
+        machine = machine_line() if torch.cuda.is_available() else "a CPU"
+        of_all = f"{given.num_bytes / 1e9:.2f} GB in {len(given.shapes)} tensors"
+        print(f"{machine}; {of_all}, {arguments.requests} requests", flush=True)
+        for _ in range(arguments.rounds + 1):
             for name, way in ways.items():
                 running = [engine.stream([7, index + 1], greedy(4096)) for index in range(arguments.requests)]
                 for stream in running:
                     next(stream)
-                began = time.perf_counter()
-                pause_s = way(engine, given)
-                if number:  # the first round warms up
-                    found[name].append((time.perf_counter() - began, pause_s))
+                pause_s = found.timed(f"{name}, in all", partial(way, engine, given))
+                found.add(f"{name}, pause of steps", pause_s * 1e3)
                 engine.pause("abort")
                 engine.resume()
-    machine = machine_line() if torch.cuda.is_available() else "a CPU"
-    print(f"{machine}; {given.num_bytes / 1e9:.2f} GB in {len(given.shapes)} tensors, {arguments.requests} requests")
-    for name, times in found.items():
-        whole, pause = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-        print(f"{name:14} {whole:9.1f} ms in all, {pause:9.1f} ms of pause")
+    found.show()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.inductor.compile_piece import compile_piece
+from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.sampling import sampling_pieces
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_vocab_size
@@ -32,12 +33,16 @@ def vocab(kind) -> int:
 @pytest.fixture(scope="module")
 def pieces(kind, tmp_path_factory) -> SamplingPieces:
     folder = tmp_path_factory.mktemp("sampling")
-    loaded = []
+    jobs = []
     for piece in sampling_pieces(*kind):
-        (folder / "piece.py").write_text(piece.source)
-        sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
-        compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2", folder)
-        loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
+        (folder / f"{piece.name}.py").write_text(piece.source)
+        source, package = (folder / f"{piece.name}{suffix}" for suffix in (".py", ".pt2"))
+        jobs.append(PieceJob(piece.name, source, tuple(piece.inputs), package))
+    sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
+    with PieceWorkers("cuda:0", sizes, folder / "cache", folder) as workers:  # side by side
+        for compiled in [workers.submit(job) for job in jobs]:
+            compiled.result()
+    loaded = [load_piece(job.package_path.name, job.package_path.read_bytes()) for job in jobs]
     return SamplingPieces(getattr(torch, kind[0]), *loaded)
 
 
