@@ -23,6 +23,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import NullReporter
 
 PROMPT_TOKENS = 240
+PAGE_SIZE = 64  # what `auto` is on a GPU, so that runtimes of other scripts serve
 
 
 def main() -> None:
@@ -56,9 +57,14 @@ def engine_of(config: EngineConfig, speculative: dict[str, object], args: argpar
     length = PROMPT_TOKENS + args.new + 64
     sections = config.model_dump(exclude_unset=True)
     runtime = sections.get("runtime", {})
-    runtime |= {"enable_prefix_cache": False, "max_model_len": length, "max_running_requests": most, "page_size": 16}
+    runtime |= {
+        "enable_prefix_cache": False,
+        "max_model_len": length,
+        "max_running_requests": most,
+        "page_size": PAGE_SIZE,
+    }
     asked = EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
-    return Engine.from_parts(assemble(asked, NullReporter(), num_pages=1 + most * (length // 16 + 2)))
+    return Engine.from_parts(assemble(asked, NullReporter(), num_pages=1 + most * (length // PAGE_SIZE + 2)))
 
 
 Round = tuple[SamplingParams, list[list[int]]]

@@ -1,11 +1,11 @@
 """Milliseconds of a verify step beside a plain decode step, and of a token at a forced acceptance length.
 
     python -m benchmarks.steps.verify_speed CONFIG [--requests 1,8,32,64] [--drafted 1,3,7] [--prompt 512]
-        [--method dflash|mtp] [--frequent 32768]
+        [--method suffix|dflash|mtp] [--frequent 32768]
 
 Needs an NVIDIA GPU. An engine without speculation comes first and last, and one for each number of drafted tokens
-between them. These draft by n-grams, by the model's own layer for multi-token prediction, or by a DFlash head of
---layers layers with random weights, 32,000 tokens in its vocabulary and five layers that it reads. Their
+between them. These draft by n-grams, by trees of suffixes, by the model's own layer for multi-token prediction, or by a
+DFlash head of --layers layers with random weights, 32,000 tokens in its vocabulary and five layers that it reads. Their
 synthetic_acceptance_length is --share of the drafted tokens and one (0.5: 2.5 tokens a step where 3 are drafted).
 --frequent cuts the head that drafts to so many tokens. Only steps of these requests are captured: engines start sooner.
 Prompts are random tokens. Answers of --new tokens and of half as many differ by time and by steps, and so no prompt is
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=512)
     parser.add_argument("--new", type=positive, default=256)
     parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--method", choices=["ngram", "dflash", "mtp"], default="ngram")
+    parser.add_argument("--method", choices=["ngram", "suffix", "dflash", "mtp"], default="ngram")
     parser.add_argument("--layers", type=positive, default=5)
     parser.add_argument("--frequent", type=positive, help="tokens of the head that drafts; default: all")
     arguments = parser.parse_args()
