@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Heads of 128, as models have them, for a tiny model: FlashInfer would compile kernels for smaller ones for minutes.
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+# Cascades are compiled where decodes are captured alone: without them one runtime serves in every mode of graphs.
+ONE_RUNTIME = {"cascade_attention": False}
 # config.json of a Qwen3 whose every width suits the kernels for few tokens.
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from tests.gpu.small_shape import ONE_RUNTIME
 from tests.tiny_model import TINY, shallow_tiny
 
 pytestmark = [
@@ -34,7 +35,7 @@ def answers(
     sections = {
         "model": {"path": str(TINY), "dtype": "bfloat16"},
         "cudagraph": {"mode": mode},
-        "runtime": {"device": "cuda"} | runtime,
+        "runtime": {"device": "cuda"} | ONE_RUNTIME | runtime,
         "cache": {"dir": str(folder / "cache")},
     } | ({} if drafter is None else {"speculative": speculative})
     with Engine(EngineConfig.from_dict(sections)) as engine:

@@ -12,6 +12,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from tests.eagle_heads import head_config, markov_model, random_head, right_head, save_head, sizes_of
+from tests.gpu.small_shape import ONE_RUNTIME
 from tests.tiny_model import TINY
 
 pytestmark = [
@@ -32,7 +33,7 @@ def answers(
     sections = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "cudagraph": {"mode": mode},
-        "runtime": {"device": "cuda", "max_model_len": 256} | runtime,
+        "runtime": {"device": "cuda", "max_model_len": 256} | ONE_RUNTIME | runtime,
         "speculative": {} if head is None else {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
         "cache": {"dir": str(folder / "cache")},
     }

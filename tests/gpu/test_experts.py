@@ -22,6 +22,7 @@ from mllm_compile.runtime.ops.experts.shapes import (
     rows_at_once,
     rows_of_block,
 )
+from tests.gpu.small_shape import ONE_RUNTIME
 from tests.gpu.test_few_tokens import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -181,6 +182,7 @@ def served_on(
             "max_model_len": 256,
             "mem_fraction_static": 0.3,
             "attention_backend": attention,
+            **ONE_RUNTIME,
         },
     }
     return Engine(EngineConfig.from_dict(sections))

@@ -23,7 +23,7 @@ from mllm_compile.errors import EngineDeadError
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.e2e.test_ranks import followers
-from tests.gpu.small_shape import SHAPE
+from tests.gpu.small_shape import ONE_RUNTIME, SHAPE
 from tests.soak import run_soak
 from tests.tiny_model import TINY, engine_of_pages
 from tests.tiny_vision import image, media_prompt, save_vision_model
@@ -53,6 +53,7 @@ def config_of(
                 "max_model_len": 1024,
                 "max_running_requests": 16,
                 "max_num_batched_tokens": 128,
+                **ONE_RUNTIME,
                 **runtime,
             },
             "cudagraph": {"mode": mode},
