@@ -10,114 +10,35 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-import numpy as np
 
 from mllm_compile import errors
 from mllm_compile.errors import DeviceError, MllmError
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.communicators import Joining, device_of_rank, join, new_meeting_id
-from mllm_compile.ranks.launch_local import Launcher, RankProcess
+from mllm_compile.ranks.follower_link import FollowerLink
+from mllm_compile.ranks.launch_local import Launcher
 from mllm_compile.ranks.nodes import Nodes, RemoteRank
-from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, SealedLines, Start
+from mllm_compile.ranks.start import HERE, READY, Answer, Meeting, Start
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.gloo import new_store
 from mllm_compile.runtime.device.cpu_threads import usable_cores
-from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
 from mllm_compile.runtime.ranks.ring import RingWriter
-from mllm_compile.runtime.ranks.sealed import ForgedFrameError
 from mllm_compile.runtime.ranks.sent_ring import SentRing
 from mllm_compile.store.opened import CompiledRuntime
 
 logger = logging.getLogger("mllm_compile.ranks")
 
 _POLL_S = 0.1
-_LOOKED_S = 1.0  # that a look tells of at most: for longer than that this process was stopped, and nobody looked
 _SILENT_S = 3.5  # without a beat or any processor time: it is stopped, or waits for what never comes
 _SILENT_START_S = 30.0  # likewise until it has loaded: it may read from a slow disk before it beats
 _STEP_S = 60.0  # of a GPU: no step takes so long
 _NOTICE_S = 2.0  # after a failed call, until it is known that a rank has ended
 _CAUSE_S = 0.5  # after a rank's error, until it is known whether another rank's end has led to it
 _END_S = 5.0
-
-
-class _Follower:
-    """One rank.
-
-    Attributes:
-        news: what it has answered so far, beats left out.
-        heard, num_read: it has beaten since the last look at this; frames that it has read.
-    """
-
-    def __init__(self, rank: int, process: RankProcess) -> None:
-        self.rank = rank
-        self.process = process
-        self.news: list[Answer] = []
-        self.connection = SealedLines(process.sealed) if isinstance(process, RemoteRank) else Lines(process.socket)
-        self.beat, self.cpu_time = -1, -1.0
-        self.looked, self.silent_s = time.monotonic(), 0.0
-        self.heard, self.num_read = False, 0
-
-    def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
-        """Sends it a message; one that has ended gets nothing, and its watcher says how it ended."""
-        with suppress(OSError):
-            if isinstance(self.connection, SealedLines):
-                self.connection.send(message)
-            else:
-                self.connection.send(message, descriptors)
-
-    @property
-    def is_remote(self) -> bool:
-        """True if it is on another host."""
-        return isinstance(self.process, RemoteRank)
-
-    def is_at(self, at: str) -> bool:
-        """True if it has said so."""
-        return any(answer.at == at for answer in self.news)
-
-    @property
-    def error(self) -> Answer | None:
-        """The error that ends it, if it has told one."""
-        return next((answer for answer in self.news if answer.error is not None), None)
-
-    def look(self) -> None:
-        """Takes the news that have come; behind a forged frame nothing more is taken."""
-        if self.error is not None and self.error.kind == ForgedFrameError.__name__:
-            return
-        try:
-            for line in self.connection.arrived():
-                answer = from_json(Answer, parse_json(line))
-                if answer.at == BEAT:
-                    self.heard, self.num_read = True, answer.read
-                else:
-                    self.news.append(answer)
-        except ForgedFrameError as error:
-            self.news.append(Answer("error", f"{error}", type(error).__name__, time.monotonic()))
-
-    def silence(self, beats: np.ndarray, now: float) -> float:
-        """The seconds since it last beat or computed; `beats` are the ring's."""
-        beat, cpu_time = int(beats[self.rank - 1]), _cpu_time(self.process.pid)
-        self.silent_s += min(now - self.looked, _LOOKED_S)
-        if beat != self.beat or cpu_time != self.cpu_time:
-            self.beat, self.cpu_time, self.silent_s = beat, cpu_time, 0.0
-        self.looked = now
-        return self.silent_s
-
-    @property
-    def name(self) -> str:
-        """The rank and where it is, for people."""
-        place = self.process.place if isinstance(self.process, RemoteRank) else f"(process {self.process.pid})"
-        return f"rank {self.rank} {place}"
-
-    def end_of(self) -> str:
-        """How its process ended, for people."""
-        return f"{self.name} {self.process.end_of()}"
 
 
 class RankGroup:
@@ -157,7 +78,7 @@ class RankGroup:
         self._waiting_since: float | None = None
         self._told_since: float | None = None  # when the first error was heard of
         self._lock = threading.Lock()  # of what is found out about followers
-        self._followers: list[_Follower] = []
+        self._followers: list[FollowerLink] = []
         self._launcher = launcher
         self._ring: RingWriter | SentRing | None = None
         self._nodes, self._store = nodes, None
@@ -171,10 +92,10 @@ class RankGroup:
             raise _no_shared_memory(error) from error
         try:
             for rank in range(1, self._num_local):
-                self._followers.append(_Follower(rank, self._launcher.start(rank)))
+                self._followers.append(FollowerLink(rank, self._launcher.start(rank)))
             if nodes is not None:
                 with timeline.stage("wait for nodes"):
-                    self._followers += [_Follower(rank, one) for rank, one in sorted(nodes.wait().items())]
+                    self._followers += [FollowerLink(rank, one) for rank, one in sorted(nodes.wait().items())]
                 if device == "cpu":
                     self._store = new_store(nodes.host)
             meeting_id = new_meeting_id(device)
@@ -475,15 +396,6 @@ class RankGroup:
             for follower in self._followers:
                 follower.look()  # a connection is over when its last words are read
             return all(follower.process.has_ended() for follower in self._followers)
-
-
-def _cpu_time(process: int) -> float:
-    """Ticks of processor time that a process has taken; -1 where it is not there."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return float(fields[11]) + float(fields[12])
-    except (OSError, IndexError, ValueError):
-        return -1.0
 
 
 def _error_of(kind: str) -> type[MllmError]:

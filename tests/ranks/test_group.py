@@ -18,6 +18,7 @@ import pytest
 from mllm_compile.errors import ArtifactError, DeviceError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import communicators, group
+from mllm_compile.ranks.follower_link import FollowerLink
 from mllm_compile.ranks.group import RankGroup
 from mllm_compile.ranks.launch_local import LocalLauncher
 from mllm_compile.ranks.nodes import RemoteRank
@@ -172,7 +173,7 @@ def test_a_rank_that_hangs_before_it_is_ready_is_found(start, joined, monkeypatc
 
 
 def test_time_in_which_nobody_looked_is_no_silence():
-    follower = group._Follower(1, Follower(1))  # type: ignore[arg-type]
+    follower = FollowerLink(1, Follower(1))  # type: ignore[arg-type]
     beats = np.array([5])
     now = follower.looked
     assert follower.silence(beats, now) == 0.0
