@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
-from tests.tiny_vision import TEXT
+from tests.tiny_vision import PLACED_MODELS, TEXT, OfPlaces, media_prompt
 
 SOUND_TOKEN, IMAGE_TOKEN = 88, 90
 BINS, FRAMES = 8, 48  # of a window
@@ -80,7 +82,62 @@ CHUNK_MODELS: dict[str, dict[str, Any]] = {
         **_OMNI,
     },
 }
-SOUND_MODELS = WINDOW_MODELS | CHUNK_MODELS
+# Conformers: Gemma 4's beside a tower of images, whose blocks are of 4 rows and chunks of 16 frames; Granite Speech's,
+# whose blocks are of 6 rows and windows of 4, three features each.
+_GEMMA = PLACED_MODELS["gemma4"]
+CONFORMER_BINS = 16
+_GRANITE: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "granite"},
+    "encoder_config": {
+        "input_dim": CONFORMER_BINS,
+        "num_layers": 3,
+        "hidden_dim": 32,
+        "feedforward_mult": 2,
+        "num_heads": 2,
+        "output_dim": 12,
+        "context_size": 6,
+        "max_pos_emb": 8,
+        "conv_kernel_size": 5,
+    },
+    "projector_config": {
+        "model_type": "blip_2_qformer",
+        "hidden_size": 32,
+        "encoder_hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    },
+    "window_size": 4,
+    "downsample_rate": 2,
+    "has_lora_adapter": False,
+    "tie_word_embeddings": False,
+}
+_PLUS = {
+    **_GRANITE,
+    "encoder_config": {**_GRANITE["encoder_config"], "cat_hidden_layers": [0, 1]},
+    "projector_config": {**_GRANITE["projector_config"], "encoder_hidden_size": 96},
+}
+CONFORMER_MODELS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        **_GEMMA,
+        "audio_config": {
+            "model_type": "gemma4_audio",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [CONFORMER_BINS, 4],
+            "conv_kernel_size": 3,
+            "attention_chunk_size": 4,
+            "attention_context_left": 5,
+            "output_proj_dims": 24,
+        },
+        "image_token_id": IMAGE_TOKEN,
+    },
+    "granite_speech": _GRANITE,
+    "granite_speech_plus": _PLUS,
+}
+SOUND_MODELS = WINDOW_MODELS | CHUNK_MODELS | CONFORMER_MODELS
+OF_BOTH = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4")  # sounds and images
 _OF_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 _FEATURES_OF_ROWS = {"glmasr": 4}
 
@@ -106,7 +163,7 @@ def sound_config(model_type: str) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(model_type, **SOUND_MODELS[model_type], audio_token_id=SOUND_TOKEN)
+    return AutoConfig.for_model(model_type, **SOUND_MODELS[model_type] | {"audio_token_id": SOUND_TOKEN})
 
 
 def save_sound_model(model_type: str, folder: Path) -> Any:
@@ -120,6 +177,11 @@ def save_sound_model(model_type: str, folder: Path) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        if (head := model.get_output_embeddings().weight) is model.get_input_embeddings().weight:
+            head.mul_(0.1)  # or each token would answer with itself
+        for name, buffer in model.named_buffers():
+            if name.endswith(("put_min", "put_max")):  # what linears of Gemma 4 clip by
+                buffer.fill_(-1.5 if name.endswith("min") else 1.5)
         # Never a placeholder, or a mark of one: Transformers would look for one more sound.
         model.get_output_embeddings().weight[[SOUND_TOKEN, IMAGE_TOKEN, *range(86, 94)]] = 0
     model.save_pretrained(folder)
@@ -128,11 +190,27 @@ def save_sound_model(model_type: str, folder: Path) -> Any:
 
 def chunk_of(kind: str) -> int:
     """Frames of a window or chunk of a model's tower."""
+    if kind in CONFORMER_MODELS:
+        return 16 if kind == "gemma4" else 12
     return CHUNK if kind in CHUNK_MODELS else FRAMES
+
+
+def _of_conformer(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
+    """As _tensors; Gemma 4's have frames behind their end."""
+    more = 3 if kind == "gemma4" else 0
+    shape = 1, part.frames + more, CONFORMER_BINS
+    given = torch.randn(*shape, generator=torch.Generator().manual_seed(part.seed)).numpy()
+    if kind != "gemma4":
+        count = 2 * math.ceil(part.frames / 4)
+        return count, {"input_features": given, "input_features_mask": np.ones((1, count), dtype=bool)}
+    mask = np.arange(shape[1])[None] < part.frames
+    return math.ceil(part.frames / 4), {"input_features": given * mask[..., None], "input_features_mask": mask}
 
 
 def _tensors(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
     """A sound's features, and what a model's processor gives for it."""
+    if kind in CONFORMER_MODELS:
+        return _of_conformer(kind, part)
     whole = chunk_of(kind)
     windows = math.ceil(part.frames / whole)
     shape = windows, BINS, whole
@@ -159,6 +237,11 @@ def sound_prompt(kind: str, *parts: Sequence[int] | Sound | Patches) -> MediaPro
     ids: list[int] = []
     items = []
     for part in parts:
+        if isinstance(part, Patches) and kind == "gemma4":
+            (item,) = media_prompt(OfPlaces(part.seed, part.rows // 2, part.columns // 2)).items
+            items.append(replace(item, start=len(ids)))
+            ids += [IMAGE_TOKEN] * item.length
+            continue
         if isinstance(part, Patches):
             generator = torch.Generator().manual_seed(part.seed)
             pixels = torch.randn(part.rows * part.columns, 96, generator=generator).numpy()
@@ -184,18 +267,46 @@ def _said(prompt: MediaPrompt | list[int]) -> dict[str, torch.Tensor]:
     found = {}
     for name in dict.fromkeys(name for item in prompt.items for name in item.tensors):
         arrays = [one.tensors[name] for one in prompt.items if name in one.tensors]
-        if "pixel" in name or "grid" in name:
+        if name.startswith(("pixel", "image")):
             found[name] = torch.from_numpy(np.concatenate(arrays))
             continue
-        most = max(array.shape[-1] for array in arrays)
-        padded = [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, most - a.shape[-1])]) for a in arrays]
+        most = np.max([array.shape for array in arrays], axis=0)
+        padded = [np.pad(a, [(0, 0)] + [(0, int(n)) for n in (most - a.shape)[1:]]) for a in arrays]
         found[name] = torch.from_numpy(np.concatenate(padded))
     return found
 
 
 def _with_mask(said: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With the mask of a text, without which Omni's forward counts positions of images on one axis."""
+    """With the mask of a text, without which Omni's forward counts positions of images on one axis; or with the kinds
+    of tokens, by which Gemma 4's images see ahead."""
+    if "image_position_ids" in said:
+        return said | {"mm_token_type_ids": (tokens == IMAGE_TOKEN).long()}
     return said | ({"attention_mask": torch.ones_like(tokens)} if "image_grid_thw" in said else {})
+
+
+@contextmanager
+def _each_alone(model: Any, prompt: MediaPrompt | list[int]) -> Iterator[None]:
+    """Within the context Granite Speech's encoder takes each sound by itself: it is told of no ends, so that in a batch
+    they hear what fills them up."""
+    if isinstance(prompt, list) or not hasattr(model.model, "projector"):
+        yield
+        return
+    encode = model.model.get_audio_features
+    sounds = [torch.from_numpy(item.tensors["input_features"]) for item in prompt.items]
+
+    def joined(input_features: torch.Tensor, **kwargs: Any) -> Any:
+        features = torch.cat([encode(sound, return_dict=True).pooler_output[0] for sound in sounds])
+        at_places = torch.zeros(len(sounds), int(max(item.length for item in prompt.items)), features.shape[1])
+        at_places[torch.arange(at_places.shape[1]) < torch.tensor([item.length for item in prompt.items])[:, None]] = (
+            features
+        )
+        return SimpleNamespace(pooler_output=at_places)
+
+    model.model.get_audio_features = joined
+    try:
+        yield
+    finally:
+        del model.model.get_audio_features
 
 
 @torch.no_grad()
@@ -203,9 +314,9 @@ def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int]) -> torch.
     """[n - 1] log-probability of each token of the prompt but the first, by Transformers' forward."""
     ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
     tokens = torch.tensor([ids])
-    scores = torch.log_softmax(
-        model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0].double(), -1
-    )
+    with _each_alone(model, prompt):
+        logits = model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0]
+    scores = torch.log_softmax(logits.double(), -1)
     return scores[:-1].gather(1, tokens[0, 1:, None])[:, 0]
 
 
@@ -216,7 +327,7 @@ def transformers_greedy(model: Any, prompt: MediaPrompt | list[int], max_tokens:
     answer: list[int] = []
     for _ in range(max_tokens):
         tokens = torch.tensor([ids + answer])
-        answer.append(
-            int(model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0, -1].argmax())
-        )
+        with _each_alone(model, prompt):
+            logits = model(input_ids=tokens, use_cache=False, **_with_mask(_said(prompt), tokens)).logits[0, -1]
+        answer.append(int(logits.argmax()))
     return answer

@@ -104,6 +104,8 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         elif head_type(model.config) is None:
             check_remote_code(model, config.model.trust_remote_code)
             whole = build_on_meta(model.path, dtype, config.model.trust_remote_code)
+            if whole.unused_parts:
+                reporter.announce(f"its answers are text: its {' and its '.join(whole.unused_parts)} are not used")
             whole = replace(whole, chooses_keys=chooses_keys(config.runtime.max_model_len, model))
             whole = replace(whole, hidden_states=places_read(config, whole.sizes().num_hidden_layers))
         else:

@@ -22,6 +22,7 @@ from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.speculators import LAYER_CONFIG_KEY
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
+from mllm_compile.files.served_part import served_part
 from mllm_compile.files.user_path import user_path
 from mllm_compile.gguf.folder import GgufModel, open_gguf
 from mllm_compile.gguf.parts import gguf_parts
@@ -42,7 +43,7 @@ class ModelFolder:
 
     Attributes:
         path: absolute; for a hub id a snapshot in huggingface_hub's cache.
-        config: config.json as it is.
+        config: config.json, or its section of the part that is served (served_part.py).
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
         scheme: how its weights may be quantised; None for plain and for dummy weights.
         weight_map: tensor name → the file's name, as the index of several files says; empty without an index.
@@ -212,7 +213,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {CONFIG_FILE}; expected a model folder in Hugging Face's format. Set model.path to "
             f"the folder that `save_pretrained` or `hf download` wrote."
         )
-    return config
+    return served_part(config)
 
 
 def _find_weight_files(folder: Path, weight_map: Mapping[str, str]) -> tuple[Path, ...]:

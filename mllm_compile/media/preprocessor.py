@@ -8,6 +8,7 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from mllm_compile.errors import RequestError
+from mllm_compile.files.served_part import served_part
 from mllm_compile.media.fetch import fetched
 from mllm_compile.media.file_sources import SourceItem
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
@@ -110,7 +111,7 @@ class MediaPreprocessor:
         """Kind → the id of the token of its features; empty of a model that takes none."""
         if not self.has_processor or self.why_not is not None:
             return {}
-        config = parse_json(self._files[CONFIG_FILE])
+        config = served_part(parse_json(self._files[CONFIG_FILE]))
         found = {kind: placeholder_of(config, kind) for kind in KINDS}
         return {kind: token_id for kind, token_id in found.items() if token_id is not None}
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.errors import RequestError
+from mllm_compile.files.served_part import served_part
 from mllm_compile.media.decode import Refused
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
 from mllm_compile.media.processed_sounds import SoundPart, feature_extractor
@@ -72,7 +73,7 @@ class MediaProcessor:
             raise
         except Exception as error:  # whatever Transformers raises at strange files
             raise Refused(f"the model's processor cannot be loaded ({_reason(error)})") from None
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        config = served_part(json.loads((folder / CONFIG_FILE).read_bytes()))
         self._ids = {kind: placeholder_of(config, kind) for kind in KINDS}
         self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
         if all(token is None for token in self._tokens.values()):

@@ -11,18 +11,20 @@ import inspect
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.files.served_part import SERVED_PART
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.replaced_methods import rescale_outputs
 from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.model.written_attention.indexed import full_length
+from mllm_compile.runtime.media.tower import SOUND_INPUT
 from mllm_compile.runtime.program.spec import HiddenProjection, ModelSizes
 from mllm_compile.runtime.speculation.block import DraftBlock
 
@@ -66,6 +68,7 @@ class HFModel:
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
         block: of a head that drafts several tokens in one pass.
         cross: what of an encoder-decoder attends to its encoder; None: it is another model.
+        unused_parts: of a whole model that it is a part of, the others.
     """
 
     model: PreTrainedModel
@@ -80,6 +83,7 @@ class HFModel:
     projection: HiddenProjection | None = None
     block: DraftBlock | None = None
     cross: CrossAttention | None = None
+    unused_parts: tuple[str, ...] = ()
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -171,7 +175,14 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
             f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
             "transformers."
         ) from error
-    return build_config_on_meta(config, dtype, trust_remote_code)
+    part = getattr(config, SERVED_PART, None)
+    if part is None:
+        return build_config_on_meta(config, dtype, trust_remote_code)
+    others = tuple(name.removesuffix("_config") for name in config.sub_configs if name != SERVED_PART)
+    built = build_config_on_meta(part, dtype, trust_remote_code)
+    ignored = built.model._keys_to_ignore_on_load_unexpected or []
+    built.model._keys_to_ignore_on_load_unexpected = [*ignored, *(rf"^{name}\." for name in others)]
+    return replace(built, unused_parts=others)
 
 
 def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
@@ -232,8 +243,9 @@ def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
     if with_images is None:
         # A decoder that takes sounds is listed beside encoder-decoders, where it is no causal LM.
-        of_both: Any = AutoModelForSeq2SeqLM._model_mapping
-        takes_sounds = "audio_config" in config_class.sub_configs and config_class in of_both
+        of_both: Any = AutoModelForSeq2SeqLM._model_mapping.get(config_class, None)
+        takes = set() if of_both is None else set(inspect.signature(of_both.forward).parameters)
+        takes_sounds = SOUND_INPUT in takes and "decoder_input_ids" not in takes
         return AutoModelForSeq2SeqLM if takes_sounds and not _is_causal_lm(config_class) else AutoModelForCausalLM
     takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
     if takes_grids or not _is_causal_lm(config_class):
@@ -342,7 +354,7 @@ def compute_constants(
                 unknown.update([full_name] if is_constant else [])
             elif is_constant:
                 constants[full_name] = value
-            elif value.unique().numel() > 1:
+            elif value.unique().numel() > 1 or not value.isfinite().all():  # bounds that bound nothing
                 tables[full_name] = value
     return constants, frozenset(unknown), tables
 

@@ -43,7 +43,9 @@ def materialise(hf_model: HFModel, device: str) -> dict[str, torch.Tensor]:
 def _real(fake: torch.Tensor, name: str, hf_model: HFModel, shared: _SharedTensors) -> torch.Tensor:
     constant = hf_model.constants.get(name, hf_model.tables.get(name))
     value = shared.like(fake, name) if constant is None else constant.to(shared.device)
-    return torch.nn.Parameter(value, requires_grad=False) if isinstance(fake, torch.nn.Parameter) else value
+    if isinstance(fake, torch.nn.Parameter):
+        return torch.nn.Parameter(value, requires_grad=False)
+    return value.view(value.shape)  # an object of its own: one of two names would be a tie
 
 
 class _SharedTensors:

@@ -153,14 +153,14 @@ def trace_text(
     """
     with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
         check_choices(hf_model.text_config)
-        tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         try:
             choosing = scoring_keys if hf_model.chooses_keys else choosing_every_key
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
             rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing(hf_model.model)
             methods = norms_by_formula(hf_model.model), keeping_all_tokens(hf_model.model)
             of_layers = states_as_ops(hf_model.model), marking_hidden_states(hf_model)
-            with hooks[0], hooks[1], rope, keys, of_layers[0], of_layers[1], methods[0], methods[1]:
+            tables = tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
+            with tables, hooks[0], hooks[1], rope, keys, of_layers[0], of_layers[1], methods[0], methods[1]:
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error

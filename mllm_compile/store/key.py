@@ -29,6 +29,7 @@ from mllm_compile.config.sparse_keys import chooses_keys
 from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
+from mllm_compile.files.served_part import served_part
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
@@ -238,7 +239,7 @@ def check_unchanged(config: ResolvedConfig, model: ModelFolder, factors: Mapping
     Raises:
         CheckpointError: somebody has changed one in between, so that it is not known which of the two was compiled.
     """
-    content = read_json_object(model.path / CONFIG_FILE, CheckpointError) or {}
+    content = served_part(read_json_object(model.path / CONFIG_FILE, CheckpointError) or {})
     for name, now in _text_factors(config, replace(model, config=content)).items():
         if now != factors[name]:
             then, now = changed_parts(factors[name], now)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import FileReader, FolderReader, json_object
+from mllm_compile.files.served_part import served_part
 from mllm_compile.runtime.sampling.params import MAX_BIAS, MAX_TOKEN_LIST, SamplingParams
 from mllm_compile.runtime.short_repr import short_repr
 
@@ -91,7 +92,7 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
         data = read(name)
         return {} if data is None else json_object(data, folder / name, ConfigError)
 
-    generation, model = read_json(GENERATION_CONFIG_FILE), read_json("config.json")
+    generation, model = read_json(GENERATION_CONFIG_FILE), served_part(read_json("config.json"))
     text_model = model.get("text_config")
     for source in (generation, model, text_model if isinstance(text_model, dict) else {}):
         if source.get("eos_token_id") is not None:

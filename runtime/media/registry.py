@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mllm_compile.runtime.files.json_data import from_json
+from mllm_compile.runtime.media.conformers import ConformerTower
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.grids import GridTower
@@ -21,6 +22,7 @@ TOWERS: dict[str, type[Tower]] = {
     "placed": PlacedTower,
     "crops": CropTower,
     "sounds": SoundTower,
+    "conformers": ConformerTower,
 }
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.tower import SOUND_INPUT, Grid, Read, Tower
 
-_MASKS = ("feature_attention_mask", "input_features_mask")
+MASKS = ("feature_attention_mask", "input_features_mask")
 # What convolutions see behind a sound's end: what its processor gave; or nothing, as they see behind a chunk, in a last
 # chunk; or that only where it is the first as well.
 Edges = Literal["given", "last", "alone"]
@@ -89,13 +89,8 @@ class SoundTower(Tower):
 
     def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
         """One with chunks of their own is as many images, those left out that are too short for a feature."""
-        if SOUND_INPUT not in tensors:
-            raise RequestError(
-                f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected {SOUND_INPUT}. The "
-                "model takes sounds."
-            )
-        given = np.asarray(tensors[SOUND_INPUT])
-        mask = next((np.asarray(tensors[name]) for name in _MASKS if name in tensors), None)
+        given = input_of(tensors)
+        mask = next((np.asarray(tensors[name]) for name in MASKS if name in tensors), None)
         if given.ndim != 3 or given.shape[1] != self.bins or not given.size:
             raise RequestError(
                 f"{SOUND_INPUT} has the shape {list(given.shape)}; expected [windows, {self.bins}, frames], as the "
@@ -157,3 +152,17 @@ class SoundTower(Tower):
         one: Grid = (1, self.frames, 0)
         count = math.ceil(features / self.num_features(one))
         return [(count, self.frames, 0)] if self.window else [one] * count
+
+
+def input_of(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The input of a tower, as a processor made it of a sound.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if SOUND_INPUT not in tensors:
+        raise RequestError(
+            f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected {SOUND_INPUT}. The "
+            "model takes sounds."
+        )
+    return np.asarray(tensors[SOUND_INPUT])

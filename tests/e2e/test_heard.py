@@ -26,7 +26,9 @@ from tests.tiny_model import engine_of_pages
 from tests.tiny_sounds import (
     CHUNK,
     CHUNK_MODELS,
+    CONFORMER_MODELS,
     FRAMES,
+    OF_BOTH,
     WINDOW_MODELS,
     Patches,
     Sound,
@@ -41,7 +43,7 @@ from tests.tiny_vision import vision_engine_config
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
-GROUPS = (WINDOW_MODELS, CHUNK_MODELS)
+GROUPS = (WINDOW_MODELS, CHUNK_MODELS, CONFORMER_MODELS)
 MODELS = tuple(name for group in GROUPS for name in group)
 USUAL = sample_of(MODELS, 1)
 
@@ -156,7 +158,7 @@ def test_a_sound_and_an_image_in_one_prompt(served: Served) -> None:
         )
     )
     with served.engine() as engine:
-        if not served.kind.endswith("thinker"):
+        if served.kind not in OF_BOTH:
             with pytest.raises(RequestError, match=r"expected input_features|placeholders"):
                 engine.generate(prompt, GREEDY)
             assert tokens(engine, served.every[:1]) == served.answers[:1]
@@ -168,7 +170,7 @@ def test_a_sound_and_an_image_in_one_prompt(served: Served) -> None:
 
 
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores for each
-@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen2_5_omni_thinker", "gemma4", "granite_speech"])
 def test_a_compiled_runtime_hears_in_a_process_without_transformers(kind: str, tmp_path: Path) -> None:
     model = save_sound_model(kind, tmp_path / "model")
     every = [sound_prompt(kind, [5], Sound(1, chunk_of(kind)), [7], Sound(2, 30), [8]), TEXT]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.runtime.media.conformers import ConformerTower
 from mllm_compile.runtime.media.sounds import SoundTower
 
 SOUND_ID = 24  # which Voxtral's processor takes for its own
@@ -35,6 +36,7 @@ class Case:
     extractor: str = "WhisperFeatureExtractor"
     named: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -54,6 +56,16 @@ CASES = {
         (26, 410),
         extractor="Qwen3ASRFeatureExtractor",
         named=_NAMED,
+    ),
+    "gemma4": Case(
+        "Gemma4Processor",
+        ConformerTower(**_TOWER | {"frames": 48}, halvings=2, window=1, edges="last"),
+        (50, 0),
+        extractor="Gemma4AudioFeatureExtractor",
+        named={"audio_token": SOUND, "boa_token": BEGIN, "eoa_token": END}
+        | dict.fromkeys(("image_token", "boi_token", "eoi_token"), "<1>"),
+        pictures={"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
+        | {"max_soft_tokens": 70},
     ),
 }
 
@@ -82,6 +94,7 @@ def make_folder(folder: Path, name: str) -> dict[str, bytes]:
             "feature_extractor_type": case.extractor,
             "feature_size": 80,
             "processor_class": case.processor,
+            **case.pictures,
         },
         "processor_config.json": {"processor_class": case.processor, **case.settings},
         "config.json": {"model_type": name, "audio_token_id": SOUND_ID},

@@ -86,3 +86,10 @@ def test_the_eager_model_is_refused_as_its_attention_cannot_be_replaced(architec
         UnsupportedModelError, match=r"runtime\.skip_compiled: the model in .* writes its attention out"
     ):
         Engine(config)
+
+
+def test_a_models_own_tables_are_as_they_were_once_it_is_traced() -> None:
+    model = build_config_on_meta(tiny_config("gpt_neo"), torch.float32)
+    shapes = {name: tuple(buffer.shape) for name, buffer in model.model.named_buffers()}
+    trace_model(model, "cpu", 8192)
+    assert {name: tuple(buffer.shape) for name, buffer in model.model.named_buffers()} == shapes

@@ -39,16 +39,26 @@ def with_a_mask_if_needed(trace: Callable[[], fx.GraphModule]) -> fx.GraphModule
             raise error from None
 
 
-def tables_for_any_step(model: torch.nn.Module, constants: Mapping[str, torch.Tensor], most_tokens: int) -> None:
-    """Gives tables of places by places, [.., N, N], a size for steps of `most_tokens`, on meta: find_attention takes
-    them out of the trace, with values from `constants`. The check of the trace refuses a model that keeps one
-    (changed_tables)."""
+@contextmanager
+def tables_for_any_step(
+    model: torch.nn.Module, constants: Mapping[str, torch.Tensor], most_tokens: int
+) -> Iterator[None]:
+    """Within the context tables of places by places, [.., N, N], have a size for steps of `most_tokens`, on meta:
+    find_attention takes them out of the trace, with values from `constants`. The check of the trace refuses a model
+    that keeps one (changed_tables). A tower that is traced later has its own as they are."""
+    before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
     for name in constants:
         module_name, _, leaf_name = name.rpartition(".")
         buffers = model.get_submodule(module_name)._buffers
         table = buffers[leaf_name]
         if _is_table(table) and table.shape[-1] < most_tokens:  # type: ignore[union-attr]
+            before.append((buffers, leaf_name, table))
             buffers[leaf_name] = table.new_empty(*table.shape[:-2], most_tokens, most_tokens)  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for buffers, leaf_name, table in before:
+            buffers[leaf_name] = table
 
 
 def changed_tables(gm: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> Iterator[str]:
