@@ -46,10 +46,9 @@ class RunnerPools(RunnerSizes, RunnerRanks):
         num_states += self.config.speculative.most_drafted > 0  # HeldStates' scratch row
         check_fits(
             num_states * self.state_bytes_per_request,
-            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
-            "cached prefixes, need",
-            "Lower it, or set runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 "
-            f"(now {runtime.state_dtype}).",
+            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests"
+            f"{', and as many of cached prefixes,' if self.num_snapshots else ''} need",
+            self._less_of_states(),
             self.device,
         )
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device, self.kv_arena)
@@ -127,6 +126,16 @@ class RunnerPools(RunnerSizes, RunnerRanks):
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype
         return [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in self.model.state_layers]
+
+    def _less_of_states(self) -> str:
+        """What makes states take less memory, of what this model allows and the config has not set."""
+        runtime, ways = self.config.runtime, ["Lower it"]
+        if self.num_snapshots:
+            ways.append("set runtime.enable_prefix_cache: false")
+        sums = [one.kind for one in self.model.state_layers if not one.kind.holds_inputs]
+        if sums and runtime.state_dtype == "float32" and not any(kind.holds_exponents for kind in sums):
+            ways.append("set runtime.state_dtype: bfloat16")
+        return f"{', or '.join(ways)}."
 
     @property
     def state_bytes_per_request(self) -> int:

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.graph_mode import DPMetadata
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, StateKind, StateLayer, Wkv
 from tests.runtime.runner_cases import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 9]
@@ -209,6 +211,35 @@ def test_too_many_requests_for_the_table_of_slots_are_found_before_it_is_made():
         DeviceMemoryError, match=r"table .* runtime.max_running_requests: 10{12} of .*_len: 64 needs .*; cpu has"
     ):
         make_runner(max_running_requests=10**12)
+
+
+class WithStates(TinyModel):
+    """Beside its attention it has layers of these kinds, whose states are as large as 1,000 floats."""
+
+    def __init__(self, *kinds: StateKind) -> None:
+        super().__init__()
+        shapes = (), (1000,), (8,), "float32", "float32"
+        self.kinds = tuple(StateLayer(f"state.{i}", i, kind, *shapes) for i, kind in enumerate(kinds))
+
+    def load(self, device):
+        return replace(super().load(device), state_layers=self.kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runtime", "advice"),
+    [
+        ((GatedDelta(True),), {}, r"Lower it, or set \S+prefix_cache: false, or set runtime.state_dtype: bfloat16\."),
+        ((GatedDelta(True),), {"state_dtype": "bfloat16"}, r"need .*Lower it, or set \S+enable_prefix_cache: false\."),
+        ((GatedDelta(True),), {"enable_prefix_cache": False}, r"requests need .*Lower it, or set \S+: bfloat16\."),
+        ((CausalConv("silu"),), {}, r"prefixes, need .*Lower it, or set runtime\.enable_prefix_cache: false\."),
+        ((GatedDelta(True), Wkv()), {}, r"prefixes, need .*Lower it, or set runtime\.enable_prefix_cache: false\."),
+        ((Wkv(),), {"enable_prefix_cache": False}, r"requests need .*Lower it\."),
+    ],
+)
+def test_too_little_memory_for_states_advises_what_the_model_allows(monkeypatch, kinds, runtime, advice):
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (200_000, 300_000))
+    with pytest.raises(DeviceMemoryError, match=rf"the states of .*{advice}"):
+        make_runner(WithStates(*kinds), max_running_requests=100, max_model_len=8, **runtime)
 
 
 def test_a_control_group_s_limit_counts_as_the_machine_s_memory(tmp_path):
