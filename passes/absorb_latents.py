@@ -242,7 +242,7 @@ def _absorb(graph: fx.Graph, expansion: _Expansion) -> None:
         for_keys, for_values = parts(of_heads, [n, v], 1)
         latent = put(torch.reshape, expansion.latent, (tokens, 1, rank))
         rotated = put(torch.reshape, expansion.rotated, (tokens, 1, rope))
-        index = attention.args[13:15]
+        index = attention.args[13:]
         k = put(torch.cat, (latent, rotated), -1)
         q_keys, q_rope = parts(q, [n, rope], -1)
         wide = put(torch.cat, (by_head(q_keys, for_keys), q_rope), -1)

@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.check.states import StateCheck
 from mllm_compile.runtime.attention.base import AttentionInputs
-from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.layer import AttentionLayer, KeyChoice
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -33,13 +33,21 @@ Bound = tuple[ProgramExecutor, tuple[AttentionLayer, ...]]
 Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 
 REQUEST_LENGTHS = (5, 3)
-CHECKED_KEYS = 2  # that indexers choose in a check, so that some of so short requests are not
+_CHECKED_KEYS = 2  # that indexers choose in a check, so that some of so short requests are not
 SECOND_REQUEST_POSITION = 100
 
 
-def small_requests(sizes: ModelSizes, device: str, rope: RopeLengths | None = None) -> tuple[Requests, Requests]:
-    """Token ids and positions of each request; the second is a long text's where RoPE follows its length."""
-    second, context_len = SECOND_REQUEST_POSITION, sizes.context_len
+def few_of(choice: KeyChoice) -> KeyChoice:
+    """What an indexer of this choice chooses in a check."""
+    return KeyChoice(min(choice.top_k, _CHECKED_KEYS), min(choice.block, 2), min(choice.local, 1))
+
+
+def small_requests(
+    sizes: ModelSizes, device: str, rope: RopeLengths | None = None, second: int = SECOND_REQUEST_POSITION
+) -> tuple[Requests, Requests]:
+    """Token ids and positions of each request; the second, which begins at `second`, is a long text's where RoPE
+    follows its length."""
+    context_len = sizes.context_len
     if rope is not None:
         second = rope.boundary + 1
         context_len = second + REQUEST_LENGTHS[1] if rope.of_each_length else context_len
@@ -133,7 +141,7 @@ class PackedRequests:
         self.states.forward(inputs)
 
     def forward(self, inputs: AttentionInputs) -> None:
-        layer, params = inputs.layer, inputs.layer.params
+        layer, params, few = inputs.layer, inputs.layer.params, few_of(inputs.layer.choice)
         sinks = None if layer.sink_logits is None else layer.sink_logits.repeat(self.copies)
         start = 0
         for length in self.lengths:
@@ -145,6 +153,8 @@ class PackedRequests:
             if inputs.index is not None:  # copies are alike
                 of_index = (*inputs.index, inputs.k[:, 0, -layer.index_dim :])
                 index = [self._of_request(x, start, length)[0] for x in of_index]
+                if layer.index_block:  # each of its heads is of some of attention's
+                    index[0] = index[0].repeat(1, self.copies, 1)
                 keys = keys[..., : -layer.index_dim]
             attended = attention_reference(
                 *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
@@ -153,7 +163,9 @@ class PackedRequests:
                 latent=layer.v_head_dim if layer.is_latent else 0,
                 up=layer.up_weight,
                 index=index,
-                top_k=min(layer.top_k, CHECKED_KEYS),
+                top_k=few.top_k,
+                index_block=few.block,
+                index_local=few.local,
                 blocks=() if start or (self.blocks_in_windows and params.window_left < 0) else self.blocks,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))

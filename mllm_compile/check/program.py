@@ -32,7 +32,9 @@ from mllm_compile.check.media import (
 )
 from mllm_compile.check.packed_requests import (
     REQUEST_LENGTHS,
+    SECOND_REQUEST_POSITION,
     Bound,
+    Requests,
     batches_of,
     num_different,
     run_packed,
@@ -54,9 +56,11 @@ from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.link import LinkedProgram, current_device
+from mllm_compile.runtime.program.spec import Program
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
+    from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.towers.adapter import TowerAdapter
 
 # ‖ours − theirs‖ / ‖theirs‖ of the worst token. Measured with these weights (4 to 36 layers, dense and experts, as
@@ -121,7 +125,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[Bound], device: str, states
     """Runs every batch, on all ranks at once; returns the program's logits of the largest."""
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
-    batches = batches_of(program, *small_requests(hf_model.sizes(program.layers), device, program.rope))
+    batches = batches_of(program, *_requests_of(hf_model, program, device))
     known: dict[int, torch.Tensor] = {}
     spreads: dict[int, torch.Tensor] = {}
     for batch_ids, batch_positions in batches:
@@ -154,6 +158,13 @@ def _check_program(lowered: Lowered, ranks: Sequence[Bound], device: str, states
                 f"to token, or that read positions other than position_ids.{hint(lowered, ' Or a pass')}"
             )
     return ours
+
+
+def _requests_of(hf_model: HFModel, program: Program, device: str) -> tuple[Requests, Requests]:
+    """The check's requests. Blocks of keys lie at places that their indexer knows by tokens' positions, from 0 on."""
+    is_of_blocks = hf_model.choice is not None and hf_model.choice.block > 0
+    second = 0 if is_of_blocks else SECOND_REQUEST_POSITION
+    return small_requests(hf_model.sizes(program.layers), device, program.rope, second)
 
 
 def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
@@ -213,7 +224,7 @@ def _check_adapters(
             return run_transformers(hf_model, ids[index : index + 1], positions[index : index + 1])
 
     ranks = [_bound_for_adapters(linked, of_lora, by_name, case, device, rank) for rank in range(lowered.num_ranks)]
-    batches = batches_of(program, *small_requests(hf_model.sizes(program.layers), device, program.rope))
+    batches = batches_of(program, *_requests_of(hf_model, program, device))
     for batch_ids, batch_positions in batches:
         count = num_different(batch_ids)
         for slots in case.steps:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.check.packed_requests import CHECKED_KEYS, Requests, num_different
+from mllm_compile.check.packed_requests import Requests, few_of, num_different
 from mllm_compile.check.spread import spread_of_rows
 from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
@@ -64,7 +64,9 @@ def run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: list
             return logits
 
     def run(implementation: str) -> torch.Tensor:
-        few = choosing_few(model, CHECKED_KEYS) if hf_model.chooses_keys else nullcontext()
+        few: AbstractContextManager[None] = nullcontext()
+        if hf_model.chooses_keys and hf_model.choice is not None:
+            few = choosing_few(model, few_of(hf_model.choice))
         with torch.no_grad(), attention_implementation(model, implementation), _without_advice(), few:
             return torch.cat([run_alone(*request) for request in zip(ids, positions, strict=True)])
 

@@ -1,7 +1,7 @@
-"""Models whose indexer chooses the keys of each token (DSA): texts whose keys it chooses all, and longer ones.
+"""Models whose indexer chooses the keys of each token: texts whose keys it chooses all, and longer ones.
 
-Up to `index_topk` tokens their attention is a plain one, by any kernel. A config that asks for more gets the indexer,
-in plain torch.
+Up to `index_topk` tokens (DSA), or those of `index_topk_blocks` blocks, their attention is a plain one, by any kernel.
+A config that asks for more gets the indexer, in plain torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 def full_length(model: ModelFolder) -> int | None:
     """Tokens of the longest text whose keys its indexer chooses all; None: config.json names no indexer."""
     chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
+    blocks, size = (model.text_config_value(name) for name in ("index_topk_blocks", "index_block_size"))
+    if isinstance(older := model.text_config_value("sparse_attention_config"), dict):
+        blocks, size = older.get("sparse_topk_blocks", blocks), older.get("sparse_block_size", size)
+    if isinstance(blocks, int) and isinstance(size, int):
+        chosen = blocks * size
     all_plain = isinstance(kinds, list) and all(kind in _PLAIN_LAYERS for kind in kinds)
     return chosen if isinstance(chosen, int) and chosen > 0 and not all_plain else None
 

@@ -58,13 +58,14 @@ def mllm_attention(
     is_causal: bool | None = None,
     distance_bias: torch.Tensor | None = None,
     indices: torch.Tensor | EveryKey | None = None,
+    block_indices: torch.Tensor | EveryKey | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
 
     Args:
         distance_bias: [H, 2R + 1], as the op takes it; from our own hooks.
-        indices: what an indexer chooses for each token (written_attention/).
+        indices, block_indices: what an indexer chooses for each token (written_attention/).
 
     Returns:
         [1, T, H, Dv], and no attention weights.
@@ -83,7 +84,7 @@ def mllm_attention(
     # Two names of one symbol compare without a branch on its value; of two symbols that may differ, none can be served.
     if key.shape[2] is not query.shape[2] and key.shape[2] != query.shape[2]:
         refusals.append("keys that are not the tokens' own")
-    chosen = [indices] if isinstance(indices, torch.Tensor) else None
+    chosen = [one for one in (indices, block_indices) if isinstance(one, torch.Tensor)] or None
     _, num_heads, num_tokens, head_dim = query.shape
     flat_query = query.transpose(1, 2).reshape(num_tokens, num_heads, head_dim).contiguous()
     flat_key = key.transpose(1, 2).reshape(num_tokens, key.shape[1], head_dim)

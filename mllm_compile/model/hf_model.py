@@ -23,7 +23,7 @@ from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.replaced_methods import rescale_outputs
 from mllm_compile.model.rope_hook import follow_rope
-from mllm_compile.model.written_attention.indexed import full_length
+from mllm_compile.model.written_attention.indexed import choice_of
 from mllm_compile.runtime.media.tower import SOUND_INPUT
 from mllm_compile.runtime.program.spec import HiddenProjection, ModelSizes
 from mllm_compile.runtime.speculation.block import DraftBlock
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from mllm_compile.model.sources.cross import CrossAttention
-    from mllm_compile.runtime.attention.layer import LayerSpec
+    from mllm_compile.runtime.attention.layer import KeyChoice, LayerSpec
     from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
@@ -62,8 +62,8 @@ class HFModel:
         tables: buffers of a checkpoint that its code fills with several numbers, as constants are: one table's numbers
             may follow from another's.
         rope: how its RoPE follows the length of a text; None: it does not.
-        full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
-        chooses_keys: it is served beyond that, by keys that an indexer chooses (written_attention/chosen.py).
+        choice: what the indexer of its sparse attention chooses (written_attention/indexed.py); None: it has none.
+        chooses_keys: it is served beyond the length of which that is all (written_attention/chosen.py).
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
         block: of a head that drafts several tokens in one pass.
@@ -77,7 +77,7 @@ class HFModel:
     position_offset: int = 0
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     rope: RopeLengths | None = None
-    full_length: int | None = None
+    choice: KeyChoice | None = None
     chooses_keys: bool = False
     hidden_states: tuple[int, ...] = ()
     projection: HiddenProjection | None = None
@@ -94,8 +94,7 @@ class HFModel:
         """Positions that the model was made for, of those at which its attention is full."""
         said = getattr(self.text_config, "max_target_positions", None) if self.cross is not None else None
         positions = self._size("max_position_embeddings", said or NO_LIMIT) - self.position_offset
-        is_limited = self.full_length is not None and not self.chooses_keys
-        return min(positions, self.full_length or positions) if is_limited else positions
+        return positions if self.choice is None or self.chooses_keys else min(positions, self.choice.full_length)
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
         """The sizes in the model's config; heads are the largest of `layers`, where they are given; 0 of a model
@@ -115,7 +114,7 @@ class HFModel:
             vocab_size=self._size("vocab_size"),
             context_len=self.context_len,
             is_table_of_positions=self.position_offset > 0,
-            is_sparse_beyond=self.full_length is not None and not self.chooses_keys,
+            is_sparse_beyond=self.choice is not None and not self.chooses_keys,
         )
 
     def embedding_and_head(self) -> tuple[str, str]:
@@ -216,7 +215,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
         from mllm_compile.model.sources.cross import find_cross_attention
 
         return HFModel(model, constants | of_rope, unknown, tables=tables, cross=find_cross_attention(model))
-    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope, full_length(model))
+    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope, choice_of(model))
 
 
 def class_with_encoder(config: PreTrainedConfig) -> Any:

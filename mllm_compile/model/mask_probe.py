@@ -179,7 +179,9 @@ class _Observer:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         function = None if attention_mask is None else self._functions.get(id(attention_mask))
-        is_altered = (attention_mask is not None and function is None) or not _chooses_all(kwargs.get("indices"), key)
+        of_blocks = kwargs.get("block_indices")
+        chooses_all = _chooses_all(kwargs.get("indices"), key) and (of_blocks is None or _takes_all(of_blocks, module))
+        is_altered = (attention_mask is not None and function is None) or not chooses_all
         self.calls.append(ObservedCall(function, is_altered, self.device, key.shape[2] != query.shape[2]))
         batch, num_heads, num_tokens, _ = query.shape
         return value.new_zeros(batch, num_tokens, num_heads, value.shape[3]), None
@@ -191,6 +193,12 @@ def _chooses_all(indices: torch.Tensor | None, key: torch.Tensor) -> bool:
         return True
     every = torch.arange(key.shape[2], device=key.device)
     return indices.shape[-1] == len(every) and bool((indices.sort(-1).values == every).all())
+
+
+def _takes_all(blocks: torch.Tensor, module: Any) -> bool:
+    """True if an indexer's choice of blocks [1, H, T, K], -1 of none, is every one of each token's past."""
+    num_past = torch.arange(blocks.shape[2], device=blocks.device) // module.indexer.block_size + 1
+    return bool(((blocks >= 0).sum(-1) == num_past).all())
 
 
 def _of_any_length(function: Any, num_tokens: int) -> Any:

@@ -167,8 +167,8 @@ def trace_text(
         _drop_outputs_of_weights(captured)
         give_hidden_states(captured, hf_model)
         _fold_numbers(captured)
-        if hf_model.chooses_keys and hf_model.full_length is not None:
-            attend_to_chosen_keys(captured, hf_model.full_length)
+        if hf_model.chooses_keys and hf_model.choice is not None:
+            attend_to_chosen_keys(captured, hf_model.choice)
         keep_host_values(captured, hf_model, device)
         restore_positions(captured)
         restore_request_lengths(captured)

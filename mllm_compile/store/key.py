@@ -39,7 +39,7 @@ from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 39
+FORMAT_VERSION = 40
 # Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
 # passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (

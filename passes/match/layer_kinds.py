@@ -15,7 +15,7 @@ from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, CROSS_LAYERS, PACKED_LAYERS, STATE_LAYERS
 from mllm_compile.passes.match.nodes import call, is_op, recompute_value
-from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer import KeyChoice, LayerSpec
 from mllm_compile.runtime.ops.states.trace import call_of
 from mllm_compile.runtime.state.layer import KINDS as STATE_KINDS
 from mllm_compile.runtime.state.layer import StateLayer
@@ -90,8 +90,8 @@ class AttentionKind(LayerKind):
         latent: Any = node.args[10] if len(node.args) > 10 else 0
         up: Any = node.args[11] if len(node.args) > 11 else None
         width, out_width = q.meta["val"].shape[2], node.meta["val"].shape[2]  # type: ignore[union-attr]
-        indexer, top_k = _index_of(node)
-        index_dim = int(indexer[2].meta["val"].shape[1]) if indexer else 0
+        indexer, choice = _index_of(node)
+        index_dim = int(indexer[-1].meta["val"].shape[1]) if indexer else 0
         return LayerSpec(
             name=name,
             layer_id=index,
@@ -109,7 +109,9 @@ class AttentionKind(LayerKind):
             up_projection=None if up is None else up.meta["weight_name"],
             up_key_dim=0 if up is None else int(width - (k.meta["val"].shape[2] - latent)),  # type: ignore[union-attr]
             up_value_dim=0 if up is None else int(out_width),
-            top_k=top_k,
+            top_k=choice.top_k,
+            index_block=choice.block,
+            index_local=choice.local,
             index_dim=index_dim,
             has_distance_bias=bias_of(node) is not None,
         )
@@ -121,7 +123,7 @@ class AttentionKind(LayerKind):
         bias, (index, _) = bias_of(node), _index_of(node)
         if index:
             q, k, v = node.args[:3]
-            return q, _with_index_keys(k, index[2]), v, buffer, name, True, None, 0.0, bias, list(index[:2])
+            return q, _with_index_keys(k, index[-1]), v, buffer, name, True, None, 0.0, bias, list(index[:-1])
         return (*node.args[:3], buffer, name, *(() if bias is None else (True, None, 0.0, bias)))
 
 
@@ -274,14 +276,14 @@ def bias_of(node: fx.Node) -> fx.Node | None:
     return node.args[12] if len(node.args) > 12 else None  # type: ignore[return-value]
 
 
-def _index_of(node: fx.Node) -> tuple[tuple[fx.Node, ...], int]:
-    """The queries, weights and keys of a traced attention's indexer, and how many keys it chooses; (), 0: none has."""
+def _index_of(node: fx.Node) -> tuple[tuple[fx.Node, ...], KeyChoice]:
+    """The queries, weights and keys of a traced attention's indexer, and what it chooses; (), of 0: it has none."""
     if len(node.args) < 15:
-        return (), 0
+        return (), KeyChoice(0)
     index: Any
-    top_k: Any
-    index, top_k = node.args[13:15]
-    return tuple(index), int(top_k)
+    choice: Any
+    index, *choice = node.args[13:]
+    return tuple(index), KeyChoice(*choice)
 
 
 def _with_index_keys(k: Any, keys: fx.Node) -> fx.Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,25 @@ if TYPE_CHECKING:
 
 # The widths of heads, keys' and values' alike, that the GPU's attention kernels are made for.
 KERNEL_HEAD_DIMS = (64, 128, 256)
+
+
+class KeyChoice(NamedTuple):
+    """What an indexer chooses for each token.
+
+    Attributes:
+        top_k: keys, or blocks of them.
+        block: keys of a block, of positions that `block` divides; 0: single keys are chosen.
+        local: blocks that are always among them, the token's own and those ahead of it.
+    """
+
+    top_k: int
+    block: int = 0
+    local: int = 0
+
+    @property
+    def full_length(self) -> int:
+        """Tokens of the longest text of which each sees all that it could."""
+        return self.top_k * max(self.block, 1)
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,9 @@ class LayerSpec:
     up_projection: str | None = None
     up_key_dim: int = 0  # n
     up_value_dim: int = 0  # v
-    top_k: int = 0  # keys that an indexer chooses for each token (attention/index.py); 0: every token sees all
+    top_k: int = 0  # keys, or blocks, that an indexer chooses for each token (attention/index.py); 0: it sees all
+    index_block: int = 0  # keys of such a block; 0: single ones are chosen
+    index_local: int = 0  # blocks that are always chosen
     index_dim: int = 0  # the last columns of a cached key, which are the indexer's
     has_distance_bias: bool = False  # a step's inputs have a table [H, 2R + 1] of what distances add to logits
 
@@ -63,6 +84,11 @@ class LayerSpec:
         """True if logits or what is seen depend on more than an order of tokens: a bias by distance, chunks, or chosen
         keys. On a GPU the program's own kernels attend so."""
         return bool(self.alibi_slopes) or self.chunk > 0 or self.has_distance_bias or self.top_k > 0
+
+    @property
+    def choice(self) -> KeyChoice:
+        """What its indexer chooses, where it has one."""
+        return KeyChoice(self.top_k, self.index_block, self.index_local)
 
     @property
     def takes_cascade(self) -> bool:

@@ -243,12 +243,13 @@ def _decode(
         else:
             values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
-        seen = visible[part]
+        seen = visible[part, None]
         if index is not None:
-            chosen_from = keys[:, 0, :, -layer.index_dim :]
-            seen = chosen_keys((index[0][part], index[1][part]), chosen_from, seen, layer.top_k)
+            of_part = tuple(one[part] for one in index)
+            seen = chosen_keys(of_part, keys[:, 0, :, -layer.index_dim :], visible[part], layer.choice)
+            seen = seen.repeat_interleave(layer.num_kv_heads // seen.shape[1], 1)
             keys = keys[..., : -layer.index_dim]
-        mask = seen[:, None, None, :]
+        mask = seen[:, :, None]  # [R, 1 or Hk, 1, L]
         bias = None
         if layer.alibi_slopes or table is not None:
             places = torch.arange(rows.shape[2], device=q.device)
@@ -302,7 +303,7 @@ def _prefill(
 
 def _part_of(index: Index | None, start: int, end: int) -> Index | None:
     """The index of some tokens."""
-    return None if index is None else (index[0][start:end], index[1][start:end])
+    return None if index is None else tuple(one[start:end] for one in index)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -344,19 +345,13 @@ def attend_block(
     if layer.chunk:
         mask &= positions[first_query : first_query + q.shape[0], None] // layer.chunk == positions // layer.chunk
     if index is not None:
-        mask = chosen_keys(index, keys[:, 0, -layer.index_dim :], mask, layer.top_k)
+        chosen = chosen_keys(index, keys[:, 0, -layer.index_dim :], mask, layer.choice).transpose(0, 1)
+        mask = chosen[0] if len(chosen) == 1 else chosen.repeat_interleave(layer.num_kv_heads // len(chosen), 0)
         keys = keys[..., : -layer.index_dim]
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
     is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes and table is None
     if is_plain:
-        return F.scaled_dot_product_attention(
-            q[None],
-            keys[None].to(q.dtype),
-            values[None].to(q.dtype),
-            attn_mask=mask,
-            scale=params.sm_scale,
-            enable_gqa=layer.num_heads != layer.num_kv_heads,
-        )[0].transpose(0, 1)
+        return _attend_plainly(q, keys, values, mask, params.sm_scale).transpose(0, 1)
     group = layer.num_heads // layer.num_kv_heads
     # The G heads of a kv head become G * T queries of it: one product a kv head, and no copy of the keys.
     folded = q.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)  # [Hk, G * T, D]
@@ -369,9 +364,26 @@ def attend_block(
         bias = bias.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
     elif table is not None:
         bias = of_distances(table, -distance).unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
-    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks, bias)
+    folded = _attend(folded, keys, values, torch.cat([mask] * group, -2), layer, sinks, bias)
     unfolded: torch.Tensor = folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
     return unfolded
+
+
+def _attend_plainly(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sm_scale: float
+) -> torch.Tensor:
+    """q [H, T, D], keys [Hk, L, D], values [Hk, L, Dv], mask [T, L] or [Hk, T, L] → [H, T, Dv]."""
+    if mask.dim() == 3:  # one after another: a mask of all heads would take as many times the memory
+        parts = zip(q.chunk(len(mask)), keys[:, None], values[:, None], mask, strict=True)
+        return torch.cat([_attend_plainly(*part, sm_scale) for part in parts])
+    return F.scaled_dot_product_attention(
+        q[None],
+        keys[None].to(q.dtype),
+        values[None].to(q.dtype),
+        attn_mask=mask,
+        scale=sm_scale,
+        enable_gqa=len(q) != len(keys),
+    )[0]
 
 
 def _attend(

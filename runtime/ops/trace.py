@@ -14,13 +14,14 @@ import torch
 
 from mllm_compile.runtime.attention.distances import of_distances
 from mllm_compile.runtime.attention.index import chosen_keys
+from mllm_compile.runtime.attention.layer import KeyChoice
 from mllm_compile.runtime.collectives.base import current
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
     " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None, Tensor? bias=None,"
-    " Tensor[]? index=None, int top_k=0) -> Tensor"
+    " Tensor[]? index=None, int top_k=0, int index_block=0, int index_local=0) -> Tensor"
 )
 
 
@@ -40,6 +41,8 @@ def _attention_fake(
     bias: torch.Tensor | None = None,
     index: Sequence[torch.Tensor] | None = None,
     top_k: int = 0,
+    index_block: int = 0,
+    index_local: int = 0,
 ) -> torch.Tensor:
     width = latent or v.shape[2]
     if up is not None:
@@ -63,6 +66,8 @@ def attention_reference(
     bias: torch.Tensor | None = None,
     index: Sequence[torch.Tensor] | None = None,
     top_k: int = 0,
+    index_block: int = 0,
+    index_local: int = 0,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
@@ -82,7 +87,8 @@ def attention_reference(
             heads' keys, before the columns behind the latent, and the values; q is n + D - latent wide.
         bias: None, or [H, 2R + 1]: added to a head's logits by the key's position less the query's, from -R to R.
         index: None, or an indexer's queries [T, Hi, Di], weights [T, Hi] and keys [T, Di]: each token sees the `top_k`
-            keys that it chooses (attention/index.py).
+            keys that it chooses (attention/index.py); of one that chooses blocks without weights.
+        index_block: keys of a block, 0 where single ones are chosen; index_local: blocks that always are.
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
@@ -117,7 +123,8 @@ def attention_reference(
     if chunk:
         visible &= position[:, None] // chunk == position // chunk
     if index is not None:
-        visible = chosen_keys((index[0], index[1]), index[2], visible, top_k)
+        chosen = chosen_keys(tuple(index[:-1]), index[-1], visible, KeyChoice(top_k, index_block, index_local))
+        visible = chosen.transpose(0, 1).repeat_interleave(num_heads // chosen.shape[1], 0)
     logits = logits.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)

@@ -63,7 +63,7 @@ class AttentionStep:
     saves_kv: bool = True
     rope_inputs: RopeInputNames | None = None
     bias: str | None = None  # a value [H, 2R + 1] (LayerSpec.has_distance_bias)
-    index: tuple[str, ...] = ()  # an indexer's queries and weights (LayerSpec.top_k)
+    index: tuple[str, ...] = ()  # an indexer's queries, and weights if it has some (LayerSpec.top_k)
 
     @property
     def reads(self) -> tuple[str, ...]:

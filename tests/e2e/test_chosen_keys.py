@@ -1,4 +1,4 @@
-"""Texts longer than an indexer's `index_topk` keys (DSA) have Transformers' tokens, whatever happens on the way.
+"""Texts longer than the keys that an indexer chooses have Transformers' tokens, whatever happens on the way.
 
 Tiny random models in float32 on a CPU. Indexers have many heads: where all of few are 0, scores are equal, and which of
 equal ones is chosen no one says.
@@ -24,12 +24,19 @@ from tests.tiny_model import engine_of_pages
 
 TOP, PAGE, CHUNK, MAX_TOKENS = 8, 4, 32, 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-# hy_v4 has a head of keys for several queries, and sinks; layers of glm_moe_dsa take what one ahead has chosen.
+# hy_v4 has a head of keys for several queries, and sinks; layers of glm_moe_dsa take what one ahead has chosen. In
+# minimax_m3_vl_text each head of keys has one of the indexer, which chooses blocks.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "axk2": {},
     "hy_v4": {},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": TOP // 4,
+        "layer_types": ["minimax_m3_sparse"] * 4,
+    },
 }
 
 

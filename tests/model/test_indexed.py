@@ -16,8 +16,9 @@ from mllm_compile.errors import ConfigError, UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.mask_probe import _Observer
 from mllm_compile.model.written_attention.chosen import attend_to_chosen_keys
-from mllm_compile.model.written_attention.indexed import choosing_every_key, full_length
+from mllm_compile.model.written_attention.indexed import choice_of, choosing_every_key
 from mllm_compile.runtime.attention.index import chosen_keys
+from mllm_compile.runtime.attention.layer import KeyChoice
 from tests.config.resolving import H200, resolved
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
@@ -63,6 +64,13 @@ def test_longer_texts_are_served_where_they_are_asked_for_and_refused_beside_wha
     assert resolved(config_json=said).runtime.max_model_len == TOP
     for kind in ("indexed_attention", "deepseek_sparse_attention"):  # as two versions of Transformers name it
         assert resolved(config_json=said | {"layer_types": [kind]}).runtime.max_model_len == TOP
+    of_blocks: list[dict[str, Any]] = [
+        {"index_topk_blocks": TOP // 4, "index_block_size": 4},
+        {"sparse_attention_config": {"sparse_topk_blocks": TOP // 4, "sparse_block_size": 4}},
+    ]
+    for blocks in of_blocks:
+        kinds = {"max_position_embeddings": 4096, "layer_types": ["minimax_m3_sparse"]}
+        assert resolved(config_json=kinds | blocks).runtime.max_model_len == TOP
     longer = {"max_model_len": 64}
     assert resolved(config_json=said, runtime=longer).runtime.max_model_len == 64
     beyond = rf"max_model_len is 64, and beyond {TOP} tokens an indexer chooses keys, which .*max_model_len: {TOP}"
@@ -105,8 +113,8 @@ def test_scores_of_another_form_are_refused(form):
             return torch.ops.mllm.attention(q[0], q[0], q[0], None, 1.0, 0.0, -1, "", None, 0, 0, None, None, [best])
 
     gm = torch.fx.symbolic_trace(Chooser())
-    with pytest.raises(UnsupportedModelError, match=r"no weighted sum over heads of relu\(q · k\): .*max_model_len"):
-        attend_to_chosen_keys(gm, 4)
+    with pytest.raises(UnsupportedModelError, match=r"relu\(q · k\), nor q · k of blocks: .*max_model_len"):
+        attend_to_chosen_keys(gm, KeyChoice(4))
 
 
 def test_a_choice_is_the_best_of_what_a_token_sees():
@@ -114,13 +122,32 @@ def test_a_choice_is_the_best_of_what_a_token_sees():
     q, w = torch.randn(6, 3, 8, generator=generator), torch.randn(6, 3, generator=generator)
     keys, visible = torch.randn(6, 8, generator=generator), torch.ones(6, 6).tril().bool()
     scores = torch.einsum("thk,th->tk", torch.einsum("thd,kd->thk", q, keys).relu(), w)
-    chosen = chosen_keys((q, w), keys, visible, 2)
+    chosen = chosen_keys((q, w), keys, visible, KeyChoice(2))[:, 0]
     for token in range(6):
         best = scores[token, : token + 1].topk(min(2, token + 1)).indices.tolist()
         assert set(chosen[token].nonzero().flatten().tolist()) == set(best)
-    of_each = chosen_keys((q, w), keys.expand(6, -1, -1), visible, 2)
+    of_each = chosen_keys((q, w), keys.expand(6, -1, -1), visible, KeyChoice(2))
+    assert torch.equal(of_each[:, 0], chosen)
+    assert torch.equal(chosen_keys((q, w), keys, visible, KeyChoice(6))[:, 0], visible)
+
+
+def test_a_choice_of_blocks_is_the_last_ones_and_the_best_of_those_that_a_token_sees():
+    generator = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(11, 2, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    visible = torch.ones(11, 11).tril().bool()
+    choice = KeyChoice(top_k=2, block=3, local=1)
+    chosen = chosen_keys((q,), keys, visible, choice)
+    for token in range(11):
+        own = token // 3
+        for head in range(2):
+            products = (keys[: token + 1] @ q[token, head]).split(3)
+            best = max(range(own), key=[one.max().item() for one in products].__getitem__, default=own)
+            expected = {key for key in range(token + 1) if key // 3 in (own, best)}
+            assert set(chosen[token, head].nonzero().flatten().tolist()) == expected
+    of_each = chosen_keys((q,), keys.expand(11, -1, -1), visible, choice)
     assert torch.equal(of_each, chosen)
-    assert chosen_keys((q, w), keys, visible, 6) is visible
+    short = chosen_keys((q[:6],), keys[:6], visible[:6, :6], choice)
+    assert torch.equal(short[:, 0], visible[:6, :6])
 
 
 class Blocks(torch.nn.Module):
@@ -135,9 +162,17 @@ class Blocks(torch.nn.Module):
 def test_indexers_of_another_kind_are_left_alone():
     model = torch.nn.Module()
     model.indexer, before = Blocks(), Blocks.forward
-    assert full_length(model) is None
+    assert choice_of(model) is None
     with choosing_every_key(model):
         assert "forward" not in vars(model.indexer) and type(model.indexer).forward is before
+
+
+@pytest.mark.parametrize(("blocks", "is_altered"), [([[[[0], [0]]]], False), ([[[[0], [-1]]]], True)])
+def test_the_probe_sees_whether_every_block_is_chosen(blocks, is_altered):
+    observer, q = _Observer("cpu"), torch.zeros(1, 3, 2, 8)
+    attention = SimpleNamespace(indexer=SimpleNamespace(block_size=4))
+    observer.attend(attention, q, q, q, None, block_indices=torch.tensor(blocks))
+    assert observer.calls[0].is_altered is is_altered
 
 
 @pytest.mark.parametrize(

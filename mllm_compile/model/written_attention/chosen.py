@@ -1,9 +1,9 @@
-"""Sparse attention beyond `index_topk` tokens: the indexer's queries, weights and keys become operands of attention.
+"""Sparse attention of long texts: the indexer's queries, weights and keys become operands of attention.
 
 An indexer (indexed.py) computes scores of all pairs of tokens and takes the best keys of each. A trace has its own
-code, with one key to choose. That ends in a call of attention that is told `indices`. Here the graph is read backwards
-from these to what the scores are made of, and the scores go. What a score is has one form
-(runtime/attention/index.py); any other is refused.
+code, with one key, or block of one, to choose. That ends in a call of attention that is told `indices`. Here the graph
+is read backwards from these to what the scores are made of, and the scores go. What a score is has one form for keys
+and one for blocks (runtime/attention/index.py); any other is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.written_attention.indexed import attending_to_every_key, indexers_of, with_forwards
+from mllm_compile.model.written_attention.indexed import (
+    OF_KEYS,
+    attending_to_every_key,
+    indexers_of,
+    settings_of,
+    with_forwards,
+)
 from mllm_compile.model.written_attention.score_rule import is_named, operands_of
 from mllm_compile.passes.match.nodes import call, is_attention, recompute_value
+from mllm_compile.runtime.attention.layer import KeyChoice
 
 _INDEX = 13  # the place of mllm::attention's `index`
+_ONE_KEY = KeyChoice(1, 1)
 _MOVES = ("to", "squeeze", "unsqueeze", "float", "int", "contiguous")
 
 
@@ -30,27 +38,29 @@ _MOVES = ("to", "squeeze", "unsqueeze", "float", "int", "contiguous")
 def scoring_keys(model: torch.nn.Module) -> Iterator[None]:
     """Within the context indexers compute scores of packed tokens, without a mask, and choose one key."""
     forwards: dict[Any, Callable[..., Any]] = {
-        module: partial(_scored, type(module).forward, module) for module in indexers_of(model)
+        module: partial(_scored, type(module).forward, module)
+        for module in indexers_of(model)
+        if settings_of(module) == OF_KEYS
     }
-    with attending_to_every_key(model), choosing_few(model, 1), with_forwards(forwards):
+    with attending_to_every_key(model), choosing_few(model, _ONE_KEY), with_forwards(forwards):
         yield
 
 
 @contextmanager
-def choosing_few(model: torch.nn.Module, count: int) -> Iterator[None]:
-    """Within the context indexers choose so many keys."""
+def choosing_few(model: torch.nn.Module, few: KeyChoice) -> Iterator[None]:
+    """Within the context indexers choose so."""
     indexers: list[Any] = list(indexers_of(model))
-    before = [module.index_topk for module in indexers]
-    for module in indexers:
-        module.index_topk = count
+    before = [{name: getattr(module, name) for name in settings_of(module)} for module in indexers]
+    for module, own in zip(indexers, before, strict=True):
+        vars(module).update(zip(own, few, strict=False))
     try:
         yield
     finally:
         for module, own in zip(indexers, before, strict=True):
-            module.index_topk = own
+            vars(module).update(own)
 
 
-def attend_to_chosen_keys(gm: fx.GraphModule, top_k: int) -> None:
+def attend_to_chosen_keys(gm: fx.GraphModule, choice: KeyChoice) -> None:
     """Gives each attention that is told indices the operands of their indexer in their place.
 
     Raises:
@@ -61,8 +71,8 @@ def attend_to_chosen_keys(gm: fx.GraphModule, top_k: int) -> None:
             told: Any = node.args[_INDEX]
             indices: fx.Node = told[0]
             with gm.graph.inserting_before(node):
-                operands = _operands(gm.graph, indices)
-            node.args = (*node.args[:_INDEX], operands, top_k)
+                operands = _operands_of_blocks(gm.graph, indices) if choice.block else _operands(gm.graph, indices)
+            node.args = (*node.args[:_INDEX], operands, *choice)
             _drop_unread(gm.graph, indices)
     gm.recompile()
 
@@ -114,6 +124,28 @@ def _operands(graph: fx.Graph, indices: fx.Node) -> list[fx.Node]:
     return [rows[0], call(graph, operator.mul, rows[1], factor * inner), rows[2]]
 
 
+def _operands_of_blocks(graph: fx.Graph, indices: fx.Node) -> list[fx.Node]:
+    """Queries [T, H, D] and keys [T, D] of the scores that `indices` [1, H, T, 1] are the best of: q · k, whose
+    blocks, here of one key, count as their best."""
+    best = _without(indices, "masked_fill")
+    if is_named(best, "getitem", "getattr"):
+        best = best.args[0]
+    scores = _without(best.args[0], "amax", "view", "masked_fill") if is_named(best, "topk") else best
+    queries, keys = map(_source, _factors(scores))
+    if is_named(keys, "transpose"):
+        keys = _source(keys.args[0])
+    if [one.meta["val"].dim() for one in (queries, keys)] != [4, 4] or keys.meta["val"].shape[1] != 1:
+        _refuse("operands are of other shapes")
+    return [call(graph, torch.transpose, _row(graph, queries), 0, 1), _row(graph, _row(graph, keys))]
+
+
+def _without(node: Any, *names: str) -> Any:
+    """The value that `node` hides parts of, or takes the largest of."""
+    while is_named(node, *_MOVES, *names):
+        node = node.args[0]
+    return node
+
+
 def _source(node: Any) -> Any:
     """The value that `node` moves or converts."""
     while is_named(node, *_MOVES):
@@ -142,6 +174,6 @@ def _row(graph: fx.Graph, node: Any) -> fx.Node:
 
 def _refuse(what: str) -> NoReturn:
     raise UnsupportedModelError(
-        f"its indexer's scores are no weighted sum over heads of relu(q · k): {what}. Set runtime.max_model_len to the "
-        "keys that it chooses, or less"
+        f"its indexer's scores are no weighted sum over heads of relu(q · k), nor q · k of blocks: {what}. Set "
+        "runtime.max_model_len to the keys that it chooses, or less"
     )

@@ -1,7 +1,8 @@
-"""The hook into sparse attention whose indexer chooses the keys of each token (DSA): within it every key is chosen.
+"""The hook into sparse attention whose indexer chooses the keys of each token: within it every key is chosen.
 
-An indexer chooses the `index_topk` keys of the largest scores. Of a text that is no longer it chooses all, and the
-attention is a plain one: so such models are served up to that length, which is their context (HFModel.context_len).
+An indexer chooses the `index_topk` keys of the largest scores (DSA), or the `topk_blocks` blocks. Of a text that is no
+longer than these it chooses all, and the attention is a plain one: so such models are served up to that length, which
+is their context (HFModel.context_len).
 The check of the trace asks Transformers whether the indexers choose so (model/mask_probe.py).
 """
 
@@ -15,9 +16,14 @@ from typing import Any
 import torch
 
 from mllm_compile.model.positions_hook import arguments_of
+from mllm_compile.runtime.attention.layer import KeyChoice
 
-# Arguments of an indexer of this kind; others choose blocks or compressed keys.
+# Arguments of indexers of single keys and of blocks; others choose compressed keys.
 _TOLD = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
+_TOLD_OF_BLOCKS = ["hidden_states", "position_embeddings", "past_key_values", "position_ids"]
+# Attributes of an indexer that say its choice, as KeyChoice has it.
+OF_KEYS = ("index_topk",)
+OF_BLOCKS = ("topk_blocks", "block_size", "local_blocks")
 
 
 class EveryKey:
@@ -30,14 +36,23 @@ class EveryKey:
 EVERY_KEY = EveryKey()
 
 
-def full_length(model: torch.nn.Module) -> int | None:
-    """Tokens of the longest text whose keys every indexer of `model` chooses; None: it has no indexers."""
-    return min((int(module.index_topk) for module in indexers_of(model)), default=None)  # type: ignore[arg-type]
+def choice_of(model: torch.nn.Module) -> KeyChoice | None:
+    """What every indexer of `model` chooses, the least where they differ; None: it has no indexers."""
+    choices = (KeyChoice(*(getattr(one, name) for name in settings_of(one))) for one in indexers_of(model))
+    return min(choices, default=None)
 
 
 def indexers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The indexers of `model` that score each key by itself."""
+    """The indexers of `model` that score each key by itself, or blocks by their best key."""
     return (module for module in model.modules() if _is_indexer(module))
+
+
+def settings_of(module: torch.nn.Module) -> tuple[str, ...]:
+    """The attributes of a module that say what it chooses; () of one that is no indexer."""
+    for names, told in ((OF_KEYS, _TOLD), (OF_BLOCKS, _TOLD_OF_BLOCKS)):
+        if all(type(getattr(module, name, None)) is int for name in names) and arguments_of(module) == told:
+            return names
+    return ()
 
 
 @contextmanager
@@ -68,7 +83,7 @@ def with_forwards(hooked: dict[Any, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _is_indexer(module: torch.nn.Module) -> bool:
-    return type(getattr(module, "index_topk", None)) is int and arguments_of(module) == _TOLD
+    return bool(settings_of(module))
 
 
 def _is_attention(module: Any) -> bool:

@@ -81,7 +81,7 @@ def attention_with_output(
     if slots is not None and not batch.attn_backend.writes_kv(layer):
         batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
         slots = None
-    of_index = None if index is None else (index[0][:num_tokens], index[1][:num_tokens])
+    of_index = None if index is None else tuple(one[:num_tokens] for one in index)
     batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch, slots, bias, of_index))
 
 
