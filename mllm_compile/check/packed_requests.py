@@ -38,7 +38,7 @@ SECOND_REQUEST_POSITION = 100
 
 
 def few_of(choice: KeyChoice) -> KeyChoice:
-    """What an indexer of this choice chooses in a check."""
+    """The choice in a check of an indexer that has this one."""
     return KeyChoice(min(choice.top_k, _CHECKED_KEYS), min(choice.block, 2), min(choice.local, 1))
 
 

@@ -311,7 +311,7 @@ def _max_model_len(
 ) -> int:
     limit, full = longest_text(model), full_length(model)
     if full is not None and isinstance(asked.max_model_len, int) and asked.max_model_len > full:
-        check_chosen_keys(asked, backend, full)
+        check_chosen_keys(asked, backend, full, model)
     elif full is not None:
         limit = full if limit is None else min(limit, full)
 

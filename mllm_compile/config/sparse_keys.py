@@ -21,8 +21,15 @@ def full_length(model: ModelFolder) -> int | None:
         blocks, size = older.get("sparse_topk_blocks", blocks), older.get("sparse_block_size", size)
     if isinstance(blocks, int) and isinstance(size, int):
         chosen = blocks * size
+    chosen = _budget(model) or chosen
     all_plain = isinstance(kinds, list) and all(kind in _PLAIN_LAYERS for kind in kinds)
     return chosen if isinstance(chosen, int) and chosen > 0 and not all_plain else None
+
+
+def _budget(model: ModelFolder) -> int | None:
+    """Tokens of the blocks that an indexer chooses by the mean of their keys; None: it has none of this kind."""
+    budget = model.text_config_value("indexer_budget")
+    return budget if isinstance(budget, int) else None
 
 
 def chooses_keys(max_model_len: int, model: ModelFolder) -> bool:
@@ -31,7 +38,7 @@ def chooses_keys(max_model_len: int, model: ModelFolder) -> bool:
     return length is not None and max_model_len > length
 
 
-def check_chosen_keys(asked: RuntimeConfig, backend: str, length: int) -> None:
+def check_chosen_keys(asked: RuntimeConfig, backend: str, length: int, model: ModelFolder) -> None:
     """
     Args:
         backend: that attends.
@@ -42,6 +49,10 @@ def check_chosen_keys(asked: RuntimeConfig, backend: str, length: int) -> None:
     """
     said = f"runtime.max_model_len is {asked.max_model_len}, and beyond {length} tokens an indexer chooses keys"
     shorter = f"or runtime.max_model_len: {length}"
+    if _budget(model) is not None:
+        raise ConfigError(
+            f"{said} by means of blocks of them, which is not served. Set runtime.max_model_len: {length}, or less."
+        )
     if backend != "torch":
         raise ConfigError(
             f"{said}, which the kernels of runtime.attention_backend {backend} do not. Set it to torch (slow), "

@@ -63,7 +63,7 @@ class HFModel:
             may follow from another's.
         rope: how its RoPE follows the length of a text; None: it does not.
         choice: what the indexer of its sparse attention chooses (written_attention/indexed.py); None: it has none.
-        chooses_keys: it is served beyond the length of which that is all (written_attention/chosen.py).
+        chooses_keys: it is served beyond the length up to which it chooses all (written_attention/chosen.py).
         hidden_states: places of those that its programs give beside logits (hidden_states.py).
         projection: of a head that drafts, how it reads another model's hidden states, where they are several.
         block: of a head that drafts several tokens in one pass.
@@ -144,7 +144,8 @@ class HFModel:
         """Reads a size under its usual name: Transformers' attribute maps give each config these names."""
         with refusing(f"config.json of this {self.model.config.model_type!r} model"):
             value = getattr(self.text_config if config is None else config, name, None)
-        value = otherwise if value is None else value
+        # XLNet says -1 where it has no limit.
+        value = otherwise if value is None or (value == -1 and otherwise == NO_LIMIT) else value
         if type(value) is not int or value < 1:
             raise UnsupportedModelError(
                 f"config.json of this {self.model.config.model_type!r} model says no {name} (got {value!r})"

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.replaced_methods import keeping_all_tokens
+from mllm_compile.model.written_attention.indexed import keeping_masks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +149,8 @@ def observe_attention(
     AttentionInterface.register(PROBE_IMPLEMENTATION, observer.attend)
     AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
-    with attention_implementation(model, PROBE_IMPLEMENTATION), keeping_all_tokens(model), torch.no_grad():
+    whole, probed = keeping_all_tokens(model), attention_implementation(model, PROBE_IMPLEMENTATION)
+    with probed, whole, keeping_masks(model), torch.no_grad():
         model(**({"input_ids": input_ids} if asks_ids else {}), **inputs)
     return Observation(observer.calls, [ObservedCall(mask, device=device) for mask in observer.masks])
 

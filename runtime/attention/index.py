@@ -24,7 +24,7 @@ def chosen_keys(index: Index, keys: torch.Tensor, visible: torch.Tensor, choice:
 
     Args:
         keys: the indexer's, [L, D], or [T, L, D] where each token has its own; the first has position 0.
-        visible: [T, L], of which these are chosen; the last one is of the token's own position.
+        visible: [T, L] bool, the keys to choose from; the last one is of the token's own position.
     """
     of_heads = visible[:, None]
     if keys.shape[-2] <= choice.full_length:

@@ -16,7 +16,7 @@ KERNEL_HEAD_DIMS = (64, 128, 256)
 
 
 class KeyChoice(NamedTuple):
-    """What an indexer chooses for each token.
+    """The choice of an indexer for each token.
 
     Attributes:
         top_k: keys, or blocks of them.
@@ -30,7 +30,7 @@ class KeyChoice(NamedTuple):
 
     @property
     def full_length(self) -> int:
-        """Tokens of the longest text of which each sees all that it could."""
+        """Tokens of the longest text whose tokens see all that they could."""
         return self.top_k * max(self.block, 1)
 
 
@@ -87,7 +87,7 @@ class LayerSpec:
 
     @property
     def choice(self) -> KeyChoice:
-        """What its indexer chooses, where it has one."""
+        """The choice of its indexer, where it has one."""
         return KeyChoice(self.top_k, self.index_block, self.index_local)
 
     @property

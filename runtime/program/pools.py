@@ -128,7 +128,7 @@ class RunnerPools(RunnerSizes, RunnerRanks):
         return [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in self.model.state_layers]
 
     def _less_of_states(self) -> str:
-        """What makes states take less memory, of what this model allows and the config has not set."""
+        """The ways to less memory of states that this model allows and the config has not taken."""
         runtime, ways = self.config.runtime, ["Lower it"]
         if self.num_snapshots:
             ways.append("set runtime.enable_prefix_cache: false")

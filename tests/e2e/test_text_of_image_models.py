@@ -14,7 +14,10 @@ MAX_TOKENS = 10
 
 
 # Mllama's layers that attend to images are passed over by a text without any.
-@pytest.mark.parametrize("architecture", slow_but_a_sample(("llama4", "mllama"), 1))
+ARCHITECTURES = ("llama4", "mllama", "qwen4_exp", "minimax_m3_vl")
+
+
+@pytest.mark.parametrize("architecture", slow_but_a_sample(ARCHITECTURES, 1))
 def test_a_whole_checkpoint_gives_the_tokens_of_its_text(architecture, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(tiny_config(architecture), dtype=torch.float32).eval()

@@ -58,8 +58,8 @@ runtime: {{device: cpu, max_model_len: 1024}}
 - **Quantised** checkpoints are served in [most formats](quantised.md).
 - **Layers with a [state](state.md)** are served where they call known functions or are known modules.
 - **Sparse attention** whose indexer chooses keys (DSA: deepseek_v32, glm_moe_dsa and others; blocks: minimax_m3) reads
-  all of them up to that many tokens, where `max_model_len: auto` ends. A greater one needs `attention_backend: torch`
-  ([table](lab/sparse_keys.md)).
+  all of them up to that many tokens, where `max_model_len: auto` ends. A greater one needs `attention_backend: torch`,
+  and qwen4_exp refuses it ([table](lab/sparse_keys.md)).
 - **Models of the roberta family** count positions from behind their padding token: set `max_model_len` as the error
   says.
 

@@ -41,7 +41,7 @@ OF_STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
     *("bailing_hybrid", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h", "mamba"),
     *("falcon_mamba", "jamba", "zamba", "lfm2", "lfm2_moe", "lfm3", "minimax", "recurrent_gemma", "zaya", "rwkv"),
-    "xlstm",
+    *("xlstm", "qwen4_exp_text"),
 )
 INDUCTOR = tuple(dict.fromkeys((*DENSE, *OF_EXPERTS, *OF_STATES)))
 

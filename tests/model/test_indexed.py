@@ -71,6 +71,10 @@ def test_longer_texts_are_served_where_they_are_asked_for_and_refused_beside_wha
     for blocks in of_blocks:
         kinds = {"max_position_embeddings": 4096, "layer_types": ["minimax_m3_sparse"]}
         assert resolved(config_json=kinds | blocks).runtime.max_model_len == TOP
+    of_means = {"max_position_embeddings": 4096, "layer_types": ["indexed_attention"], "indexer_budget": TOP}
+    assert resolved(config_json=of_means).runtime.max_model_len == TOP
+    with pytest.raises(ConfigError, match=rf"beyond {TOP} tokens .* by means of blocks .*max_model_len: {TOP}, or"):
+        resolved(config_json=of_means, runtime={"max_model_len": 64})
     longer = {"max_model_len": 64}
     assert resolved(config_json=said, runtime=longer).runtime.max_model_len == 64
     beyond = rf"max_model_len is 64, and beyond {TOP} tokens an indexer chooses keys, which .*max_model_len: {TOP}"

@@ -79,13 +79,14 @@ def test_an_argument_that_an_op_cannot_express_is_named_for_the_gate():
     assert refusals_of("gated_delta", delta) == "keyword initial_state; keyword output_final_state"
 
 
-@pytest.mark.parametrize("architecture", ["minimax", "recurrent_gemma", "zaya", "rwkv", "xlstm"])
+@pytest.mark.parametrize("architecture", ["minimax", "recurrent_gemma", "zaya", "rwkv", "xlstm", "qwen4_exp_text"])
 def test_a_mixer_of_its_own_code_computes_by_ops_what_it_computes_itself(architecture, tmp_path):
     model = save_tiny_model(tiny_config(architecture), tmp_path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)  # biases too
     ids = torch.randint(FIRST_SPECIAL_TOKEN, (1, 9), generator=torch.Generator().manual_seed(0))
+    ids[0, [0, 4, 5]] = FIRST_SPECIAL_TOKEN  # an end of text for qwen4_exp_text
     given = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
     with torch.no_grad():
         expected = model(**given).logits

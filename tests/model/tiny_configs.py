@@ -125,6 +125,19 @@ _OF_DEPTH = frozenset(
 )
 
 _BERT = {"is_decoder": True}
+_QWEN4 = {
+    "ngram_vocab_size_base": 256,
+    "split_ngram_parts": 2,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 32,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,  # as many keys as a text of the survey has
+    "indexer_compress_ratio": 4,
+    "eos_token_id": FIRST_SPECIAL_TOKEN,
+}
 # Needs of an architecture besides small sizes: a check of its config, or its most telling kind of layer.
 _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -164,7 +177,8 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
     },
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "mlp", "moe"]},
-    "qwen4_exp_text": {"ngram_vocab_size_base": 256, "split_ngram_parts": 2, "ple_embed_dim": 32, "hc_lowrank": 8},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
     "rembert": _BERT | {"input_embedding_size": 32, "output_embedding_size": 32},
     "roberta": _BERT,
@@ -217,7 +231,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**_small_sizes(config_class()) | _OF_ARCHITECTURE.get(model_type, {}) | changes)
+    return config_class(**_special_sizes(model_type, _small_sizes(config_class())) | changes)
 
 
 def config_with_heads(model_type: str, is_shallow: bool) -> Any:
@@ -230,7 +244,7 @@ def config_with_heads(model_type: str, is_shallow: bool) -> Any:
 
     config_class = CONFIG_MAPPING[model_type]
     special = _OF_ARCHITECTURE.get(model_type, {})
-    of_heads = _without_heads(_small_sizes(config_class()) | special, is_shallow and not special)
+    of_heads = _without_heads(_special_sizes(model_type, _small_sizes(config_class())), is_shallow and not special)
     return config_class(**of_heads)
 
 
@@ -242,6 +256,14 @@ def _without_heads(sizes: dict[str, Any], is_shallow: bool) -> dict[str, Any]:
         elif is_shallow and name in _OF_DEPTH:
             kept[name] = size[: LAYERS // 2] if isinstance(size, list) else LAYERS // 2
     return kept
+
+
+def _special_sizes(model_type: str, small: dict[str, Any]) -> dict[str, Any]:
+    """The sizes with what an architecture needs besides, in its text's config too."""
+    special = dict(_OF_ARCHITECTURE.get(model_type, {}))
+    if "text_config" in special:
+        special["text_config"] = small["text_config"] | special["text_config"]
+    return small | special
 
 
 def save_tiny_model(config: Any, folder: Path, seed: int = 0, **save_options: Any) -> Any:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mllm_compile.model.experts_hook import experts_as_ops
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.states.state_hook import has_states, states_as_ops
+from mllm_compile.model.written_attention.indexed import choosing_every_key
 from mllm_compile.runtime.ops.states.trace import call_of
 from mllm_compile.runtime.state.layer import KINDS
 
@@ -47,7 +49,9 @@ def count_layers(model: Any) -> LayerCounts | None:
         return None
     counting = _Counting()
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    with refusing(f"{model.config.model_type!r} does not run on meta"), torch.no_grad(), states_as_ops(model), counting:
+    hooks = states_as_ops(model), experts_as_ops(model), choosing_every_key(model)
+    running = refusing(f"{model.config.model_type!r} does not run on meta")
+    with running, torch.no_grad(), hooks[0], hooks[1], hooks[2], counting:
         model(input_ids=ids, position_ids=torch.arange(_TOKENS, device="meta")[None], use_cache=False)
     return counting.counts
 

@@ -47,6 +47,10 @@ def unhooked_mixers(model: torch.nn.Module) -> Iterator[UnhookedMixer]:
             yield UnhookedMixer(module, {"forward": _shifted_feed_forward})
         elif _has(module, "chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn"):
             yield UnhookedMixer(module, {"forward": _matrix_memory})
+        elif _has(module, "ngram_embedding", "ngram_heads_vocab_sizes", "layer_multipliers"):
+            yield UnhookedMixer(module, {"forward": _hashed_ngrams})
+        elif _has(module, "_short_conv", "short_conv_state_len", "conv1d"):
+            yield UnhookedMixer(module, {"_short_conv": _dilated_conv})
 
 
 def _has(module: torch.nn.Module, *names: str) -> bool:
@@ -139,6 +143,36 @@ def _matrix_memory(
     tokens = (one[0].transpose(0, 1) for one in (query, key, value, igate, fgate))
     out = torch.ops.mllm.matrix_memory(*tokens, float(module.config.eps), "")
     return out.transpose(0, 1)[None], None
+
+
+def _hashed_ngrams(module: Any, input_ids: torch.Tensor, past_key_values: None = None) -> torch.Tensor:
+    """Qwen4's embeddings of token ids [1, T] with those ahead: each n-gram has rows of a table, by several hashes. An
+    end of text, and nothing else, is ahead of a text's first token, and ahead of an end."""
+    ids = input_ids[0].long()
+    ends = ids.new_full((), module.eos_token_id)
+    numbers = (ids + 1).float()[:, None]  # exact, and 0 says that there was none
+    grams, latest = [ids], ids
+    for behind in range(1, module.ngram_size):
+        earlier = _delayed(numbers, behind)[:, 0].round().long() - 1
+        is_none = earlier < 0 if behind == 1 else (earlier < 0) | (latest == ends)
+        latest = torch.where(is_none, ends, earlier)
+        grams.append(latest)
+    mixed, rows = ids * module.layer_multipliers[0], []
+    for place in range(1, module.ngram_size):
+        mixed = torch.bitwise_xor(mixed, grams[place] * module.layer_multipliers[place])
+        heads = slice((place - 1) * module.heads_per_ngram, place * module.heads_per_ngram)
+        hashed = torch.remainder(mixed[:, None], module.ngram_heads_vocab_sizes[heads])
+        rows.append(hashed + module.ngram_heads_offsets[heads])
+    embedded: torch.Tensor = module.ngram_embedding(torch.cat(rows, dim=-1)).flatten(-2)
+    return embedded[None]
+
+
+def _dilated_conv(module: Any, hidden_states: torch.Tensor, past_key_values: None = None) -> torch.Tensor:
+    """A causal convolution over every so many tokens of each channel of [1, T, C]: one over all of them, with zeros."""
+    (dilation,) = module.conv1d.dilation
+    spread = torch.nn.functional.pad(module.conv1d.weight[:, 0, :, None], (0, dilation - 1))
+    weight = spread.flatten(1)[:, : module.short_conv_state_len + 1]
+    return torch.nn.functional.silu(_conv(hidden_states[0], weight, None))[None]
 
 
 def _head_conv(module: torch.nn.Conv1d, inputs: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
