@@ -146,6 +146,35 @@ _GROUPS = (
 )
 
 
+# What serving an architecture would take, of those that are not.
+WOULD_TAKE = {
+    "bigbird_pegasus": "attention whose module says that it is not causal, and whose mask says that it is; it is the "
+    "decoder of an encoder-decoder, and no checkpoint is of it alone",
+    "blt": "an encoder of bytes, whose patches end where a model of their entropy says: as many steps of the large "
+    "model as a text has patches, found while it is written",
+    "cpmant": "attention in both directions within a prompt, with a bias by segments, over 32 tokens that the model puts "
+    "ahead of each text",
+    "deepseek_v4": "two states a layer, the last tokens' keys and gates (up to 8 of a compressed_sparse_attention "
+    "layer, 127 of a heavily_compressed_attention one), which end in a compressed key for each 4 or 128 tokens; pages "
+    "for these, beside a window's; attention over both at once with sinks, the compressed ones chosen by an indexer "
+    "over compressed keys of its own. No text is short enough to do without, unless it has fewer than 4 tokens",
+    "doge": "a bias for each head and key, beside each key in the cache; beyond keep_window_size tokens the keys of the "
+    "largest ones alone",
+    "gemma4_assistant": "attention over the keys of the Gemma 4 that it drafts for; it is no causal LM alone",
+    "gemma4_unified_assistant": "as gemma4_assistant",
+    "inkling2_text": "as inkling_text, and an attention over a token's own layers by scaled_dot_product_attention",
+    "inkling_text": "a bias by distance that each token makes of its own hidden state, as operand of attention and of "
+    "its kernels; positions that each layer counts are the tokens' own then",
+    "musicgen": "four to eight tokens a step, one of each codebook; Transformers builds no causal LM of its config",
+    "musicgen_melody": "as musicgen",
+    "prophetnet": "attention to n-grams that it predicts, several streams a token, with buckets of distances",
+    "reformer": "attention within hashed or local blocks of a padded text",
+    "xlm": "a mask that its config asks for in attention of its own (causal: true), which the trace lacks",
+    "xlnet": "attention of its own to distances in both directions: a text is no prefix of itself with a token more, as "
+    "what comes sees what came and is seen by it",
+    "xmod": "a batch sorted by language, each with weights of its own, named in the config for all of a batch",
+}
+
 _STATUSES = ("served", "bfloat16", "wrong", "refused", "failed", "not tried")
 
 
@@ -196,6 +225,7 @@ def render_models_page(record: Record) -> str:
     lines += _refused(by_status["refused"])
     lines += ["## Not tried", "", "Of these no tiny model could be made from the architecture's default config.", ""]
     lines += _reasons(by_status["not tried"])
+    lines += _would_take([*by_status["refused"], *by_status["not tried"]])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -252,6 +282,15 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
         yield from ("Refused above for their other layers. With full attention in each layer:", "")
         yield from ("| architecture | max error |", "|---|---|")
         yield from (f"| {o.architecture} | {o.attention_alone} |" for o in with_attention_alone)
+        yield ""
+
+
+def _would_take(outcomes: list[Outcome]) -> Iterator[str]:
+    found = [o.architecture for o in outcomes if o.architecture in WOULD_TAKE]
+    if found:
+        yield from ("## What they would take", "", "Of Transformers' code, read:", "")
+        yield from ("| architecture | to serve it |", "|---|---|")
+        yield from (f"| {one} | {WOULD_TAKE[one]} |" for one in sorted(found))
         yield ""
 
 

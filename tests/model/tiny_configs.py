@@ -117,6 +117,9 @@ _OF_HEADS = frozenset(
     }
 )
 
+# Configs of parts, whose small sizes stay beside what an architecture needs of them.
+_OF_PARTS = frozenset({"text_config", "vision_config", "audio_config", "encoder_config", "decoder_config"})
+
 _OF_DEPTH = frozenset(
     {
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
@@ -125,6 +128,7 @@ _OF_DEPTH = frozenset(
 )
 
 _BERT = {"is_decoder": True}
+_BLT = {"hidden_size_global": 64}
 _QWEN4 = {
     "ngram_vocab_size_base": 256,
     "split_ngram_parts": 2,
@@ -142,6 +146,7 @@ _QWEN4 = {
 _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bert": _BERT,
+    "blt": {"encoder_config": _BLT, "decoder_config": _BLT},
     "bert-generation": _BERT,
     "big_bird": _BERT | {"attention_type": "original_full"},
     "camembert": _BERT,
@@ -157,6 +162,10 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v4": {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
     "electra": _BERT,
     "ernie": _BERT,
     "emu3": {"vocabulary_map": {"<|extra_200|>": 1, "<image>": 2}},
@@ -192,6 +201,7 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     },
     "roformer": _BERT,
     "rwkv": {"rescale_every": 2},
+    "xlm": {"causal": True},
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT,
     "xmod": _BERT | {"default_language": "en_XX"},
@@ -259,11 +269,10 @@ def _without_heads(sizes: dict[str, Any], is_shallow: bool) -> dict[str, Any]:
 
 
 def _special_sizes(model_type: str, small: dict[str, Any]) -> dict[str, Any]:
-    """The sizes with what an architecture needs besides, in its text's config too."""
-    special = dict(_OF_ARCHITECTURE.get(model_type, {}))
-    if "text_config" in special:
-        special["text_config"] = small["text_config"] | special["text_config"]
-    return small | special
+    """The sizes with what an architecture needs besides, in configs of its parts too."""
+    special = _OF_ARCHITECTURE.get(model_type, {})
+    merged = {name: small[name] | special[name] for name in special if name in _OF_PARTS}
+    return small | special | merged
 
 
 def save_tiny_model(config: Any, folder: Path, seed: int = 0, **save_options: Any) -> Any:
