@@ -152,14 +152,14 @@ WOULD_TAKE = {
     "decoder of an encoder-decoder, and no checkpoint is of it alone",
     "blt": "an encoder of bytes, whose patches end where a model of their entropy says: as many steps of the large "
     "model as a text has patches, found while it is written",
-    "cpmant": "attention in both directions within a prompt, with a bias by segments, over 32 tokens that the model puts "
-    "ahead of each text",
-    "deepseek_v4": "two states a layer, the last tokens' keys and gates (up to 8 of a compressed_sparse_attention "
+    "cpmant": "attention in both directions within a prompt, with a bias by segments, over 32 tokens that the model "
+    "puts ahead of each text",
+    "deepseek_v4": "two states a layer, the last tokens' keys and gates (up to 7 of a compressed_sparse_attention "
     "layer, 127 of a heavily_compressed_attention one), which end in a compressed key for each 4 or 128 tokens; pages "
     "for these, beside a window's; attention over both at once with sinks, the compressed ones chosen by an indexer "
     "over compressed keys of its own. No text is short enough to do without, unless it has fewer than 4 tokens",
-    "doge": "a bias for each head and key, beside each key in the cache; beyond keep_window_size tokens the keys of the "
-    "largest ones alone",
+    "doge": "a bias for each head and key, beside each key in the cache; beyond keep_window_size tokens the keys of "
+    "the largest ones alone",
     "gemma4_assistant": "attention over the keys of the Gemma 4 that it drafts for; it is no causal LM alone",
     "gemma4_unified_assistant": "as gemma4_assistant",
     "inkling2_text": "as inkling_text, and an attention over a token's own layers by scaled_dot_product_attention",
@@ -169,9 +169,9 @@ WOULD_TAKE = {
     "musicgen_melody": "as musicgen",
     "prophetnet": "attention to n-grams that it predicts, several streams a token, with buckets of distances",
     "reformer": "attention within hashed or local blocks of a padded text",
-    "xlm": "a mask that its config asks for in attention of its own (causal: true), which the trace lacks",
-    "xlnet": "attention of its own to distances in both directions: a text is no prefix of itself with a token more, as "
-    "what comes sees what came and is seen by it",
+    "xlm": "attention of its own, whose views no trace of any length settles; with causal: false it is an encoder",
+    "xlnet": "attention of its own to distances in both directions: a token sees those behind it, so that no key of a "
+    "text that goes on can be kept",
     "xmod": "a batch sorted by language, each with weights of its own, named in the config for all of a batch",
 }
 

@@ -6,6 +6,7 @@ import torch
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.towers.find import tower_adapter
+from tests.model.tiny_configs import tiny_config
 from tests.tiny_vision import vision_config
 
 
@@ -18,4 +19,10 @@ def test_a_placeholder_that_the_embedding_has_no_row_for_is_refused(model_type: 
     with pytest.raises(
         UnsupportedModelError, match=rf"images cannot be served: its placeholder is {token}, and no row"
     ):
+        tower_adapter(hf_model)
+
+
+def test_images_that_layers_of_the_text_attend_to_are_refused_with_what_they_would_take() -> None:
+    hf_model = build_config_on_meta(tiny_config("mllama"), torch.float32)
+    with pytest.raises(UnsupportedModelError, match=r"images cannot be served: .* \(cross attention\), .* would take"):
         tower_adapter(hf_model)

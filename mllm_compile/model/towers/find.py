@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter
+from mllm_compile.model.towers.adapter import TowerAdapter, refusal
 from mllm_compile.model.towers.crops import Crops
 from mllm_compile.model.towers.fixed_size import FixedSizeImages
 from mllm_compile.model.towers.packed_images import PackedImages
@@ -23,6 +25,12 @@ def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:
     Raises:
         UnsupportedModelError: it takes some, in a way that is not served.
     """
+    told = inspect.signature(type(hf_model.model).forward).parameters
+    if {"pixel_values", "cross_attention_states"} <= set(told):
+        raise refusal(
+            "layers of its text attend to images (cross attention), and no feature takes a token's place. "
+            "docs/lab/images.md says what they would take"
+        )
     return _first(PROTOCOLS, hf_model)
 
 
