@@ -337,7 +337,10 @@ def _unserved_layers(config: Any) -> str:
     """Names recurrent and sparse layers as a hint: those that are not served fail in many ways."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return (
-        f". Its config names layers of kind {', '.join(sorted(kinds))}, some of which are not served" if kinds else ""
+        f". Its config names layers of kind {', '.join(sorted(kinds))}, some of which are not served: "
+        "docs/lab/models.md says what they would take"
+        if kinds
+        else ""
     )
 
 

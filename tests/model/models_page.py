@@ -169,7 +169,8 @@ WOULD_TAKE = {
     "musicgen_melody": "as musicgen",
     "prophetnet": "attention to n-grams that it predicts, several streams a token, with buckets of distances",
     "reformer": "attention within hashed or local blocks of a padded text",
-    "xlm": "attention of its own, whose views no trace of any length settles; with causal: false it is an encoder",
+    "xlm": "nothing, as it is: its default config is an encoder's. With causal: true, attention of its own whose views "
+    "no trace of any length settles",
     "xlnet": "attention of its own to distances in both directions: a token sees those behind it, so that no key of a "
     "text that goes on can be kept",
     "xmod": "a batch sorted by language, each with weights of its own, named in the config for all of a batch",
@@ -288,7 +289,7 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
 def _would_take(outcomes: list[Outcome]) -> Iterator[str]:
     found = [o.architecture for o in outcomes if o.architecture in WOULD_TAKE]
     if found:
-        yield from ("## What they would take", "", "Of Transformers' code, read:", "")
+        yield from (f"## {_TAKE_SECTION}", "", "Of Transformers' code, read:", "")
         yield from ("| architecture | to serve it |", "|---|---|")
         yield from (f"| {one} | {WOULD_TAKE[one]} |" for one in sorted(found))
         yield ""
@@ -371,7 +372,7 @@ def _reason(remark: str) -> str:
     text = re.sub(r"requires the \w+ library but .*", "requires a library that is no dependency here", text)
     text = re.sub(r" \(its source: .*", "", text)
     text = re.sub(r"piece piece_\w+ ", "a piece ", text)
-    text = re.sub(r"^(.*)\. Its config names layers of kind (.*), some of which are not served", r"\2: \1", text)
+    text = re.sub(r"^(.*)\. Its config names layers of kind (.*), some of which are not served: .*", r"\2: \1", text)
     text = text.replace("|", "\\|").replace("<", "&lt;").removesuffix(".")
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"
 
@@ -383,6 +384,7 @@ _FIGURES = re.compile(r"\b\d\.\de[-+]\d\d\b|off by \S+|error \S+")
 _INDUCTOR_SECTION = "Through Inductor"
 _GPU_SECTION = "On a GPU"
 _SERVED_SECTION = "Served"
+_TAKE_SECTION = "What they would take"
 _ALONE_SECTION = "Served where every layer is full attention"
 
 
@@ -405,7 +407,7 @@ def rows_of(page: str) -> dict[tuple[str, str], str]:
             group = ", " + line[4:].rpartition(":")[0]
         elif line.startswith("| ") and not line.startswith("| architecture |"):
             architecture, _, cells = line.strip("| ").partition(" | ")
-            if section == _GPU_SECTION:
+            if section in (_GPU_SECTION, _TAKE_SECTION):
                 continue
             if section == _SERVED_SECTION:
                 _, by_inductor, cells = cells.rsplit(" | ", 2)[0].split(" | ", 2)  # what is cut off is of other runs

@@ -14,6 +14,7 @@ from tests.model.logits_server import LogitsServer, ServingError
 from tests.model.models_page import (
     SUMMARY,
     TABLES,
+    WOULD_TAKE,
     architectures_of,
     differences,
     render_models_page,
@@ -55,7 +56,7 @@ SERVED = {
 }
 REFUSED = {
     "xlm": "its attention is not causal",  # written out, in both directions
-    "minimax_m3_vl_text": "layers of kind minimax_m3_sparse",  # attention that chooses what it reads
+    "deepseek_v4": "layers of kind compressed_sparse_attention, ",  # attention over compressed keys
 }
 
 
@@ -96,7 +97,16 @@ def test_an_architecture_that_would_be_wrong_is_refused(trier, architecture):
     assert "\n" not in outcome.remark
 
 
-def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone(trier):
+def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone(trier, monkeypatch):
+    serve = Trier._serve
+
+    def refuse_others(self: Trier, architecture: str, folder: Path, dtype: str, backend: str) -> Outcome:
+        kinds = json.loads((folder / "config.json").read_text(encoding="utf-8"))["layer_types"]
+        if set(kinds) == {"full_attention"}:
+            return serve(self, architecture, folder, dtype, backend)
+        return Outcome(architecture, "refused", f"layers of kind {kinds[0]}", backend=backend)
+
+    monkeypatch.setattr(Trier, "_serve", refuse_others)
     outcome = trier.attempt(job("minimax_m3_vl_text", "eager"))
     assert outcome.status == "refused" and "layers of kind minimax_m3_sparse" in outcome.remark
     assert outcome.attention_alone is not None and float(outcome.attention_alone) <= TOLERANCE
@@ -263,6 +273,14 @@ def test_a_page_that_says_something_else_is_told(said, instead, named):
     page = render_models_page(Record.of_here(OUTCOMES))
     assert said in page
     assert any(line.startswith(named) for line in differences(page.replace(said, instead), OUTCOMES, is_whole=True))
+
+
+def test_what_architectures_would_take_is_said_of_those_that_are_not_served_and_is_no_row_of_theirs():
+    record = Record.read(TABLES)
+    served = {one.architecture for one in record.outcomes if (one.backend, one.status) == ("eager", "served")}
+    others = {one.architecture for one in record.outcomes} - served
+    assert set(WOULD_TAKE) <= others
+    assert "for another reason" in rows_of(PAGE)["cpmant", "eager"].lower()
 
 
 def test_the_versions_are_on_the_page():

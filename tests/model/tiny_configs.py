@@ -201,7 +201,6 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     },
     "roformer": _BERT,
     "rwkv": {"rescale_every": 2},
-    "xlm": {"causal": True},
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT,
     "xmod": _BERT | {"default_language": "en_XX"},
