@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
