@@ -35,8 +35,8 @@ class SplitAtAttention(GraphPass):
         q, k, v, x = piece_0(x, w0); out = new_empty(q, …); attention_with_output(q, k, v, out, "l0")
         y = piece_1(out, x, w1); …
 
-    Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input, as a SymInt shared
-        across layers would make equal pieces differ. getitem stays with the node that makes the tuple.
+    Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input. A SymInt shared
+        across layers would make equal pieces differ. A `getitem` stays with the node that makes the tuple.
     Preserves: every value bitwise.
     """
 
@@ -118,8 +118,9 @@ def _stretches_of(gm: fx.GraphModule) -> list[_Stretch]:
 
 
 def _can_cross(value: Any) -> bool:
-    """False for a tensor that no compiled piece can take: a stride depends on T otherwise than in a dense tensor, where
-    each stride is another dimension's size times its stride. A part of it is taken where it is made.
+    """False for a tensor that no compiled piece can take: a stride depends on T otherwise than in a dense tensor.
+
+    In a dense one each stride is another dimension's size times its stride. A part of it is taken where it is made.
     """
     val = value.meta.get("val")
     if not isinstance(val, torch.Tensor):

@@ -26,8 +26,8 @@ class ForwardMode(IntEnum):
     """The kind of a step: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request,
     MIXED both. TARGET_VERIFY computes the last token of each request, and drafts of what may follow some of them.
 
-    IDLE has no request, and gives no logits. Of data-parallel ranks one without requests has an IDLE step while others
-    work: it computes a token of the dummy row, as all ranks take part in the experts' collectives.
+    IDLE has no request, and gives no logits. A data-parallel rank without requests has an IDLE step while others work.
+    It computes a token of the dummy row, as all ranks take part in the experts' collectives.
     """
 
     EXTEND = 1

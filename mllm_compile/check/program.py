@@ -2,9 +2,9 @@
 
 Two requests are packed into one flat batch, at far-apart positions. Where pieces have variants for few tokens, one
 token alone is run too. The two requests are repeated until every kernel of the linears and the variants for any number
-have run. Logits differ from Transformers', for each request alone, in three cases: the model carries state from token
-to token, reads neighbours by place instead of by attention, or was broken by a pass or Inductor. The weights are
-random_weights.py's, so an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
+have run. The reference is each request alone. It differs if the model carries an unknown state, reads neighbours by
+place instead of by attention, or was broken by a pass or Inductor. The weights are random_weights.py's, so an 8B model
+needs one layer's memory. check/kernels.py checks what such batches do not reach.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernels of layers with a state against the reference, on what the self-check's batches bring to each layer.
 
-The first time that a kernel is run with so many tokens it is also run for them as one request that goes on, and for a
-batch of decodes: the batches hold a few short prompts alone. The kernel of longer steps is run in the place of the one
-for few tokens too.
+The batches hold a few short prompts alone. So the first time that a kernel is run with so many tokens, it is also run
+for them as one request that goes on, and for a batch of decodes. The kernel of longer steps is run in the place of the
+one for few tokens too.
 """
 
 from __future__ import annotations

@@ -345,8 +345,11 @@ def _build_pieces(
 def _kernels(
     config: ResolvedConfig, lowered: Lowered, scratch: Path, compiler: KernelCompiler, timeline: Timeline
 ) -> Iterator[None]:
-    """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
-    FlashInfer has them), the program's own by NVRTC, and its C++ for the CPU."""
+    """Builds kernels that the pieces and the engine call, beside the pieces.
+
+    Attention's are built by nvcc, or only copied where FlashInfer has them. The program's own are built by NVRTC, and
+    its C++ for the CPU.
+    """
     with ThreadPoolExecutor(2, thread_name_prefix="kernels") as threads:
         running = []
         if config.runtime.attention_backend == "flashinfer":

@@ -86,8 +86,14 @@ class DecoderPrompts:
         return rest, list(self.start) if beginning is None else self._beginning(beginning)
 
     def split_sound(self, item: Any) -> tuple[RequestSource, list[int]]:
-        """(what the encoder reads, the ids that the decoder begins with) of a prompt with a sound: vLLM's dict with
-        `multi_modal_data` {"audio": …}, alone, as encoder_prompt, or beside the decoder's `prompt`.
+        """Divides a prompt with a sound into the encoder's side and the decoder's.
+
+        Args:
+            item: vLLM's dict with `multi_modal_data` {"audio": …}, alone, as encoder_prompt, or beside the decoder's
+                `prompt`.
+
+        Returns:
+            The encoder's input, and the ids that the decoder begins with.
 
         Raises:
             RequestError: it has no sound, or one that is refused.

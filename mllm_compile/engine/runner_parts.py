@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 def start_runner(
     settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline, early: EarlyRanks
 ) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
-    """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
-    ranks where there are some."""
+    """Makes a runner ready, with the KV pages of an earlier start where they still fit.
+
+    Returns:
+        The runner, the plan for the next start, and the group of the other ranks or None.
+    """
     source = model_source(compiled, timeline)
     drafter = _draft_runner(compiled, source, timeline)
     with timeline.stage("memory plan"):

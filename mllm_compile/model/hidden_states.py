@@ -1,8 +1,8 @@
 """Hidden states as further outputs of a model's program, for drafters that read them.
 
-HFModel.hidden_states names them by place: i is what layer i reads (0: the embeddings), the number of layers is what the
-last layer gives, and LAST is what the head reads, behind the final norm. Transformers' `output_hidden_states` has these
-values under the same numbers, but not what the last layer gives.
+HFModel.hidden_states names them by place. Number i is the input of layer i (0: the embeddings), and the number of
+layers is the last layer's output. LAST is the head's input, behind the final norm. Transformers' `output_hidden_states`
+has these values under the same numbers, but for the last layer's output.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Imports Transformers' modelling code without packages that no causal language model needs.
 
-`transformers.modeling_utils` imports the losses of object detection, which import SciPy where that is installed, and
-what every model generates with imports assisted generation, which up to Transformers 5.17 imports scikit-learn, with
-SciPy and pandas: 4.9 s of a first compile on a machine with an H200, half of them for compiling their source. Both use
-one function. Here they are told that the package is not there, and get a function that imports it when called.
+`transformers.modeling_utils` imports the losses of object detection, which import SciPy where that is installed. The
+generation code of every model imports assisted generation. Up to Transformers 5.17 that imports scikit-learn, with
+SciPy and pandas. This takes 4.9 s of a first compile on a machine with an H200, half of them for compiling their
+source. Both use one function. Here they are told that the package is not there, and get a function that imports it when
+called.
 
 To be removed when the oldest Transformers that is supported imports neither.
 """

@@ -2,7 +2,7 @@
 
 With our attention implementation no mask is built (attention_hook.py), so a model whose windows or chunks live in its
 mask alone would lose them silently. Here the model runs once, on two tokens, with an implementation that keeps the mask
-*functions* that Transformers makes: f(batch, head, query, key) → bool, which can be asked about any position, also far
+*functions* that Transformers makes: f(batch, head, query, key) → bool. They can be asked about any position, also far
 past what a small numeric check reaches.
 """
 
@@ -204,8 +204,11 @@ def _takes_all(blocks: torch.Tensor, module: Any) -> bool:
 
 
 def _of_any_length(function: Any, num_tokens: int) -> Any:
-    """The mask function for texts of any length, where it reads tensors that have one number for all `num_tokens` of
-    the sample, as ids of blocks of images have for a text: of further tokens that number is read, too."""
+    """The mask function for texts of any length.
+
+    It may read tensors with one number for all `num_tokens` of the sample, such as a text's ids of blocks of images.
+    Further tokens then read that number too.
+    """
     cells = function.__closure__ if isinstance(function, FunctionType) else None
     if not cells:
         return function

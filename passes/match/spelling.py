@@ -1,8 +1,8 @@
 """Gives each operation one spelling in a canonical graph, out of Python's, torch's and Tensor's names for it.
 
-Models write `x * y`, `torch.mul(x, y)` and `x.mul(y)`, and give arguments by place or by name. canonicalise leaves one
-of these, by the table below: a pass matches one target and reads arguments by place. Other operations have a single
-spelling in practice, or are read by no pass; they stay as they are.
+Models write `x * y`, `torch.mul(x, y)` and `x.mul(y)`, and give arguments by place or by name. One of these is left by
+canonicalise, by the table below. So a pass matches one target and reads arguments by place. Other operations have a
+single spelling in practice, or are read by no pass; they stay as they are.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class GraphCapturer:
 class WeakTensor:
     """A tensor's place without holding its memory: lets the pool give the memory to the next captured size.
 
-    The address stays mapped as long as the pool lives, and what is there is valid from the replay that writes it until
+    The address stays mapped as long as the pool lives. Its content is valid from the replay that writes it until
     another graph of the pool is replayed.
     """
 

@@ -1,8 +1,8 @@
 """The decode loop: a captured decode that takes its inputs from the host's memory and leaves its tokens there.
 
-One launch is a whole step. Its first kernel reads which requests decode from pinned memory, and their newest tokens
-from where the step before left them; its last kernels choose the tokens, keep them for the next step and write them to
-pinned memory. So the device does nothing between two steps but the launch, and the host packs a few numbers.
+One launch is a whole step. Its first kernel reads from pinned memory which requests decode, and takes their newest
+tokens from where the step before left them. Its last kernels choose the tokens, keep them for the next step and write
+them to pinned memory. So the device does nothing between two steps but the launch, and the host packs a few numbers.
 
 The memory has REPLAY_SLOTS slots. Captured decodes use them one after another, whichever decode runs: the device counts
 the replays of graphs with these kernels, and the host does as well.

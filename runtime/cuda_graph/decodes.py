@@ -218,7 +218,7 @@ class DecodeGraphs(BatchGraphs):
         """Logits of a batch that came as tensors.
 
         With a decode loop the graph chooses tokens all the same, and overwrites RowState.last_tokens of the batch's
-        rows: a caller that samples from the logits must write its own tokens there afterwards, as a StepRunner does.
+        rows. A caller that samples from the logits must write its own tokens there afterwards; a StepRunner does.
         """
         self._prepare(batch, descriptor.num_tokens)
         if self.loop is not None:

@@ -1,6 +1,6 @@
 """A head's passes behind a captured verify step, in a second graph: the next step's drafts, without the host.
 
-The first pass makes keys of the hidden states that the step computed, of tokens that hold, and drafts behind the newest
+The first pass makes keys of the hidden states that the step computed, of tokens that hold. It drafts behind the newest
 one: all tokens, if the head has masks for them, or one. Then passes of a token each follow, which read hidden states of
 the pass before. A draft stays on the device until the next step of its request takes it, if the request is as long as
 it was then.
@@ -132,9 +132,11 @@ class DraftChain:
         return drafts
 
     def fault(self, step: StepTensors, width: int) -> str | None:
-        """The fault of the passes that ran last, behind such a step: the drafts of the first or of the last are not
-        those of the same rows as prompts of one token each, which see no other. None: they are. Waits for the
-        device."""
+        """The fault of the passes that ran last, behind such a step, or None. Waits for the device.
+
+        The same rows run as prompts of one token each, which see no other. Drafts of the first and of the last pass
+        are compared with theirs.
+        """
         rows = step.fields[:, 0].long()
         num_requests, count = rows.shape[0], self.num_drafted(width)
         is_tried = (rows > 0) & (self._made_at[rows] + max(count, self.block_size(width)) <= self._most_tokens)

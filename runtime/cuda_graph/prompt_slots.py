@@ -1,9 +1,9 @@
 """Captured prompts that take their inputs from the host's memory, as captured decodes do (decode_loop.py).
 
-Each copy and each kernel that is launched ahead of a prompt's graph takes the host a twentieth of a millisecond, for
-which the GPU waits. So the graph begins with a kernel that reads the step from pinned memory, over the bus: tokens,
-slots, attention's list of work, and what is launched behind the graph reads. The memory has REPLAY_SLOTS slots. The
-graphs use them one after another, whichever graph runs; the last word of a slot names the next one.
+Each copy and each kernel ahead of a prompt's graph takes the host a twentieth of a millisecond, and the GPU waits. So
+the graph begins with a kernel that reads the step from pinned memory, over the bus. These are tokens, slots and
+attention's list of work, also for launches behind the graph. The memory has REPLAY_SLOTS slots. The graphs use them one
+after another, whichever graph runs; the last word of a slot names the next one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The verify loop: a captured verify step that drafts, makes its own inputs, and accepts.
 
 One launch is a whole step. Its first kernel looks drafts up in the text of each request, or takes the host's, and makes
-the inputs of the model. Its last ones choose a token behind each token of the step, accept of each draft what was
-chosen as well, and append that to the text. So the next step needs nothing of this one that the device does not have:
-it can be launched while this one runs.
+the inputs of the model. Its last ones choose a token behind each token of the step. They accept each draft as far as
+the choices agree with it, and append that to the text. So the next step needs nothing of this one that the device does
+not have: it can be launched while this one runs.
 
 The device owns a request's length and text while such steps follow each other. The host gives both where they begin.
 Ranks that have a model together do the same work each, on rank 0's choice of tokens. Where ranks have requests of their

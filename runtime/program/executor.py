@@ -105,8 +105,8 @@ class ProgramExecutor:
 
         Args:
             inputs: `input_ids`, `positions` and `slots`, [T] int64 each, and the program's own.
-            all_rows: [T] int64, 0 to T - 1: steps behind the row gather, except the head, run here for all tokens, as
-                in a graph of T tokens. None: `head` runs them for the wanted tokens.
+            all_rows: [T] int64, 0 to T - 1. Then steps behind the row gather, except the head, run here for all tokens,
+                as in a graph of T tokens. None: `head` runs them for the wanted tokens.
 
         Returns:
             What `head` goes on from, any number of times.
@@ -294,8 +294,8 @@ class ProgramExecutor:
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Output of a layer between pieces → the lowest index whose last owner is dead.
 
-        The next piece may return views of a layer's output (of the first attention of two in DiffLlama's layer, or of a
-        convolution): it lives as long as they do.
+        The next piece may return views of a layer's output, which lives as long as they do. So it is with the first of
+        two attentions in DiffLlama's layer, or with a convolution.
         """
         steps, end = self.program.steps, len(self.program.steps)
         handed_on: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """A stage of a pipeline among the others: it takes values from the one before, and hands others on.
 
-A stage runs ahead of the tokens that rank 0 samples: it waits for a request's token where a step needs it, and no
-earlier, so that steps of other requests are under way meanwhile.
+A stage runs ahead of the tokens that rank 0 samples. It waits for a request's token only where a step needs it. So
+steps of other requests are under way meanwhile.
 """
 
 from __future__ import annotations

@@ -65,8 +65,10 @@ class RunnerPools(RunnerSizes, RunnerRanks):
             self.drafter.take_pages(num_pages)
 
     def share_rows(self, target: RunnerPools) -> None:
-        """Takes the table of slots and the sampling parameters of the model that this one drafts for: it has states of
-        no request, and takes no images."""
+        """Takes the table of slots and the sampling parameters of the model that this one drafts for.
+
+        It has no states of requests, and takes no images.
+        """
         table = self.req_to_token_pool = target.req_to_token_pool
         num_rows = table.req_to_token.shape[0]
         self.row_state = RowState(num_rows, self.vocab_size, self.device, target.row_state.sampling)

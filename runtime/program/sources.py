@@ -1,8 +1,8 @@
 """Runs an encoder-decoder's encoder on sources, and plans the attention of its decoder to them.
 
-Keys and values that a decoder attends to are made once a request, and lie in pages of a row behind those of requests
-(schedule/source_rows.py). To a backend each token is a decode of one token behind its whole source: no order among the
-tokens matters, and a step of decodes is one as it is.
+Keys and values that a decoder attends to are made once a request. They are in pages of a row behind those of requests
+(schedule/source_rows.py). To a backend each token is a decode of one token behind its whole source. So no order among
+the tokens matters, and a step of decodes is one as it is.
 
 Shape legend: T tokens, E states of sources, R requests.
 """

@@ -235,8 +235,11 @@ class Program:
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
 
     def piece_ids(self) -> list[str]:
-        """All compiled parts of this program: the steps' pieces, their variants for few tokens, layers' own kernels,
-        and kernels of sampling, of the decode loop and of verify steps."""
+        """All compiled parts of this program.
+
+        These are the steps' pieces, their variants for few tokens, layers' own kernels, and kernels of sampling, of the
+        decode loop and of verify steps.
+        """
         layers = dict.fromkeys(piece for kernels in self.layer_kernels.values() for piece in kernels.pieces())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()

@@ -129,11 +129,16 @@ OF_DISTANCES = ("bias", "distance_keys", "distance_queries", "distance_columns")
 
 @dataclass(frozen=True)
 class PackedAttentionStep:
-    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] within the segments that the input
-    `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of the program
-    (passes/attend_segments.py), which has neither windows nor values of distances: `bias` [H, 2R + 1], or
-    `distance_keys` and `distance_queries` [W, H, D] with `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
-    `of_texts`: a piece that has them, where the program has one."""
+    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv], within segments.
+
+    Attributes:
+        layer: its name, for people.
+        segments: the input that bounds them (linked_steps.Segments).
+        by_kernel: a kernel of the program attends (passes/attend_segments.py). It has neither windows nor values of
+            distances. Those are `bias` [H, 2R + 1], or `distance_keys` and `distance_queries` [W, H, D] with
+            `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
+        of_texts: a piece that has them, where the program has one.
+    """
 
     layer: str
     q: str

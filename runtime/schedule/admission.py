@@ -1,7 +1,7 @@
 """The requests that wait for a row, by urgency, and what one needs to get it.
 
-A waiting request is admitted when a row is free and the pages for all of its prompt are there, less those of its cached
-prefix. While pages of it are loaded from a tier it is left waiting. prompts.py decides whose turn it is. Free of torch.
+It is admitted when a row is free, and there are pages for all of its prompt behind the cached prefix. While pages of it
+are loaded from a tier it is left waiting. prompts.py decides whose turn it is. Free of torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the decodes of a step, and whom to preempt so that each has a page for its token.
 
 All decodes move, or of pipeline stages those whose turn it is. When pages run out the least urgent running request is
-preempted, one after another, unless pages of ending requests come back anyway: then decodes sit out. The most urgent
+preempted, one after another. If pages of ending requests come back anyway, decodes sit out instead. The most urgent
 request always moves. lifecycle.py does what is decided here. Free of torch.
 """
 

@@ -2,7 +2,7 @@
 
 The policy: first a begun prompt gets its next chunk. Then waiting requests are admitted strictly in their order, as
 long as the pages for all of a prompt are there. A prompt that the budget cuts leaves up to half of it to shorter ones
-behind it, the shortest first, so it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step
+behind it, the shortest first. So it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step
 has room for, pace.py's; what a waiting request needs, admission.py's. Free of torch.
 """
 

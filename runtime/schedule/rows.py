@@ -1,9 +1,9 @@
 """The rows of requests that run: whose each is, how far its tokens are computed, and which pages it holds.
 
-A request has a row from its admission until it is finished or preempted, and until the last step that was planned with
-it is over: meanwhile the row is *leaving*. This file also knows a request's keys and salt in the prefix cache, and how
-many of its pages others may share. admission.py and lifecycle.py decide which request gets a row or gives one up.
-Read next: pages/tables.py. Free of torch.
+A request has a row from its admission until it is finished or preempted. Its row is then *leaving*, until the last step
+that was planned with it is over. This file also knows a request's keys and salt in the prefix cache, and how many of
+its pages others may share. admission.py and lifecycle.py decide which request gets a row or gives one up. Read next:
+pages/tables.py. Free of torch.
 """
 
 from __future__ import annotations

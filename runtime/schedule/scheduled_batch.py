@@ -30,8 +30,7 @@ class ScheduledBatch:
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
     Page writes come before anything reads the page table; they concern rows of this batch, and of requests that are
-    admitted in it. A request may be admitted without tokens in the step: it waits for
-    room for its image.
+    admitted in it. A request may be admitted without tokens in the step: it waits for room for its image.
     """
 
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
@@ -139,7 +138,7 @@ class UpdateResult:
     """The result of one step.
 
     `accepted` are the indices of the batch's rows whose token was appended to its request. Tokens of all other rows are
-    to be dropped: of a chunk in the middle of a prompt, or of a request that ended while the step was in flight.
+    to be dropped. They are of a chunk in the middle of a prompt, or of a request that ended meanwhile.
     `finished` are the requests that this update ended, by a stop token or by their length. `broken` are the requests
     that it ended because they have no next token. `counts` are the tokens that were appended for each of `accepted`;
     None: one each.

@@ -1,10 +1,10 @@
 """The pages of what requests' encoder has read: keys and values that their decoders attend to, of an encoder-decoder.
 
-A request's source has a row of its own, behind all rows of requests: as many pages as it has states, taken whole when
-the request is admitted and given back with its row. They are pages as others are. The prefix cache knows them by the
-source's digest: requests with one source share them, and the encoder reads it once. They are in the cache from the
-admission on: the encoder writes them ahead of the step, and steps run in order. A step that fails takes them out.
-Other models' requests have none, and nothing is done here. Free of torch.
+A request's source has a row of its own, behind all rows of requests. Its pages are taken whole when the request is
+admitted, and given back with its row. They are pages as others are. The prefix cache knows them by the source's digest:
+requests with one source share them, and the encoder reads it once. They are in the cache from the admission on: the
+encoder writes them ahead of the step, and steps run in order. A step that fails takes them out. Other models' requests
+have none, and nothing is done here. Free of torch.
 """
 
 from __future__ import annotations

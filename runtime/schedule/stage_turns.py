@@ -1,7 +1,7 @@
 """Deals decodes among the steps that the stages of a pipeline have in flight. Free of torch.
 
-A request's next step needs the token of its last one. So requests are dealt into as many groups as there are stages,
-and groups take turns: while the last stage computes one, the first computes the next.
+A request's next step needs the token of its last one. So requests are dealt into as many groups as there are stages.
+Groups take turns: while the last stage computes one, the first computes the next.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Copies of states before and after a step, for models whose layers carry one.
 
-A request that begins with a cached prefix starts from that prefix's state, and a chunk that ends where a state is worth
-something keeps its own: at the end of a page, as pages are what the prefix cache shares. pages/state_snapshots.py knows
-which prefix has its state in which row. Of a model without states nothing here does anything. Free of torch.
+A request that begins with a cached prefix starts from that prefix's state. A chunk that ends where a state is worth
+something keeps its own. That is at the end of a page, as pages are what the prefix cache shares. Which prefix has its
+state in which row is known by pages/state_snapshots.py. For a model without states nothing here does anything. Free of
+torch.
 """
 
 from __future__ import annotations

@@ -34,8 +34,13 @@ from mllm_compile.runtime.step_fields import StepFields
 
 @dataclass(frozen=True, slots=True)
 class DataParallelStep:
-    """The data-parallel ranks of a step: this rank and their number, the most requests of each, and the most tokens of
-    each whose logits are made at a time beside sampled ones."""
+    """The data-parallel ranks of a step.
+
+    Attributes:
+        rank: this one.
+        rows_of_rank: most requests of each.
+        scored_at_once: most tokens of each whose logits are made at a time, beside sampled ones.
+    """
 
     rank: int
     num_ranks: int

@@ -1,9 +1,9 @@
 """The drafter that is a model. Its keys are in pages of the model's ids: page tables and prefix hits are shared.
 
 Prompts enter its keys when the model computes them. Ahead of a verify step it computes the tokens that it lacks, one or
-two of each request, and then a token of all requests at a time. Of a cached prefix it computes what it has no keys of:
-the pages of an answer that was decoded without drafts lack them. A draw uses the numbers that the model's draw at that
-position will use (the same seed), so that the two agree more often (Daliri et al., arXiv 2408.07978).
+two of each request. Then it computes a token of all requests at a time. Of a cached prefix it computes what it has no
+keys of: the pages of an answer that was decoded without drafts lack them. A draw uses the seed of the model's draw at
+that position, so that the two agree more often (Daliri et al., arXiv 2408.07978).
 
 Shape legend: R requests that get drafts, K most tokens of a draft, T tokens of a pass.
 """

@@ -25,8 +25,10 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a prompt with images in a step: the request, its place in the batch, its first row of T, its first
-    token and their number."""
+    """The tokens of a prompt with images in a step.
+
+    It has the request, its place in the batch, its first row of T, its first token and their number.
+    """
 
     request: Request
     media: RequestMedia
@@ -51,8 +53,8 @@ class _Chunk(NamedTuple):
 class MediaSteps:
     """See the module's header. A model without a tower has none.
 
-    In the deterministic mode the tower runs on one image at a time, and every step takes features, zeros where it has
-    none: what a request gets goes by no other request.
+    In the deterministic mode the tower runs on one image at a time, and every step takes features, or zeros. So a
+    request's numbers depend on no other request.
 
     Attributes:
         num_encoded: images that the tower has run on.

@@ -1,8 +1,8 @@
 """Turns a ScheduledBatch into a step's host arrays: which tokens go in, which rows of logits come out.
 
 `plan_step` makes batches as they are. In the deterministic mode each new token is a row of its own, a decode of one
-token, so that a token's numbers depend on its own request alone, however its prompt was cut. Where products depend on
-the number of rows, `plan_fixed_rows` makes every step alike: padding fills the rest. Else `plan_rows` makes as many as
+token. So a token's numbers depend on its own request alone, however its prompt was cut. Where products depend on the
+number of rows, `plan_fixed_rows` makes every step alike: padding fills the rest. Else `plan_rows` makes as many as
 there are tokens.
 
 Shape legend: R requests of a step, T tokens, S sampled rows, N prompt positions whose log-probabilities are wanted.
@@ -167,8 +167,8 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
 def plan_rows(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     """Plans a decode of one row a token; arguments as plan_step.
 
-    Few rows are padded, as products with fewer than LEAST_ROWS take other kernels: rows by the dummy row's only token,
-    what is sampled and scored by the first row.
+    Few rows are padded, as products with fewer than LEAST_ROWS take other kernels. The dummy row's only token pads
+    rows, and the first row pads what is sampled and scored.
     """
     ends = np.add.accumulate(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new

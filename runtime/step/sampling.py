@@ -263,8 +263,10 @@ class StepSampling:
         return rows, accept_synthetically(tokens[places], draft_ids, length, seeds, positions)
 
     def _keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keeps the tokens of these rows for the next step, which may be under way before the host knows that there was
-        none: its embedding needs an id."""
+        """Keeps the tokens of these rows for the next step.
+
+        That may be under way before the host knows that a row has no token: its embedding needs an id.
+        """
         self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
 
     def _score_prompts(

@@ -10,9 +10,9 @@ _MOST_FEATURES, _MOST_SCALED = 2048, 8192  # of a layer norm; of a row that gets
 def keep_whole_rows() -> None:
     """Lets Triton's kernel of a layer norm, or of a scale for a row, read its row once.
 
-    Above 1024 features Inductor goes through a row once for what it has to know of all of it, and again for each thing
-    that follows: for a norm and the scale of what it gives, three times. As it does not know a layer norm's mean ahead,
-    it takes mean and variance by Welford's sums, whose divisions take longer than the memory.
+    Above 1024 features Inductor reads a row once for each reduction, and again for each use. For a norm and the scale
+    of its output that is three times. As it does not know a layer norm's mean ahead, it takes mean and variance by
+    Welford's sums, whose divisions take longer than the memory.
     """
     from torch._inductor.choices import InductorChoices
 

@@ -430,9 +430,11 @@ def channel_at(descriptor: str) -> Channel:
 
 
 def main() -> None:
-    """Entry point of the process: MODEL, the channel's descriptor, how much to show, the format of lines,
-    --speculative-config or nothing, the keys of the sections lora and runtime that options give, and the model's name
-    in the log or nothing."""
+    """Entry point of the process.
+
+    Its arguments are MODEL, the channel's descriptor, how much to show, the format of lines, --speculative-config or
+    nothing, the keys that options give of the sections lora and runtime, and the model's name in the log or nothing.
+    """
     model, descriptor, how, log, speculative, lora, runtime, name = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s", name)

@@ -1,5 +1,5 @@
-"""Captured prompts: a step is one launch up to the head, of a graph that reads its inputs from the host, and then the
-head and the choice of tokens."""
+"""Captured prompts: one launch up to the head, then the head and the choice of tokens. The graph reads its inputs from
+the host's memory."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ class PromptPath(StepPath):
 
 
 def _read_in_place(restores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(state rows, rest): the rows whose states requests at `rows` go on from, which need no copies of their own then,
-    and those restores that are of other requests: admitted, but without tokens in the step.
+    """Requests at `rows` can read a prefix's state where it is, without a copy of their own.
 
     Args:
         restores: [N, 2], rows of prefixes' states and of requests.
+
+    Returns:
+        The rows whose states these requests go on from, and the restores of other requests. Those were admitted, and
+        have no tokens in the step.
     """
     if not restores.size:
         return rows, restores

@@ -1,8 +1,8 @@
 """Defines a format of quantised weights: the tensors that hold one weight, its shape, its rows as plain numbers.
 
-Shapes: N outputs, K inputs of a linear, G groups of inputs that share a scale. All of it is plain torch on whatever
-device the tensors are on, without a look at their values: a place that points nowhere becomes NaN, which the loader
-refuses by the weight's name.
+Shapes: N outputs, K inputs of a linear, G groups of inputs that share a scale. All of it is plain torch on the tensors'
+device, without a look at their values. A place that points nowhere becomes NaN, which the loader refuses by the
+weight's name.
 """
 
 from __future__ import annotations
