@@ -6,7 +6,10 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     try:
-        from mllm_compile.cli import main as run_command
+        from mllm_compile.process.no_gc import gc_paused
+
+        with gc_paused():
+            from mllm_compile.cli import main as run_command
     except KeyboardInterrupt:  # the imports take a second, and more on a busy machine
         print("mllm-compile: interrupted", file=sys.stderr)
         sys.exit(130)  # EXIT_INTERRUPTED, which is not there yet

@@ -41,11 +41,11 @@ def package(tmp_path) -> Path:
     return folder
 
 
-def run(package: Path, cache: Path, **environment: str) -> list[str]:
-    """Lines that IMPORTS prints."""
+def run(package: Path, cache: Path, program: str = IMPORTS, **environment: str) -> list[str]:
+    """Lines that a program prints."""
     paths = os.pathsep.join([str(package.parent), str(Path(__file__).parents[2])])
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
+        [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(cache)} | environment,
         capture_output=True,
         text=True,
@@ -67,6 +67,48 @@ def test_where_python_may_not_write_it_is_kept_in_the_cache(package, tmp_path):
     assert Path(cached).stat().st_mtime_ns == first, "the second process takes it"
     assert (cache / "bytecode").stat().st_mode & 0o777 == 0o700
     assert not (package / "__pycache__").exists()
+
+
+# The same where torch's bytecode is there and the project's own is not.
+OWN = """
+import sys
+from mllm_compile.process import bytecode
+bytecode._is_kept_beside = lambda package: package == "torch"
+with bytecode.kept_bytecode():
+    import mllm_compile.runtime.sampling.params
+with bytecode.kept_bytecode():
+    import stands_for_torch.part
+    print(bytecode.environment())
+import mllm_compile.runtime.speculation.drafter
+print(sys.pycache_prefix, sys.dont_write_bytecode)
+"""
+
+
+def test_where_torchs_alone_is_there_the_projects_own_is_kept(package, tmp_path):
+    times = []
+    for _ in range(2):
+        told, after = run(package, tmp_path / "cache", OWN, PYTHONDONTWRITEBYTECODE="1")
+        assert (told, after) == ("{}", "None True"), "others' are where they were"
+        (prefix,) = (tmp_path / "cache" / "bytecode").iterdir()
+        kept = {path.name.partition(".")[0]: path for path in prefix.rglob("*.pyc")}
+        assert {"params", "drafter"} <= set(kept), "from then on, also behind it"
+        assert not {"part", "numpy", "torch"} & set(kept)
+        times.append(kept["params"].stat().st_mtime_ns)
+    assert times[0] == times[1], "the second process takes it"
+    assert not (package / "__pycache__").exists()
+
+
+def test_a_module_that_has_changed_is_compiled_anew(tmp_path, monkeypatch):
+    source = tmp_path / "changing.py"
+    monkeypatch.setattr(bytecode._KeptLoader, "folder", str(tmp_path / "kept"))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    for number, text in enumerate(("a = 1", "a = 11", "a = 111")):
+        source.write_text(text)
+        code = bytecode._KeptLoader("changing", str(source)).get_code("changing")
+        names: dict[str, int] = {}
+        exec(code, names)
+        assert names["a"] == int("1" * (number + 1))
+    assert [path.name.partition(".")[0] for path in (tmp_path / "kept").rglob("*.pyc")] == ["changing"]
 
 
 def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
