@@ -81,9 +81,9 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         from mllm_compile.process.bytecode import kept_bytecode
-        from mllm_compile.process.no_gc import gc_paused
+        from mllm_compile.process.no_gc import imports_unseen
 
-        with kept_bytecode(), gc_paused():
+        with kept_bytecode(), imports_unseen():
             return getattr(import_module(_HOMES[name]), name)
     if name in _ELSEWHERE:  # an AttributeError's words `from mllm_compile import …` would leave out
         ours = _ELSEWHERE[name]

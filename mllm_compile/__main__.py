@@ -6,9 +6,9 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     try:
-        from mllm_compile.process.no_gc import gc_paused
+        from mllm_compile.process.no_gc import imports_unseen
 
-        with gc_paused():
+        with imports_unseen():
             from mllm_compile.cli import main as run_command
     except KeyboardInterrupt:  # the imports take a second, and more on a busy machine
         print("mllm-compile: interrupted", file=sys.stderr)

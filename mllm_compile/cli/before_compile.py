@@ -10,7 +10,7 @@ from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.gguf.parts import gguf_parts
 from mllm_compile.media.files import PROCESSOR_FILES
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.runtime.weights.file_names import is_gguf
 from mllm_compile.text.tokenizer import no_chat_template
 from mllm_compile.text.tokenizer_files import has_tokenizer, surely_has_no_chat_template
@@ -31,7 +31,7 @@ def check_takes_text(source: EngineConfig | Path, model: str, *, as_chat: bool) 
         return
     folder = user_path(source.model.path)
     if folder.exists() and not (folder / CONFIG_FILE).is_file() and (parts := gguf_parts(folder)) is not None:
-        with gc_paused():  # it imports torch
+        with imports_unseen():  # it imports torch
             from mllm_compile.gguf.folder import open_gguf
 
         folder = open_gguf(parts, source.cache.dir).folder

@@ -17,7 +17,7 @@ from mllm_compile.cli.before_compile import check_takes_forms, check_takes_image
 from mllm_compile.config.sources import config_or_runtime, with_speculative
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
 from mllm_compile.runtime.short_repr import short_repr
 
@@ -99,7 +99,7 @@ def generate_command(
         check_takes_images(engine_config, model)
     check_takes_text(engine_config, model, as_chat=chat or bool(images))
 
-    with timeline.stage("import"), gc_paused():
+    with timeline.stage("import"), imports_unseen():
         from mllm_compile.engine.engine import Engine
         from mllm_compile.runtime.sampling.params import SamplingParams
         from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams

@@ -28,7 +28,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
@@ -211,7 +211,7 @@ def serve_command(
         run_node(sources[""], Timeline(reporter))
         return
     _check_packages()
-    with gc_paused():
+    with imports_unseen():
         from mllm_compile.server.options import ModelsOptions, ServeOptions, bytes_of, seconds_of
         from mllm_compile.server.replicas.devices import devices_of
         from mllm_compile.server.serve import run_models, run_replicas, run_server

@@ -32,7 +32,7 @@ from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -94,7 +94,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         self.timeline = timeline_of(reporter or reporter_for())
         source = config_or_runtime(config)
         with kept_bytecode(), compiled_ahead(OF_TORCH), early_ranks(source) as early:
-            with self.timeline.stage("import torch"), gc_paused():
+            with self.timeline.stage("import torch"), imports_unseen():
                 from mllm_compile.engine.assemble import assemble_any
             parts = assemble_any(source, self.timeline, forward_times=forward_times, early=early)
         if isinstance(parts, PoolingParts):

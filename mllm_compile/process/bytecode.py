@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from types import CodeType
 
@@ -30,24 +31,23 @@ from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, mak
 from mllm_compile.process.group import ProcessGroup
 
 _setting = threading.Lock()
-_OURS = "mllm_compile"
 
 
 @contextmanager
 def kept_bytecode() -> Iterator[None]:
     """Keeps the bytecode of modules that are imported meanwhile in the user's cache, if torch's is not kept beside its
-    sources; that of this project from now on, if its own is not. A PYTHONPYCACHEPREFIX that is set stays in force.
+    sources. If only this project's is not, it is kept there from now on. A PYTHONPYCACHEPREFIX stays in force.
     """
     with _setting:
         before = sys.dont_write_bytecode
         ours = None
         if sys.pycache_prefix is None:
-            with contextlib.suppress(ConfigError, OSError):
-                if not _is_kept_beside("torch"):
+            if not _is_kept_beside("torch"):
+                with contextlib.suppress(ConfigError, OSError):
                     ours = _folder()
                     sys.pycache_prefix, sys.dont_write_bytecode = ours, False
-                elif not _KeptLoader.folder and not _is_kept_beside(_OURS):
-                    _keep_ours(_folder())
+            elif not _is_written_beside(__file__):
+                _keep_ours()
     try:
         yield
     finally:
@@ -57,27 +57,24 @@ def kept_bytecode() -> Iterator[None]:
 
 
 class _KeptLoader(SourceFileLoader):
-    """Loads a module whose bytecode is in a folder of its own."""
-
-    folder = ""
+    """Loads a module of this project: with bytecode that is beside it and no older, or else in the user's cache."""
 
     def get_code(self, fullname: str) -> CodeType | None:
+        folder = None if _is_up_to_date(self.path) else _folder_or_none()
         with _setting:  # nothing is imported meanwhile
             before = sys.pycache_prefix, sys.dont_write_bytecode
-            if before[0] is None:
-                sys.pycache_prefix, sys.dont_write_bytecode = self.folder, False
+            if before[0] is None and folder is not None:
+                sys.pycache_prefix, sys.dont_write_bytecode = folder, False
             try:
                 return super().get_code(fullname)
             finally:
                 sys.pycache_prefix, sys.dont_write_bytecode = before
 
 
-def _keep_ours(folder: str) -> None:
-    """Has this project's modules loaded with bytecode in `folder` from now on."""
-    source = _source(_OURS)
-    if source is None:
-        return
-    _KeptLoader.folder, root = folder, os.path.dirname(source)
+@cache
+def _keep_ours() -> None:
+    """Has this project's modules loaded so from now on."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
     def find_ours(path: str) -> FileFinder:
         if path != root and not path.startswith(root + os.sep):
@@ -87,6 +84,13 @@ def _keep_ours(folder: str) -> None:
     sys.path_hooks.insert(0, find_ours)
     for path in [path for path in sys.path_importer_cache if path.startswith(root)]:
         del sys.path_importer_cache[path]
+
+
+@cache
+def _folder_or_none() -> str | None:
+    with contextlib.suppress(ConfigError, OSError):
+        return _folder()
+    return None
 
 
 def environment() -> dict[str, str]:
@@ -162,8 +166,10 @@ _VERSIONED = ("torch", "transformers", "mllm_compile")
 def _is_kept_beside(package: str) -> bool:
     """True if its bytecode is there, or will be when it is imported."""
     source = _source(package)
-    if source is None or _is_compiled(source):
-        return True
+    return source is None or _is_compiled(source) or _is_written_beside(source)
+
+
+def _is_written_beside(source: str) -> bool:
     return not sys.dont_write_bytecode and os.access(os.path.dirname(source), os.W_OK)
 
 
@@ -185,6 +191,13 @@ def _package_folder(path: str) -> str | None:
 
 def _is_compiled(source: str) -> bool:
     return os.path.exists(importlib.util.cache_from_source(source))
+
+
+def _is_up_to_date(source: str) -> bool:
+    try:
+        return os.stat(importlib.util.cache_from_source(source)).st_mtime >= os.stat(source).st_mtime
+    except OSError:
+        return False
 
 
 def _folder() -> str:

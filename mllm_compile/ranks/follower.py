@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.process.bytecode import kept_bytecode
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.start import BEAT, HERE, READY, Answer, Lines, Meeting, SealedLines, Start
 from mllm_compile.runtime.files.json_data import from_json, parse_json
@@ -64,11 +64,11 @@ def serve(
     timeline = Timeline()
     meeting: Future[Meeting] = Future()
     try:
-        with timeline.stage("import torch"), gc_paused():
+        with timeline.stage("import torch"), imports_unseen():
             from mllm_compile.ranks.communicators import Joining
         joining = Joining(partial(_join, connection, lines, device, meeting, timeline))
         try:
-            with timeline.stage("import"), gc_paused():
+            with timeline.stage("import"), imports_unseen():
                 import_all()
             own = meeting.result()  # it has been read from the connection, which others wait to read
             start = Start.from_line(lines.receive())

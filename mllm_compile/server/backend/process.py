@@ -29,7 +29,7 @@ from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.progress import LogReporter, NullReporter, Reporter, Stage, reporter_for
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.form_queue import FormQueue
@@ -407,7 +407,7 @@ def _hello(engine: Engine, timeline: Timeline, held_bytes: tuple[int, int]) -> H
 
 def _make_engine(model: str, speculative: str, lora: str, runtime: str) -> MakeEngine:
     def make(reporter: Reporter, load_adapters: bool, ask: Callable[[Needs], int] | None) -> Engine:
-        with gc_paused():
+        with imports_unseen():
             from mllm_compile.config.sources import config_or_runtime, with_lora, with_runtime, with_speculative
             from mllm_compile.engine.engine import Engine
 
