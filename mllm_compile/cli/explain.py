@@ -89,7 +89,7 @@ def _steps(config: ResolvedConfig) -> str:
 
 
 def _quantised(target: Target) -> str | None:
-    if target.model.scheme is None:
+    if target.model.scheme is None or not target.model.weight_files:
         return None
     import torch
 

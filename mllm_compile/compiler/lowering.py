@@ -144,7 +144,7 @@ def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, 
     from mllm_compile.model.hf_model import tied_head
     from mllm_compile.passes.base import WeightSchemes
     from mllm_compile.passes.pipeline import passes_left_out
-    from mllm_compile.runtime.quantised.scheme import quantised_as
+    from mllm_compile.runtime.quantised.scheme import MXFP4, quantised_as
 
     asked = config.model.quantization
     if asked == "none" or asked == "dequantize":
@@ -153,7 +153,9 @@ def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, 
     def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
         planned = None if table is None else as_linear(table[name], is_transposed)
         if asked == "keep" or asked == "keep_a8":
-            return None if planned is None else scheme_of(planned)
+            if planned is None:  # random weights, of which experts' alone have a scheme
+                return MXFP4 if len(shape) > 2 else None
+            return scheme_of(planned)
         is_whole = planned is None or can_be_quantised(planned)
         return quantised_as(asked, shape[-2 if is_transposed else -1]) if is_whole else None
 

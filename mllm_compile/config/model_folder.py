@@ -17,7 +17,7 @@ from typing import Any
 from mllm_compile.config.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE, download
 from mllm_compile.config.names import is_hub_id, nearest_path
 from mllm_compile.config.other_formats import told_of_file, told_of_folder
-from mllm_compile.config.quantisation import Scheme, read_scheme
+from mllm_compile.config.quantisation import Scheme, read_scheme, scheme_of_random
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.speculators import LAYER_CONFIG_KEY
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -45,7 +45,7 @@ class ModelFolder:
         path: absolute; for a hub id a snapshot in huggingface_hub's cache.
         config: config.json, or its section of the part that is served (served_part.py).
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
-        scheme: how its weights may be quantised; None for plain and for dummy weights.
+        scheme: how its weights may be quantised; None for plain ones. Of dummy weights experts' alone are.
         weight_map: tensor name → the file's name, as the index of several files says; empty without an index.
         lender: of a head whose files lack embeddings or head, the model whose ones it takes.
     """
@@ -108,7 +108,7 @@ def open_model_folder(model: ModelConfig, cache_dir: str = "auto") -> ModelFolde
     config = _read_config(path)
     _refuse_endless(path, config)
     if not with_weights:
-        return ModelFolder(path, config, ())
+        return ModelFolder(path, config, (), scheme_of_random(path, config))
     weight_map = _read_weight_map(path / WEIGHTS_INDEX_FILE)
     return ModelFolder(path, config, _find_weight_files(path, weight_map), read_scheme(path, config), weight_map)
 

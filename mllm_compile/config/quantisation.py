@@ -28,6 +28,7 @@ _WHOLE_ROWS = Settings(blocks=(WEIGHT, ROW))
 _FP8 = ("fp8",)
 _FP8_FORMATS = ("fp8", "fp8 by weight_scale")
 _INT4 = ("int4",)
+_OF_EXPERTS = "mxfp4"  # which Transformers' quantiser of that name makes of experts' weights alone
 _GROUPS = {"mxfp4": 32, "nvfp4": 16}  # inputs that share a scale
 # compressed-tensors' names of orders: inputs are in another than their groups, or in the same.
 _ORDERED, _IN_ORDER = ("group", "dynamic", True), ("weight", "static", False, None)
@@ -95,6 +96,19 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     inner = content.get("quantization")
     values = {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else {}
     return _Section(f"{folder}: the checkpoint is quantised ({HF_QUANT_CONFIG_FILE}", values).scheme()
+
+
+def scheme_of_random(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of random weights: MXFP4, in which config.json has the weights of experts; None: all are plain.
+
+    Of other schemes the checkpoint's tensors decide which weights they are, and there are none.
+
+    Raises:
+        CheckpointError: as read_scheme.
+    """
+    section = config.get("quantization_config")
+    is_of_experts = isinstance(section, dict) and section.get("quant_method") == _OF_EXPERTS
+    return read_scheme(folder, config) if is_of_experts else None
 
 
 class _Section:

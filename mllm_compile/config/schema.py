@@ -58,7 +58,8 @@ class ModelConfig(Section):
     """Type of weights and activations. auto: the checkpoint's on a GPU, bfloat16 on a CPU with AMX, else float32."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
+    """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`;
+    experts' in MXFP4 if it says so."""
 
     quantization: Literal["auto", "none", "dequantize", "keep", "keep_a8", "fp8", "int8", "int4"] = "auto"
     """The weights of linears in memory. auto: as the checkpoint has them, if linears compute with its quantisation

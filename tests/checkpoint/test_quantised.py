@@ -740,7 +740,7 @@ def test_a_plain_weight_with_inf_is_refused_where_it_is_quantised(tmp_path):
         load_kept(tmp_path, specs, scheme, 200)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp4"])
 def test_dummy_weights_are_random_ones_quantised(kind):
     scheme = quantised_as(kind, 200)
     specs = kept_specs(scheme, {NAME: 640}, 200, None)

@@ -20,7 +20,16 @@ def test_a_config_is_valid_and_opens_with_what_it_is_for(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny", "qwen-shape", "qwen-8b-shape", "qwen-30b-a3b-4-layers", "qwen3_5-text-shape", "nemotron-h-8b-shape"],
+    [
+        "tiny",
+        "qwen-shape",
+        "qwen-8b-shape",
+        "qwen-30b-a3b-4-layers",
+        "qwen3_5-text-shape",
+        "nemotron-h-8b-shape",
+        "gpt-oss-20b-shape",
+        "gpt-oss-120b-shape",
+    ],
 )
 def test_a_config_for_machines_with_no_hub_names_a_folder_of_the_repository(name: str) -> None:
     config = EngineConfig.from_yaml(CONFIGS / f"{name}.yaml")
@@ -67,3 +76,22 @@ def test_the_shape_of_nemotron_h_8b_has_its_layers() -> None:
     pattern = "".join(letters[kind] for kind in config["layers_block_type"])
     assert pattern == "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
     assert config["mamba_num_heads"] * config["mamba_head_dim"] == config["expand"] * config["hidden_size"]
+
+
+@pytest.mark.parametrize(("name", "params", "file_bytes"), [("20b", 20.91e9, 13.76e9), ("120b", 116.83e9, 65.25e9)])
+def test_the_shapes_of_gpt_oss_have_the_published_sizes(name: str, params: float, file_bytes: float) -> None:
+    """Parameters as table 1 of its model card (arXiv 2508.10925) counts them, and the bytes of the published files:
+    experts in MXFP4, a byte for each 32, and all else in bfloat16."""
+    config = json.loads((CONFIGS / "shapes" / f"gpt-oss-{name}" / "config.json").read_text())
+    layers, hidden, ffn, experts = (
+        config[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_local_experts")
+    )
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * (layers // 2)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rows = (heads + 2 * kv_heads) * config["head_dim"]
+    of_experts = layers * experts * 3 * hidden * ffn
+    biases = layers * experts * (2 * ffn + hidden)
+    attention = layers * (rows * (hidden + 1) + hidden * (heads * config["head_dim"] + 1) + heads)
+    others = attention + layers * (experts * (hidden + 1) + 2 * hidden) + hidden + 2 * config["vocab_size"] * hidden
+    assert of_experts + biases + others == pytest.approx(params, rel=1e-3)
+    assert of_experts * 17 / 32 + 2 * (biases + others) == pytest.approx(file_bytes, rel=1e-3)

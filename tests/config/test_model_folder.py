@@ -121,6 +121,15 @@ def test_a_checkpoint_quantised_in_a_way_that_is_not_read_is_refused_by_name(fol
     assert open_folder(folder, load_format="dummy").scheme is None
 
 
+def test_random_weights_are_as_plain_as_their_config_but_for_experts_in_mxfp4(folder):
+    add_to_config(folder, quantization_config={"quant_method": "fp8"})
+    assert open_folder(folder).scheme.name == "fp8"
+    assert open_folder(folder, load_format="dummy").scheme is None
+    add_to_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    assert open_folder(folder, load_format="dummy").scheme == open_folder(folder).scheme
+    assert open_folder(folder).scheme.name == "mxfp4"
+
+
 def test_a_path_that_cannot_be_a_hub_id_is_no_folder(folder):
     for path in ("./none", str(folder / "none"), "a/b/c", "~/no/such/model", "not a model!"):
         with pytest.raises(ModelNotFoundError, match="there is no such folder"):

@@ -24,7 +24,7 @@ from mllm_compile.runtime.quantised.scheme import quantised_as
 from mllm_compile.store.artifact import hash_files, open_artifact, read_manifest, write_manifest
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of
-from tests.quantised_checkpoints import LINEARS, quantise_folder
+from tests.quantised_checkpoints import LINEARS, MXFP4, quantise_folder, set_quantisation
 from tests.quantised_experts import FORMATS, TWO_LAYERS, write_experts
 from tests.tiny_model import shallow_tiny, tiny_config
 
@@ -220,6 +220,21 @@ def test_dummy_weights_are_served_in_few_bits(kind, shallow, tmp_path):
     lines = Lines()
     assert all(len(answer) == TOKENS for answer in ask(tiny_config(tmp_path / "cache", **sections), lines=lines))
     assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
+
+
+def test_dummy_weights_of_experts_are_in_mxfp4_as_their_config_says(tmp_path):
+    folder = tmp_path / "model"
+    save_tiny_model(config_of("gpt_oss", **TWO_LAYERS), folder)
+    (folder / WEIGHTS).unlink()
+    set_quantisation(folder, MXFP4.config)
+    model, sizes = {"path": str(folder), "load_format": "dummy"}, {"max_model_len": 64}
+    config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=sizes)
+    lines = Lines()
+    assert all(len(answer) == TOKENS for answer in ask(config, prompts=([41, 30, 77],), lines=lines))
+    kept = load_or_compile(config).artifact.weights
+    in_few_bits = {spec.name for spec in kept for part in spec.parts if part.kept and part.kept.scheme.kind == "mxfp4"}
+    assert {name.split(".")[-2] for name in in_few_bits} == {"experts"} and len(in_few_bits) == 8
+    assert "of linears in mxfp4, quantised while they are read" in " ".join(lines.told)
 
 
 FORGERIES: tuple[tuple[Any, str], ...] = (

@@ -18,19 +18,23 @@ from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
+from mllm_compile.runtime.quantised.scheme import INT4_GROUP
 
 GPU_MEMORY_UTILIZATION = 0.85
+# What a checkpoint of GPTQ's says that has what we make of plain weights: vLLM makes random ones of it, as of any.
+_INT4_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": INT4_GROUP, "sym": True, "desc_act": False}
 
 
 def _settings(setting: Setting) -> dict[str, Any]:
-    if setting.quantization in ("int4", "dequantize"):
+    quantization, is_random = setting.quantization, setting.random_weights
+    if quantization in ("dequantize", "int8", "keep_a8") or (quantization == "int4" and not is_random):
         raise BenchmarkError(
-            f"model.quantization is {setting.quantization}, which vLLM does not do while it reads a checkpoint. "
-            "Set it to auto or fp8, or measure mllm alone."
+            f"model.quantization is {quantization}, which vLLM does not do while it reads a checkpoint. Set it to auto "
+            "or fp8, set model.load_format: dummy for int4, or measure mllm alone."
         )
     settings: dict[str, Any] = {
         "dtype": setting.dtype,
-        "load_format": "dummy" if setting.random_weights else "auto",
+        "load_format": "dummy" if is_random else "auto",
         "max_model_len": setting.max_model_len,
         "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
         "enable_prefix_caching": False,
@@ -38,8 +42,10 @@ def _settings(setting: Setting) -> dict[str, Any]:
         "trust_remote_code": setting.trust_remote_code,
         "tensor_parallel_size": setting.num_ranks,
     }
-    if setting.quantization == "fp8":
+    if quantization == "fp8":
         settings["quantization"] = "fp8"
+    elif quantization == "int4":
+        settings["hf_overrides"] = {"quantization_config": _INT4_CONFIG}
     return settings
 
 

@@ -1,9 +1,11 @@
-"""Images as vLLM gets them, with a stand-in for vLLM: pixels, and one placeholder for each."""
+"""A stand-in for vLLM is told of weights in few bits, and of images as pixels with a placeholder each."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.workloads import Call
 from tests.bench.test_worker import SETTING
 
+ADAPTER = "mllm_compile.bench.adapters.vllm_engine"
 NAMES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.inputs", "vllm.sampling_params")
 NAMES += ("vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 
@@ -27,7 +30,7 @@ class StandInLLM:
 
 
 @pytest.fixture
-def adapter(monkeypatch):
+def adapter(monkeypatch) -> Iterator[ModuleType]:
     pytest.importorskip("PIL")
     for name in NAMES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -37,11 +40,45 @@ def adapter(monkeypatch):
     sys.modules["vllm.inputs"].TokensPrompt = dict
     sys.modules["vllm.sampling_params"].RequestOutputKind = SimpleNamespace(DELTA="delta")
     sys.modules["vllm.v1.engine.async_llm"].AsyncLLM = object
-    monkeypatch.delitem(sys.modules, "mllm_compile.bench.adapters.vllm_engine", raising=False)
-    from mllm_compile.bench.adapters import vllm_engine
+    sys.modules.pop(ADAPTER, None)
+    yield import_module(ADAPTER)
+    del sys.modules[ADAPTER]
 
-    yield vllm_engine
-    del sys.modules["mllm_compile.bench.adapters.vllm_engine"]
+
+@pytest.mark.parametrize(
+    ("quantization", "told"),
+    [
+        ("none", {}),
+        ("keep", {}),  # its config.json tells vLLM, too
+        ("fp8", {"quantization": "fp8"}),
+        (
+            "int4",
+            {
+                "hf_overrides": {
+                    "quantization_config": {
+                        "quant_method": "gptq",
+                        "bits": 4,
+                        "group_size": 128,
+                        "sym": True,
+                        "desc_act": False,
+                    }
+                }
+            },
+        ),
+    ],
+)
+def test_random_weights_are_in_as_few_bits_as_ours(adapter, quantization, told):
+    setting = replace(SETTING, random_weights=True, quantization=quantization)
+    options = adapter.open_engine(setting)._llm.options
+    assert options["load_format"] == "dummy"
+    assert {name: value for name, value in options.items() if name in ("quantization", "hf_overrides")} == told
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "dequantize", "keep_a8"])
+def test_what_vllm_does_not_make_of_a_checkpoint_is_refused(adapter, quantization):
+    setting = replace(SETTING, random_weights=False, quantization=quantization)
+    with pytest.raises(BenchmarkError, match=rf"model\.quantization is {quantization}, which vLLM does not do"):
+        adapter.open_engine(setting)
 
 
 def test_it_is_given_pixels_and_one_placeholder_an_image(adapter, tmp_path):
