@@ -13,15 +13,15 @@ from mllm_compile.compiler.program_builder import build_program, layers_with_mad
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.program.spec import ExpertWeight, Program
-from tests.passes.support.graph_builder import HEAD_DIM, HEADS, GraphBuilder
-from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import (
+from tests.passes.support.every_graph import (
     CHOSEN,
     EXPERT_FFN,
     EXPERTS,
     decoder_of_experts_in_bfloat16,
     decoder_of_experts_with_biases,
 )
+from tests.passes.support.graph_builder import HEAD_DIM, HEADS, GraphBuilder
+from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
 
 HIDDEN = 256
 STAGES = {

@@ -24,8 +24,8 @@ from mllm_compile.passes.match.nodes import LINEAR, is_op
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout
+from tests.passes.support.every_graph import decoder_of_experts
 from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, model_of_layers, text
-from tests.passes.test_every_pass import decoder_of_experts
 
 QKV = "layers.0.attn.q+k+v.weight"
 

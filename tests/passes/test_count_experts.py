@@ -13,9 +13,9 @@ from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.spread_experts import chosen_of_all
 from mllm_compile.runtime.forward_context import ForwardContext, override_forward_context
 from mllm_compile.runtime.ops import op
+from tests.passes.support.every_graph import decoder_of_experts, layers
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import FOR_GPUS
-from tests.passes.test_every_pass import decoder_of_experts, layers
 
 TARGET = PassTarget("cpu", True, False, False, "float32", "float32")
 

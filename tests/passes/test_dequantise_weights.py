@@ -15,9 +15,9 @@ from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_o
 from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme
+from tests.passes.support.every_graph import Decoder
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import FOR_GPUS, INTEGERS, stand_in_ops
-from tests.passes.test_every_pass import Decoder
 
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", 256),

@@ -17,10 +17,10 @@ from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import is_call
 from mllm_compile.passes.pipeline import passes_left_out, run_passes
 from mllm_compile.runtime.program.spec import Program
+from tests.passes.support.every_graph import latents
 from tests.passes.support.graph_builder import apply, run, text
 from tests.passes.support.latent_layer import HEADS, NOPE, RANK, ROPE, VALUE
 from tests.passes.test_absorb_latents import attentions, model
-from tests.passes.test_every_pass import latents
 from tests.passes.test_pipeline import KERNEL_PASSES
 
 

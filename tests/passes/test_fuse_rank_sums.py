@@ -15,9 +15,10 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import pass_names, passes_left_out, run_passes
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
+from tests.passes.support.every_graph import decoder_in_float16, decoder_with_normed_heads
 from tests.passes.support.graph_builder import assert_values_hold, run, text
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import decoder_in_float16, decoder_with_normed_heads, variants_for
+from tests.passes.test_every_pass import variants_for
 
 NUM_RANKS = 2
 

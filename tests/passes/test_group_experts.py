@@ -18,17 +18,17 @@ from mllm_compile.runtime.ops.experts.shapes import (
     rows_of_block,
 )
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import (
+from tests.passes.support.every_graph import (
     CHOSEN,
     EXPERTS,
     Decoder,
     decoder_of_experts,
     decoder_of_experts_with_biases,
     experts,
-    variants_for,
 )
+from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.test_every_pass import variants_for
 
 
 @pytest.fixture(scope="module", autouse=True)

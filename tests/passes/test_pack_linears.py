@@ -22,8 +22,8 @@ from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pack_linears import PackLinears
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.passes.support.every_graph import EXPERTS, decoder_of_experts, decoder_of_experts_with_biases
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, assert_values_hold, model_of_layers, run, targets
-from tests.passes.test_every_pass import EXPERTS, decoder_of_experts, decoder_of_experts_with_biases
 
 CPU = PassTarget("cpu", True, False, False, "float32", "float32", has_panels=True)
 

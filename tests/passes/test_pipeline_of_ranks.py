@@ -16,14 +16,14 @@ from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import run_passes
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
-from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import (
+from tests.passes.support.every_graph import (
     decoder_of_experts,
     decoder_of_experts_with_biases,
     decoder_with_normed_heads,
-    variants_for,
 )
+from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.test_every_pass import variants_for
 
 NUM_RANKS = 2
 Graph = Callable[[], fx.GraphModule]

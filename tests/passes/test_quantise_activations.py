@@ -19,9 +19,9 @@ from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.scaled_linear.kernel import scaled_kernels
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.passes.support.every_graph import Decoder
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import FOR_GPUS, SILU_MUL, stand_in_ops
-from tests.passes.test_every_pass import Decoder
 
 ROWS, GROUPS = WeightScheme("fp8", 256), WeightScheme("fp8", 128)
 

@@ -28,8 +28,8 @@ from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.runtime.ops.experts.shapes import takes_part
 from mllm_compile.runtime.program.spec import Program, QuantisedWeight
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, quantised_as
+from tests.passes.support.every_graph import EXPERTS, Decoder, decoder_of_experts, decoder_of_experts_with_biases
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets
-from tests.passes.test_every_pass import EXPERTS, Decoder, decoder_of_experts, decoder_of_experts_with_biases
 
 FP8 = WeightScheme("fp8", HIDDEN)
 INT4 = WeightScheme("int4", 8, torch.bfloat16, has_zeros=True)

@@ -15,10 +15,11 @@ from mllm_compile.passes.pipeline import passes_left_out, run_passes
 from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from tests.model.tiny_configs import tiny_config
+from tests.passes.support.every_graph import decoder_of_experts, decoder_of_experts_with_biases, layers
 from tests.passes.support.graph_builder import run, text
 from tests.passes.support.lockstep import Cut, canonical_graph, spread
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import decoder_of_experts, decoder_of_experts_with_biases, layers, variants_for
+from tests.passes.test_every_pass import variants_for
 
 LARGEST_ERROR = 1e-5  # of float32 logits
 # Models that share or group experts, add biases, read weights through views, count choices, or carry states.

@@ -24,9 +24,10 @@ from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, GateUpKernel
 from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, ROWS, is_taken
 from mllm_compile.runtime.program.spec import PieceVariant, Program
+from tests.passes.support.every_graph import Decoder, decoder_of_experts_with_biases
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import Decoder, decoder_of_experts_with_biases, variants_for
+from tests.passes.test_every_pass import variants_for
 
 EXPERTS, CHOSEN, FFN = 64, 4, 64
 

@@ -9,15 +9,15 @@ from torch import fx
 from mllm_compile.passes.base import ANY_ROWS, VARIANTS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.sum_experts import SumExperts
-from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import (
+from tests.passes.support.every_graph import (
     Decoder,
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
     decoder_of_experts_with_biases,
     experts,
 )
+from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 
 MAKERS = [decoder_of_experts, decoder_of_experts_in_bfloat16, decoder_of_experts_with_biases]
 

@@ -16,14 +16,14 @@ from mllm_compile.passes.tile_experts import TileExperts
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.program.steps import PieceStep
-from tests.passes.support.graph_builder import run
-from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import (
+from tests.passes.support.every_graph import (
     EXPERT_FFN,
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
     decoder_of_experts_with_biases,
 )
+from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 
 HIDDEN = 256
 
