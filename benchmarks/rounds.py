@@ -21,7 +21,7 @@ class Rounds:
         """Keeps a time, and tells it."""
         times = self._found.setdefault(what, [])
         times.append(milliseconds)
-        print(f"  {what:{_WIDTH}} {milliseconds:9.1f} ms, time {len(times)}", flush=True)
+        print(f"  {what:{_WIDTH}} {milliseconds:9.1f} ms, time {len(times)}")
 
     def timed(self, what: str, function: Callable[[], T]) -> T:
         """Calls a function, and keeps its time."""
@@ -35,4 +35,4 @@ class Rounds:
         for what, (first, *later) in self._found.items():
             every = later or [first]
             median = statistics.median(every)
-            print(f"{what:{_WIDTH}} first {first:9.1f} ms, then {median:9.1f}, at most {max(every):9.1f}", flush=True)
+            print(f"{what:{_WIDTH}} first {first:9.1f} ms, then {median:9.1f}, at most {max(every):9.1f}")

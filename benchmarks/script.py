@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,12 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser of a script's arguments, whose help shows the script's __doc__."""
+    """A parser of a script's arguments, whose help shows the script's __doc__.
+
+    From then on each line is written when it is printed, also into a pipe: a run that is cut off has shown its rows.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

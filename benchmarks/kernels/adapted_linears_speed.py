@@ -151,7 +151,7 @@ def _measure(linears: Sequence[Linear], tokens: int) -> None:
         times = [graph_us(layers(some, slots)) / LAYERS for slots in slots_of.values()]
         errors = [some[0].error(slots) for slots in slots_of.values() if slots is not None] if len(some) == 1 else []
         line = "".join(f"{time:8.2f}" for time in times) + "".join(f"{error:7.2f}" for error in errors)
-        print(f"{name:10}{tokens:7}{line}", flush=True)
+        print(f"{name:10}{tokens:7}{line}")
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def main() -> None:
             one, several = (column(tokens, used, is_few, adapters, arguments.rank, rate) for used in (1, adapters))
             print(f"{tokens} tokens".ljust(16), f"{'one adapter':>15} {f'{adapters} adapters':>15}")
             for name, cell in one.items():
-                print(f"{name:16} {cell} {several[name]}", flush=True)
+                print(f"{name:16} {cell} {several[name]}")
 
 
 if __name__ == "__main__":

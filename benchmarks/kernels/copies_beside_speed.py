@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     need_gpu()
     link = link_rates()
-    print(f"{machine_line()}; link {link[0] / 1e9:.1f} GB/s in, {link[1] / 1e9:.1f} out", flush=True)
+    print(f"{machine_line()}; link {link[0] / 1e9:.1f} GB/s in, {link[1] / 1e9:.1f} out")
     steps, pages = Steps(), Pages()
     timed(steps, 50)
     table = []

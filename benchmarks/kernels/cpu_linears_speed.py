@@ -191,7 +191,7 @@ def main() -> None:
         print(f"| | {' | '.join(map(str, arguments.tokens))} | error |\n|---|{'---:|' * (len(found) + 1)}")
         for name in next(iter(found.values())):
             cells = [f"{of[name][0]:.0f} µs" if name == _BASE else f"{of[name][1]:.1f}" for of in found.values()]
-            print(f"| {name} | {' | '.join(cells)} | {max(of[name][2] for of in found.values()):.1e} |", flush=True)
+            print(f"| {name} | {' | '.join(cells)} | {max(of[name][2] for of in found.values()):.1e} |")
 
 
 if __name__ == "__main__":

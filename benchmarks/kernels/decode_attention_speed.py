@@ -273,7 +273,6 @@ def main() -> None:
                         *(f"{times[name]:7.2f}" if name in times else f"{'':7}" for name in columns),
                         f"{own:8} {rate:5.2f} ",
                         ", ".join(f"{name} {us:.2f}" for name, us in shown.items()),
-                        flush=True,
                     )
     if arguments.json:
         append_record(arguments.json, __doc__, arguments, results)

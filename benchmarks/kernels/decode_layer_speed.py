@@ -121,7 +121,7 @@ def _measure(compiler: KernelCompiler, shape: str, requests: Sequence[int], keys
                 layers.layer_us(attends, has_mlp) for has_mlp in (True, False) for attends in (True, False)
             )
             of_layer = f"{layer:8.2f}{without:9.2f}{layer - without:7.2f}"
-            print(f"{shape:6}{count:9}{length:6}{of_layer}{some:10.2f}{some - linears:7.2f}", flush=True)
+            print(f"{shape:6}{count:9}{length:6}{of_layer}{some:10.2f}{some - linears:7.2f}")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def main() -> None:
     torch.manual_seed(0)
     rate = read_rate()
     print(f"{machine_line()}; a sum reads {rate:.0f} GB/s")
-    print("tokens rings µs a layer       from         to      limit", flush=True)
+    print("tokens rings µs a layer       from         to      limit")
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes
     of_expert = (layers[0].gate_up.nbytes + layers[0].down.nbytes) / EXPERTS
@@ -138,9 +138,7 @@ def main() -> None:
             stages = load(chain, rings)
             taken = sorted(us / len(layers) for us in replay_us(chain.run, replays=REPLAYS))
             figures = (statistics.median(taken), taken[0], taken[-1], limit)
-            print(
-                f"{tokens:6} {':'.join(map(str, stages)):>5}" + "".join(f"{one:11.2f}" for one in figures), flush=True
-            )
+            print(f"{tokens:6} {':'.join(map(str, stages)):>5}" + "".join(f"{one:11.2f}" for one in figures))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def measure(
     def add(name: str, run: Callable[[], object], flop: float = 0, moved: float = 0) -> None:
         us = graph_us(run, LAUNCHES)
         rates = f"{flop / us / 1e6:8.0f}" if flop else f"{moved / us / 1e6:15.2f}" if moved else ""
-        print(f"{tokens:6}  {name:14} {us:8.1f} {rates}", flush=True)
+        print(f"{tokens:6}  {name:14} {us:8.1f} {rates}")
 
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(1, tokens + 1, device="cuda")

@@ -59,7 +59,7 @@ def main() -> int:
             num_bytes = 2 * batch * length * options.kv_heads * 128 * (1 if fp8 else 2)
             line += f"{time:9.1f}{num_bytes / time / 1e3:7.0f}"
             del layers
-        print(line, flush=True)
+        print(line)
     return 0
 
 

@@ -61,7 +61,7 @@ def measure(tokens: int, weights: dict[str, torch.Tensor], forms: dict[str, list
             except triton.runtime.errors.OutOfResources:  # type: ignore[attr-defined]  # the stub has our kernels' names
                 rate = "does not fit"
             grouped._tiling = chosen
-            print(f"{tokens:6}  {name:8} {label:14} {rate}", flush=True)
+            print(f"{tokens:6}  {name:8} {label:14} {rate}")
 
 
 def main() -> None:

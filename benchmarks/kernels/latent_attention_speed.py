@@ -208,8 +208,8 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
                 f"{where} {time:.1f} us" for where, time in zip(("attention", "pieces"), times, strict=True)
             )
             results.append({"heads": num_heads, "decodes": num_requests, "us": times})
-            print(f"{num_heads} heads, {num_requests} decodes of 4096, products in {shown}", flush=True)
-    print("heads    new  before   over latents      expanded   chosen", flush=True)
+            print(f"{num_heads} heads, {num_requests} decodes of 4096, products in {shown}")
+    print("heads    new  before   over latents      expanded   chosen")
     for num_heads in heads:
         for new, before in PROMPTS:
             prompt = Step(num_heads, new, before)
@@ -220,7 +220,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
             rates = [2 * num_heads * pairs * width / time / 1e6 for width, time in zip((1088, 320), times, strict=True)]
             results.append({"heads": num_heads, "new": new, "before": before, "us": times, "pays": pays})
             shown = "   ".join(f"{time:9.1f} {rate:4.0f}" for time, rate in zip(times, rates, strict=True))
-            print(f"{num_heads:5} {new:6} {before:7}  {shown}   {'expanded' if pays else 'over latents'}", flush=True)
+            print(f"{num_heads:5} {new:6} {before:7}  {shown}   {'expanded' if pays else 'over latents'}")
     if tries_tiles:
         kept = expanded.expanded_tile
         for tile in EXPANDED_TILES:
@@ -229,9 +229,9 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
                 try:
                     time = graph_us(Step(num_heads, new, before).attend(all_of_them), replays=FEW_REPLAYS)
                 except Exception as error:
-                    print(f"{tile}: {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
+                    print(f"{tile}: {type(error).__name__}: {str(error).splitlines()[0][:90]}")
                     continue
-                print(f"{tile}, {num_heads} heads, {new} behind {before}: {time:9.1f} us", flush=True)
+                print(f"{tile}, {num_heads} heads, {new} behind {before}: {time:9.1f} us")
         expanded.expanded_tile = kept
     return results
 
@@ -260,11 +260,11 @@ def main() -> None:
         try:
             time = (graph_us(run) - nothing) / len(layers.latents)
         except Exception as error:
-            print(f"{what:46} {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
+            print(f"{what:46} {type(error).__name__}: {str(error).splitlines()[0][:90]}")
             return
         rate = layers.kv_bytes / time / 1e6
         results.append({"what": what, "us": time, "TB/s": rate, "TFLOPS": flops / time / 1e6})
-        print(f"{what:46} {time:9.2f} us {rate:6.2f} TB/s {flops / time / 1e6:7.0f} TFLOPS", flush=True)
+        print(f"{what:46} {time:9.2f} us {rate:6.2f} TB/s {flops / time / 1e6:7.0f} TFLOPS")
 
     print(f"{machine_line()}; a sum reads {read_rate() / 1e3:.2f} TB/s")
     for num_heads in arguments.heads:

@@ -141,7 +141,7 @@ def main() -> None:
         cells = ["" if time is None else f"{time:.0f}" for time in times]
         rates = ["" if time is None else f"{chunk.flop / time / 1e6:.0f}" for time in (times[0], times[1], times[-1])]
         rows.append((f"{num_heads}/{num_kv_heads}", f"{chunk.count} x {chunk.new}", str(chunk.before), *cells, *rates))
-        print("; ".join(rows[-1]), flush=True)
+        print("; ".join(rows[-1]))
     parts = [f"{count} parts" for count in PARTS]
     columns = ("heads", "new", "before", "pages", "in a row", "copy", *parts, "cuDNN", "TFLOP/s", "in a row", "cuDNN")
     print_table(sys.stdout, "µs of a layer", columns, rows)

@@ -184,9 +184,9 @@ def _measure(experts: Experts, form: str, tokens: int, sweep: bool) -> None:
             error = experts.error(x[:64], choices[0][:64])
             layer = graph_us(run) / sets
             read, rate = num_bytes / layer / 1e3, flops / layer / 1e6
-            print(f"{form:6}{tokens:7}{layer:9.1f}{read:7.0f}{rate:9.0f}{error:7.2f}  {name}", flush=True)
+            print(f"{form:6}{tokens:7}{layer:9.1f}{read:7.0f}{rate:9.0f}{error:7.2f}  {name}")
         except Exception as failure:  # a tiling that cannot be launched hides no other
-            print(f"{form:6}{tokens:7}  {name}: {str(failure)[:120]}", flush=True)
+            print(f"{form:6}{tokens:7}  {name}: {str(failure)[:120]}")
         finally:
             _TILINGS.update(before)
 

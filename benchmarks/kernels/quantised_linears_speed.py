@@ -259,7 +259,7 @@ def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: 
         load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
         time = graph_us(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
         rate = weight.nbytes / time / 1e3
-        print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}", flush=True)
+        print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}")
 
 
 def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, limit: float) -> None:
@@ -274,9 +274,9 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, l
         for name, tilings in divisions(chain, tokens, options.sweep):
             try:
                 load(compiler, tilings, _ops(form).load_kernels)
-                print(_line(chain, tokens, name, options.each, limit), flush=True)
+                print(_line(chain, tokens, name, options.each, limit))
             except (DeviceError, CompileError) as error:  # a division that cannot be launched hides no other
-                print(f"{form:6}{tokens:7}  {name}: {error}", flush=True)
+                print(f"{form:6}{tokens:7}  {name}: {error}")
     del chain
     torch.cuda.empty_cache()
 

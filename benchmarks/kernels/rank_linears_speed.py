@@ -200,7 +200,7 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
     fastest_kernels: dict[str, LinearTiling | None] = {}
     count = len(layers.weights)
     whole = graph_us(layers.run) / count
-    print(f"{tokens} tokens: {whole:.1f} a layer, {layers.bytes_of_layer / whole / 1e3:.0f} GB/s", flush=True)
+    print(f"{tokens} tokens: {whole:.1f} a layer, {layers.bytes_of_layer / whole / 1e3:.0f} GB/s")
     for name, tiling in chosen.items():
         found = []
         for other in (None, *others[name]):
@@ -211,13 +211,13 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
                 wrong = layers.error(name)
                 found.append((whole - graph_us(layers.run) / count, other, wrong))
             except (DeviceError, CompileError) as error:  # a way that cannot be launched hides no other
-                print(f"  {name}: {error}"[:160], flush=True)
+                print(f"  {name}: {error}"[:160])
         use(name, tiling)
         print(f"  {name:8} chosen: {'library' if tiling is None else shown(tiling)}")
         found.sort(key=lambda one: -one[0])
         for gain, other, wrong in found[:best]:
             mark = f"  WRONG by {wrong:.3g}" if not wrong < MOST_OFF else ""
-            print(f"  {gain:+8.2f}  {'library' if other is None else shown(other)}{mark}", flush=True)
+            print(f"  {gain:+8.2f}  {'library' if other is None else shown(other)}{mark}")
         every = [(gain, other) for gain, other, wrong in found if wrong < MOST_OFF] + [(0.0, tiling)]
         fastest[name] = max(every, key=lambda one: one[0])[1]
         by_kernels = [one for one in every if one[1] is not None]
@@ -229,7 +229,6 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
         together.append(f"{graph_us(layers.run) / count:.1f}")
     print(
         f"  chosen again: {together[0]}; the fastest of each: {together[1]}; of kernels of ours: {together[2]}",
-        flush=True,
     )
 
 
@@ -258,7 +257,7 @@ def compare_sums(layers: Layers, kernels: Kernels, tokens: int, group: NcclCommu
         taken = statistics.median(replay_us(layers.run, meet=lambda: group.least(0))) / len(layers.weights)
         line += f"  {name} {taken:.1f}"
     if group.rank == 0:
-        print(line, flush=True)
+        print(line)
 
 
 def chosen_ways(layers: Layers, tokens: int) -> dict[str, LinearTiling | None]:

@@ -215,7 +215,7 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
             if us is not None and title.startswith("behind") and name != "none":
                 us -= rows["none", tokens]
             line += " " * 10 if us is None else f"{us:10.2f}"
-        print(line, flush=True)
+        print(line)
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
                 flops = 2 * tokens * rows * columns
                 times = {form: graph_us(call) / count for form, call in calls.items()}
                 said = "".join(f"  {form} {time:.1f} ({flops / time / 1e6:.0f})" for form, time in times.items())
-                print(f"{name:8}{tokens:6}{said}", flush=True)
+                print(f"{name:8}{tokens:6}{said}")
                 if options.sweep and FEWEST_TOKENS <= tokens <= MAX_TOKENS:
                     sweep(compiler, ScaledKind(rows, columns), tokens, calls["row"], count)
     return 0
@@ -90,7 +90,7 @@ def sweep(compiler: KernelCompiler, kind: ScaledKind, tokens: int, call: Callabl
         found.append((graph_us(call) / count, tiling))
     for time, tiling in sorted(found, key=lambda one: one[0]):
         division = f"{tiling.groups} groups, {tiling.token_tiles} tiles of tokens, split {tiling.split}"
-        print(f"{'':14}{time:8.1f}  {division}, estimated {tiling.cost:.1f}", flush=True)
+        print(f"{'':14}{time:8.1f}  {division}, estimated {tiling.cost:.1f}")
     load(compiler, scaled_kernels(kind.rows, kind.columns))
 
 

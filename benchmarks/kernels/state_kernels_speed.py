@@ -198,7 +198,6 @@ def main() -> int:
             print(
                 f"{name:24} {requests:8} {tokens:7} {result.microseconds:9.1f} {rate / 1e12:6.2f} {rate / limit:8.2f}"
                 f"{copied}",
-                flush=True,
             )
             torch.cuda.empty_cache()
     if args.json is not None:

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     from mllm_compile.runtime.ops.dependent_launch import starts_early  # imports Triton
 
     torch.manual_seed(0)
-    print(f"{machine_line()}, a sum reads {read_rate():.0f} GB/s", flush=True)
+    print(f"{machine_line()}, a sum reads {read_rate():.0f} GB/s")
     for kind in KINDS:
         ops.op(f"{kind}_states")
     if starts_early():
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
                 model = Model(name, tokens, linears, without)
                 print(f"{name}, {tokens} tokens, {variant or 'as it is'}{left_out}")
                 for line in measure(model, tokens == options.each):
-                    print(line, flush=True)
+                    print(line)
                 del model
         del linears
         torch.cuda.empty_cache()

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 load(compiler, others, STREAMED.load_kernels)
             except (DeviceError, CompileError) as reason:  # a division that cannot be launched hides no other
-                print(f"{division}: {reason}", flush=True)
+                print(f"{division}: {reason}")
                 continue
             for tokens in counts:
                 _measure(linears, tilings, tokens, division, limit)
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure_library(linears: Sequence[Linear], tokens: int) -> None:
     for linear in linears:
         time = graph_us(lambda one=linear: [one.x @ weight.T for weight in one.weights]) / len(linear.weights)
-        print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':20}  by the library", flush=True)
+        print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':20}  by the library")
 
 
 def _sweep(compiler: KernelCompiler, linears: Sequence[Linear], tokens: int) -> None:
@@ -189,16 +189,16 @@ def _sweep(compiler: KernelCompiler, linears: Sequence[Linear], tokens: int) -> 
                 load(compiler, [tiling], STREAMED.load_kernels)
                 found.append((graph_us(linear.run) / len(linear.weights), tiling, linear.error()))
             except (DeviceError, CompileError) as reason:
-                print(f"{'':32}{_division_of(tiling)}: {reason}", flush=True)
+                print(f"{'':32}{_division_of(tiling)}: {reason}")
         for time, tiling, error in sorted(found, key=lambda one: one[0]):
             mark = " (chosen)" if tiling == tilings[0] else ""
-            print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':13}{error:7.2f}  {_division_of(tiling)}{mark}", flush=True)
+            print(f"{linear.name:32}{tokens:7}{time:8.1f}{'':13}{error:7.2f}  {_division_of(tiling)}{mark}")
         chosen.append(tilings[0])
         fastest.append(min(found, key=lambda one: one[0])[1])
     for name, tilings in (("chosen", chosen), ("fastest", fastest)) * 2:
         load(compiler, tilings, STREAMED.load_kernels)
         time = graph_us(lambda: _chain(linears)) / CHAINED_LAYERS
-        print(f"{'all, one behind another':32}{tokens:7}{time:8.1f}{'':20}  {name}", flush=True)
+        print(f"{'all, one behind another':32}{tokens:7}{time:8.1f}{'':20}  {name}")
     load(compiler, chosen, STREAMED.load_kernels)
 
 
@@ -223,12 +223,10 @@ def _measure(
         time, error = graph_us(linear.run) / len(linear.weights), linear.error()
         rate = linear.weights[0].nbytes / time / 1e3
         line = f"{linear.name:32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
-        print(f"{line}  {_division_of(tiling)}", flush=True)
+        print(f"{line}  {_division_of(tiling)}")
     time = graph_us(lambda: _chain(linears)) / CHAINED_LAYERS
     rate = sum(linear.weights[0].nbytes for linear in linears) / time / 1e3
-    print(
-        f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{'':9}{division}", flush=True
-    )
+    print(f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{'':9}{division}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main() -> None:
             }
             taken = by_turns(ways, _ROUNDS)
             medians = (statistics.median(one for times in taken[way] for one in times) for way in ways)
-            print(f"{rows:4} {name:8} {'  '.join(f'{us:8.1f}' for us in medians)}", flush=True)
+            print(f"{rows:4} {name:8} {'  '.join(f'{us:8.1f}' for us in medians)}")
 
 
 if __name__ == "__main__":

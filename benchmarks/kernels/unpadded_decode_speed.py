@@ -125,7 +125,7 @@ def main() -> None:
     need_gpu()
     torch.manual_seed(0)
     attend = reader()
-    print(machine_line(), flush=True)
+    print(machine_line())
     for width in (80, 96, PADDED):
         check(attend, width)
     for num_requests, length in CASES:
@@ -144,15 +144,15 @@ def main() -> None:
             tile, best = min(times.items(), key=lambda item: item[1])
             rate = layers.case.kv_bytes / best / 1e6
             of_case = f"{num_requests} x {length}"
-            print(f"{of_case}, heads of {width}: {best:.1f} us, {rate:.2f} TB/s by {tile}", flush=True)
+            print(f"{of_case}, heads of {width}: {best:.1f} us, {rate:.2f} TB/s by {tile}")
             if width == PADDED:
                 count = served.OF_MANY.of(num_requests * HEADS)
                 split = layers.layer_us(served.split_decode(layers, is_few=False, num_splits=count))
-                print(f"{of_case}, as served: split_decode {split:.1f} us", flush=True)
+                print(f"{of_case}, as served: split_decode {split:.1f} us")
                 for name, kernel in served.hopper_kernels(HEADS, HEADS, PADDED, False).items():
                     if name == "shares":
                         taken = layers.layer_us(served.hopper_decode(layers, kernel))
-                        print(f"{of_case}, as served: {name} {taken:.1f} us", flush=True)
+                        print(f"{of_case}, as served: {name} {taken:.1f} us")
 
 
 if __name__ == "__main__":

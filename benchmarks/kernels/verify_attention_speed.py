@@ -174,7 +174,7 @@ def main() -> None:
                     times = measure(kernels, together, case, tokens, arguments.fp8)
                     results.append({"batch": batch, "tokens": tokens, "length": length, "us": times})
                     figures = (f"{times[name]:9.2f}" for name in names)
-                    print(f"{num_heads:2}/{num_kv_heads:2} {batch:7} {tokens:6} {length:6} ", *figures, flush=True)
+                    print(f"{num_heads:2}/{num_kv_heads:2} {batch:7} {tokens:6} {length:6} ", *figures)
     if arguments.json:
         append_record(arguments.json, __doc__, arguments, results)
 

@@ -94,13 +94,11 @@ def main() -> None:
         with served([config], ["--max-body", "64M"]) as server:
             began = time.monotonic()
             server.wait()
-            print(f"served {time.monotonic() - began:.1f} s after the start", flush=True)
+            print(f"served {time.monotonic() - began:.1f} s after the start")
             computed, _, _ = turn(server, prompt)
             following = [*prompt, 7, 8, 9]
             hit, expected, by_tier = turn(server, following)
-            print(
-                f"{len(prompt)} tokens computed in {computed:.3f} s; the next turn {hit:.3f} s, {by_tier}", flush=True
-            )
+            print(f"{len(prompt)} tokens computed in {computed:.3f} s; the next turn {hit:.3f} s, {by_tier}")
             wait_for_pages(server, (len(prompt) - 1) // 64)
             times = []
             for _ in range(args.rounds):
@@ -108,8 +106,8 @@ def main() -> None:
                 taken, tokens, by_tier = turn(server, following)
                 times.append(taken)
                 same = "the same token" if tokens == expected else "ANOTHER token"
-                print(f"behind a kill: {taken:.3f} s, {same}, {by_tier}", flush=True)
-            print(f"the next turn behind a kill: median {statistics.median(times):.3f} s", flush=True)
+                print(f"behind a kill: {taken:.3f} s, {same}, {by_tier}")
+            print(f"the next turn behind a kill: median {statistics.median(times):.3f} s")
 
 
 if __name__ == "__main__":

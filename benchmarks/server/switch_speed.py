@@ -126,14 +126,14 @@ def main() -> None:
         states = server.wait()
         names = [name for name, state in states.items() if state != "failed"]
         seconds = time.monotonic() - began
-        print(f"{len(names)} of {len(states)} models served {seconds:.1f} s after the start", flush=True)
+        print(f"{len(names)} of {len(states)} models served {seconds:.1f} s after the start")
         asleep: dict[str, list[float]] = {name: [] for name in names}
         awake: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(args.rounds + 1):
             for name in names:
                 asleep[name].append(server.wait_ms(name))
                 awake[name].append(server.wait_ms(name))
-                print(f"  {name}: {asleep[name][-1]:.0f} ms asleep, {awake[name][-1]:.1f} awake", flush=True)
+                print(f"  {name}: {asleep[name][-1]:.0f} ms asleep, {awake[name][-1]:.1f} awake")
         rows = [
             (name, f"{first:.0f}", f"{statistics.median(later):.0f}", f"{max(later):.0f}",
              f"{statistics.median(awake[name][1:]):.1f}")

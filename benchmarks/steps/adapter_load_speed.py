@@ -116,7 +116,7 @@ def main() -> None:
         folders = [write_adapter(Path(root) / str(seed), parts.base, arguments.rank, seed) for seed in range(2)]
         size = sum((folder / TENSOR_FILE).stat().st_size for folder in folders) / 2e6
         machine = machine_line() if torch.cuda.is_available() else "a CPU"
-        print(f"{machine}; {size:.0f} MB, {arguments.requests} requests", flush=True)
+        print(f"{machine}; {size:.0f} MB, {arguments.requests} requests")
         for folder in folders:
             (folder / TENSOR_FILE).read_bytes()
         load = partial(engine.load_adapter, _NAME, replace=True)

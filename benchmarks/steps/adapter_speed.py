@@ -128,7 +128,6 @@ def main() -> None:
                 print(
                     f"{count:4} requests, {name:8}: {step_ms:.3f} ms a decode step ({ratios[1]:.3f}), "
                     f"{prompt_ms:.2f} ms for their prompts ({ratios[0]:.3f})",
-                    flush=True,
                 )
 
 

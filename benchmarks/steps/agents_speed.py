@@ -106,7 +106,7 @@ def measure(config: EngineConfig, calls: list[Call], args: Namespace, what: str)
     """The 90th percentile of output tokens over a call's time."""
     with Engine(config) as engine:
         if what == "without":
-            print(machine_line(str(engine.config.runtime.device)), flush=True)
+            print(machine_line(str(engine.config.runtime.device)))
         replay = Replay(engine, calls, args.seconds)
         replay.run()
         stats = engine.stats()
@@ -120,13 +120,12 @@ def measure(config: EngineConfig, calls: list[Call], args: Namespace, what: str)
         f"{what}: {len(rates)} calls in {args.seconds} s, cached {cached.sum() / prompt.sum():.1%} of {prompt.sum():,} "
         f"tokens; end to end p50 {np.median(taken):.3f} s, p90 {np.quantile(taken, 0.9):.3f}; output tokens over time "
         f"p50 {np.median(rates):.1f}, p90 {p90:.1f} a second; preemptions {stats.preemptions}",
-        flush=True,
     )
     tokens = args.total_tokens + sum(tier.capacity for tier in stats.tiers) * page_size
     share, found = lru_share(calls, replay.begun, tokens), cached.sum() / prompt.sum()
-    print(f"  an LRU of {tokens:,} tokens has {share:.1%}: the engine {found / share:.3f} of it", flush=True)
+    print(f"  an LRU of {tokens:,} tokens has {share:.1%}: the engine {found / share:.3f} of it")
     for tier in stats.tiers:
-        print(f"  {tier}", flush=True)
+        print(f"  {tier}")
     return p90
 
 

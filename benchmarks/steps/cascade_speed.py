@@ -121,7 +121,6 @@ def main() -> None:
                     f"{requests:4} requests behind {shared:5} tokens: {apart.step_ms(arguments.new):.3f} ms a step "
                     f"without, {together.step_ms(arguments.new):.3f} with; {as_chosen.step_ms(arguments.new):.3f} as "
                     f"chosen ({'with' if as_chosen.is_cascade else 'without'}); {same:.1%} of tokens are the same",
-                    flush=True,
                 )
 
 

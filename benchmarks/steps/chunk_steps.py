@@ -137,7 +137,7 @@ def main() -> None:
 def report(bound: str | float, seen: list[Gaps], work: GapsWork, steps: Steps, with_steps: bool) -> None:
     """Prints the figures of one bound, and the steps of its last repeat."""
     figures = "; ".join(f"{line.name} {line.median:.1f}" for line in work.measurements(seen))
-    print(f"max_step_ms {'auto' if bound == 'tenfold' else bound}: {figures}", flush=True)
+    print(f"max_step_ms {'auto' if bound == 'tenfold' else bound}: {figures}")
     begins = [index for index, row in enumerate(steps.rows) if row[0] and row[3] == 0 and row[2] > work.decode_len]
     beside = [row for row in steps.rows[begins[-1] if begins else 0 :] if row[0]]
     if beside:

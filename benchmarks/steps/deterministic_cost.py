@@ -50,9 +50,7 @@ def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, 
         for count in args.requests:
             decode, prompts = run(engine, count, args.prompt, args.tokens)
             mode = "deterministic" if deterministic else "plain"
-            print(
-                f"  {mode}, {count} requests: {decode:.0f} decode tokens/s, {prompts:.0f} prompt tokens/s", flush=True
-            )
+            print(f"  {mode}, {count} requests: {decode:.0f} decode tokens/s, {prompts:.0f} prompt tokens/s")
             found.append((decode, prompts))
         return found
 

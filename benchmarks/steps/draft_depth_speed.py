@@ -102,7 +102,7 @@ def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: C
         accepted = engine.stats().accepted_tokens - before[name].accepted_tokens
         length = f"{1 + accepted / drafts:.2f} of {drafts}" if drafts else "-"
         spread = f"{min(ratios):.3f} … {max(ratios):.3f}"
-        print(f"{label} | {name} | {ms:.3f} | {statistics.median(ratios):.3f} ({spread}) | {length}", flush=True)
+        print(f"{label} | {name} | {ms:.3f} | {statistics.median(ratios):.3f} ({spread}) | {length}")
 
 
 if __name__ == "__main__":

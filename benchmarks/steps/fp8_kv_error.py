@@ -46,7 +46,7 @@ def answers(path: str, kv_cache_dtype: str, texts: list[str], num_tokens: int) -
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, prompt_logprobs=0)
     with Engine(config.model_copy(update={"runtime": runtime})) as engine:
         outputs = engine.generate(texts, params)
-    print(f"  {kv_cache_dtype}: perplexity {perplexity(prompt_scores(outputs)):.3f}", flush=True)
+    print(f"  {kv_cache_dtype}: perplexity {perplexity(prompt_scores(outputs)):.3f}")
     return outputs
 
 

@@ -170,7 +170,7 @@ def main() -> None:
                 f"{times[mode][0]:14.3f}{times[mode][1]:9.0f}" if mode in times else " " * 23
                 for mode in ("none", "piecewise", "breakable", "full")
             )
-            print(f"{num_requests:8}  {row}", flush=True)
+            print(f"{num_requests:8}  {row}")
     if arguments.json:
         append_record(arguments.json, __doc__, arguments, results)
     runner.shutdown()

@@ -146,7 +146,7 @@ def main() -> int:
         setting = Setting.from_config(str(config), max(*args.batches, count), longest)
         watch = Stopwatch()
         parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
-        print(f"{machine_line(setting.device)}, ready in {watch.seconds:.1f} s", flush=True)
+        print(f"{machine_line(setting.device)}, ready in {watch.seconds:.1f} s")
         try:
             for batch in args.batches:
                 show_decodes(parts, setting, batch)

@@ -50,7 +50,7 @@ def main() -> None:
         for tokens in arguments.steps:
             found = [measure(arguments, scratch, prompts, tokens, halves) for halves in (False, True)]
             apart = mean(abs(one - other) for one, other in zip(*found, strict=True))
-            print(f"log-probabilities of first tokens apart by {apart:.4f}", flush=True)
+            print(f"log-probabilities of first tokens apart by {apart:.4f}")
 
 
 def measure(
@@ -84,7 +84,6 @@ def measure(
     way = "in halves" if halves else "whole"
     print(
         f"{tokens:6} tokens a step, {way:9} {median(rates):9.0f} tokens/s ({rates[0]:.0f} to {rates[-1]:.0f})",
-        flush=True,
     )
     return [answer.logprobs[0][answer.token_ids[0]].logprob for answer in answers]
 

@@ -120,12 +120,12 @@ def of_length(engine: Engine, model: Any, length: int, args: argparse.Namespace)
     }
     for way, _ in ways.values():
         way(), way()
-    print(f"{length} tokens a text:", flush=True)
+    print(f"{length} tokens a text:")
     for name, (way, tokens) in ways.items():
         seconds = sorted(wall_seconds(way) for _ in range(args.rounds))
         middle = statistics.median(seconds)
         spread = (seconds[-1] - seconds[0]) / middle
-        print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}", flush=True)
+        print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}")
 
 
 class OnnxModel:
@@ -154,7 +154,7 @@ def tell(ways: dict[str, Way], own: str, tokens: int, args: argparse.Namespace, 
         ratio = statistics.median(other / mine for other, mine in zip(seconds, taken[own], strict=True))
         rate = tokens / statistics.median(seconds)
         error = f", largest difference {errors[name]:.0e}" if name in errors else ""
-        print(f"{name}: {rate:,.0f} tokens/s, {ratio:.2f} x our time{error}", flush=True)
+        print(f"{name}: {rate:,.0f} tokens/s, {ratio:.2f} x our time{error}")
 
 
 @torch.inference_mode()

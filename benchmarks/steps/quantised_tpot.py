@@ -88,15 +88,15 @@ def main() -> None:
             result = run_latency(str(path), ["mllm"], work)
             for run in result.runs:
                 for line in run.measurements:
-                    print(f"{variant:8}{line.name:8}{line.batch:5} {shown(line)} {line.unit}", flush=True)
+                    print(f"{variant:8}{line.name:8}{line.batch:5} {shown(line)} {line.unit}")
             if options.start:
                 seconds = ", ".join(f"{one:.2f}" for one in start_seconds(path, work))
-                print(f"{variant:8}start {seconds} s", flush=True)
+                print(f"{variant:8}start {seconds} s")
             if options.prefill:
                 many = ThroughputWork(mixed_requests=1, mixed_range=(8, 16), repeats=options.repeats)
                 for run in run_throughput(str(path), ["mllm"], many).runs:
                     for line in run.measurements:
-                        print(f"{variant:8}{line.name} {shown(line)} {line.unit}", flush=True)
+                        print(f"{variant:8}{line.name} {shown(line)} {line.unit}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ def measure(engine: Engine, batched: int | str, args: argparse.Namespace) -> Non
         print(
             f"max_num_batched_tokens {batched}: {count} prompts of {sum(lengths)} tokens in "
             f"{with_range([one * 1e3 for one in taken], 2, ' ms')}: {count / middle:,.0f} first tokens a second",
-            flush=True,
         )
 
 

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
     config = with_runtime(EngineConfig.from_yaml(arguments.config), {"enable_sleep_mode": True})
-    print(machine_line() if torch.cuda.is_available() else "a CPU", flush=True)
+    print(machine_line() if torch.cuda.is_available() else "a CPU")
     parts = assemble(config, Timeline())
     live = parts.live
     if isinstance(live, str):

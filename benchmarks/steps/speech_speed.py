@@ -75,7 +75,6 @@ def main() -> None:
         print(
             f"sound to first token: {1e3 * statistics.median(first):.1f} ms ({1e3 * min(first):.1f} to "
             f"{1e3 * max(first):.1f}); {1e3 * statistics.median(of_host):.1f} of it the log-mel on the host",
-            flush=True,
         )
         for count in args.windows:
             step = statistics.median(
@@ -85,7 +84,6 @@ def main() -> None:
             print(
                 f"{count} windows: step {1e3 * step:.3f} ms, limit {1e3 * limit:.3f}, {limit / step:.0%} of it, "
                 f"{count / step:,.0f} tokens/s",
-                flush=True,
             )
 
 

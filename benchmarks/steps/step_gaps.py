@@ -66,7 +66,6 @@ def report(count: int, events: list[DeviceEvent]) -> None:
     print(
         f"{count:8} | {duration / 1e3:17.3f} | {statistics.median(longest):32.1f}, {max(longest):5.1f} | "
         f"{idle:10.1%} | {late:22.2f}",
-        flush=True,
     )
 
 

@@ -110,7 +110,6 @@ def show(count: int, work: str, drawn: Drawn, times: int, tokens: int) -> None:
     print(
         f"{count:8} | {work:18} | {drawn.seconds / times * 1e3:9.3f} | {watts:5.0f} | {drawn.clock:6.0f} | "
         f"{each / tokens * 1e3:11.3f}",
-        flush=True,
     )
 
 

@@ -102,7 +102,6 @@ def report(name: str, edits: Sequence[Edit], at_once: int, most: int, vocab_size
     print(
         f"{name}: {len(edits)} answers, {tokens / steps:.2f} tokens a step (quartiles {each[0]:.2f}, {each[1]:.2f} and "
         f"{each[2]:.2f}), {seconds / steps * 1e6:.1f} µs of the host a request and step",
-        flush=True,
     )
 
 

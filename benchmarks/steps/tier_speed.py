@@ -49,7 +49,7 @@ def check_answers(engine: Engine, longest: int) -> bool:
     """Compares answers behind loads with those behind hits of the prefix cache; tells, and whether all are right."""
     prompts = [prompt_of(random.randrange(longest // 8, longest)) for _ in range(8)]
     wrong, layers, loaded = compare_bits(engine, prompts[:4])
-    print(f"{loaded} tokens loaded: keys or values of {wrong} of {layers} layers differ", flush=True)
+    print(f"{loaded} tokens loaded: keys or values of {wrong} of {layers} layers differ")
     is_right = not wrong and loaded > 0
     compared = {
         "each alone, behind a load and behind a hit": compare_alone(engine, prompts),
@@ -58,7 +58,7 @@ def check_answers(engine: Engine, longest: int) -> bool:
     if engine.config.runtime.deterministic:
         compared["waiting for loads beside others, and computed"] = compare_beside(engine, prompts, _DECODES)
     for what, found in compared.items():
-        print(f"answers {what}: {found}", flush=True)
+        print(f"answers {what}: {found}")
         is_right &= found.is_right
     return is_right
 
@@ -81,13 +81,11 @@ def measure_hits(engine: Engine, num_tokens: int, rounds: int) -> list[int]:
     print(
         f"{num_tokens} tokens, {num_bytes / 1e9:.2f} GB: computed {1e3 * miss:.0f} ms, from the host {listed} ms, "
         f"from the prefix cache {1e3 * cached:.1f} ms",
-        flush=True,
     )
     print(
         f"link {from_host / 1e9:.1f} GB/s in, {to_host / 1e9:.1f} out: bytes over link {1e3 * floor:.0f} ms, a hit "
         f"{hit / floor if floor else 0:.2f} x; copies ran at {copied / 1e9:.1f} GB/s, "
         f"stores at {after.stored_bytes / max(after.store_seconds, 1e-9) / 1e9:.1f}",
-        flush=True,
     )
     return prompt
 
@@ -118,12 +116,11 @@ def measure_decodes(engine: Engine, prompt: list[int], rounds: int) -> None:
             f"8 x 256 decodes alone {1e3 * alone:.0f} ms; beside loads alone at {rate / 1e9:.1f} GB/s "
             f"{1e3 * beside_copies:.0f}; beside {count} requests behind loads {1e3 * beside_loads:.0f}, beside {hits} "
             f"behind hits {1e3 * beside_hits:.0f}",
-            flush=True,
         )
         for times, one in zip(ratios.values(), (beside_copies, beside_loads, beside_hits), strict=True):
             times.append(one / alone)
     told = ", ".join(f"beside {what} {statistics.median(found):.3f} x" for what, found in ratios.items())
-    print(f"decodes {told} those alone", flush=True)
+    print(f"decodes {told} those alone")
 
 
 def beside(
@@ -161,7 +158,6 @@ def measure_misses(engine: Engine, length: int, rounds: int) -> None:
     print(
         f"a miss of {length} tokens: {1e3 * statistics.median(with_them):.2f} ms with the memory, "
         f"{1e3 * statistics.median(without):.2f} without: {ratio:.4f} x",
-        flush=True,
     )
 
 

@@ -27,7 +27,7 @@ def start(config: EngineConfig, name: str) -> tuple[float, float]:
         ready = time.perf_counter() - began
         engine.generate([[5, 6, 7]], greedy(1), progress=False)
         first = time.perf_counter() - began
-        print(f"{name}: {ready:.3f} s, {first:.3f} ({machine_line(str(engine.config.runtime.device))})", flush=True)
+        print(f"{name}: {ready:.3f} s, {first:.3f} ({machine_line(str(engine.config.runtime.device))})")
     return ready, first
 
 
@@ -48,8 +48,8 @@ def main() -> None:
     for name, times in found.items():
         ready, first = (statistics.median(column) for column in zip(*times, strict=True))
         medians.append(ready)
-        print(f"{name}: ready in {ready:.3f} s, its first token after {first:.3f}", flush=True)
-    print(f"the memory adds {medians[1] - medians[0]:+.3f} s", flush=True)
+        print(f"{name}: ready in {ready:.3f} s, its first token after {first:.3f}")
+    print(f"the memory adds {medians[1] - medians[0]:+.3f} s")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
     }
     is_cuda = first.device.type == "cuda"
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    print(f"{machine_line() if is_cuda else 'a CPU'}; {ids.numel()} tokens, {first.dtype}", flush=True)
+    print(f"{machine_line() if is_cuda else 'a CPU'}; {ids.numel()} tokens, {first.dtype}")
     for number in range(arguments.rounds + 1):
         for name, call in calls.items():
             with torch.no_grad():
@@ -80,7 +80,7 @@ def main() -> None:
             for model in (ours, theirs):
                 model.zero_grad(set_to_none=True)
             backward = f", forward and backward {both * 1e3:9.1f}" if arguments.backward else ""
-            print(f"  {name:14} round {number}: forward {forward * 1e3:9.1f} ms{backward}", flush=True)
+            print(f"  {name:14} round {number}: forward {forward * 1e3:9.1f} ms{backward}")
             if number:  # the first round warms up
                 times[name].append((forward, both))
     for index, what in enumerate(("forward", "forward and backward")[: 1 + arguments.backward]):

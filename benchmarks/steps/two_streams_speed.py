@@ -55,7 +55,7 @@ def main() -> None:
                 both = Both(Streams(AsyncEngine(answers)), Streams(AsyncEngine(prompts)), args.prompt)
                 lines = work.measurements(measure_gaps(both, work, answers.vocab_size))
             figures = "; ".join(f"{line.name} {line.median:.1f}" for line in lines)
-            print(f"steps of {batched} tokens on their own stream: {figures}", flush=True)
+            print(f"steps of {batched} tokens on their own stream: {figures}")
 
 
 def open_engine(config: EngineConfig, work: GapsWork, fraction: float, batched: int | None, *, priority: int) -> Engine:

@@ -185,7 +185,7 @@ def main() -> None:
         given = Given(live, stack)
         machine = machine_line() if torch.cuda.is_available() else "a CPU"
         of_all = f"{given.num_bytes / 1e9:.2f} GB in {len(given.shapes)} tensors"
-        print(f"{machine}; {of_all}, {arguments.requests} requests", flush=True)
+        print(f"{machine}; {of_all}, {arguments.requests} requests")
         for _ in range(arguments.rounds + 1):
             for name, way in ways.items():
                 running = [engine.stream([7, index + 1], greedy(4096)) for index in range(arguments.requests)]

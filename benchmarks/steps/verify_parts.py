@@ -87,7 +87,7 @@ def main() -> None:
                 torch.cuda.synchronize()
         state = meter.state([span])
         print(f"{drafted} drafted: {state or 'no readings of the clock: pip install nvidia-ml-py'}")
-        print("\n".join(report(device_events(trace))), flush=True)
+        print("\n".join(report(device_events(trace))))
 
 
 if __name__ == "__main__":

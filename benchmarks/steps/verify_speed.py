@@ -149,13 +149,12 @@ def measure(config: EngineConfig, arguments: Namespace, head: Path | None, frequ
                 pace = pace_of(engine, prompts, arguments.new)
                 if not num_drafted:
                     plain[count] = pace.step_ms
-                    print(f"{count:4} requests: {pace.step_ms:.3f} ms a plain step", flush=True)
+                    print(f"{count:4} requests: {pace.step_ms:.3f} ms a plain step")
                     continue
                 print(
                     f"{count:4} requests, {num_drafted} drafted: {pace.step_ms:.3f} ms a step, "
                     f"{pace.step_ms / plain[count]:.3f} of a plain one; {pace.token_ms:.3f} ms a token at "
                     f"{pace.step_ms / pace.token_ms:.2f} tokens a step",
-                    flush=True,
                 )
 
 
