@@ -25,6 +25,10 @@ def soak_config(cache: Path, page_size: int) -> EngineConfig:
     else:
         sections = {"model": {"path": str(TINY)}, "compile": {"backend": "eager"}, "cache": {"dir": str(cache)}}
         config = EngineConfig.from_dict(sections)
+    return limited(config, page_size)
+
+
+def limited(config: EngineConfig, page_size: int) -> EngineConfig:
     limits = {
         "device": "cuda",
         "max_running_requests": 128,
@@ -45,5 +49,25 @@ def test_five_thousand_requests_all_end_and_leave_nothing_behind(tmp_path, page_
     print(result)
     assert result.preemptions > 0 or page_size > 16
     assert result.finished["abort"] > 100
+    assert result.host_mib < 64
+    assert result.device_mib < 1
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_two_thousand_requests_with_drafts_all_end_and_leave_nothing_behind(tmp_path, method):
+    """In captured verify steps, which answers that go on with what was drafted share with others."""
+    sections = {
+        "model": {"path": str(TINY), "dtype": "bfloat16"},
+        "speculative": {"method": method, "num_speculative_tokens": 3},
+        "cudagraph": {"decode_requests": [8, 32, 64, 128], "piecewise_tokens": [512, 2048]},
+        "cache": {"dir": str(tmp_path)},
+    }
+    with engine_of_pages(limited(EngineConfig.from_dict(sections), 64), 400) as engine:
+        vocab_size = engine.builder._vocab_size
+        result = run_soak(engine, 2000, vocab_size, max_prompt=300, max_output=300, in_flight=192)
+        stats = engine.stats()
+    print(result, f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted")
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert result.finished["abort"] > 40
     assert result.host_mib < 64
     assert result.device_mib < 1
