@@ -39,7 +39,7 @@ def pieces(kind, tmp_path_factory) -> SamplingPieces:
         source, package = (folder / f"{piece.name}{suffix}" for suffix in (".py", ".pt2"))
         jobs.append(PieceJob(piece.name, source, tuple(piece.inputs), package))
     sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
-    with PieceWorkers("cuda:0", sizes, folder / "cache", folder) as workers:  # side by side
+    with PieceWorkers("cuda:0", sizes, folder / "cache", folder, count=len(jobs)) as workers:
         for compiled in [workers.submit(job) for job in jobs]:
             compiled.result()
     loaded = [load_piece(job.package_path.name, job.package_path.read_bytes()) for job in jobs]
