@@ -21,6 +21,7 @@ from mllm_compile.runtime.tiers.disk import DiskFiles
 from mllm_compile.runtime.tiers.layout import SlotLayout
 from mllm_compile.runtime.tiers.place import Place
 from mllm_compile.runtime.tiers.rows import DeviceRows, HostRows, addresses
+from tests.hang_guard import HANG_S
 
 
 def entries(*slots: int) -> list[Entry]:
@@ -54,7 +55,7 @@ def test_the_tier_below_is_asked_about_many_requests_at_once() -> None:
     together = threading.Barrier(_LOOKUPS)
 
     def lookup(places: list[Place]) -> list[bool]:
-        together.wait(60.0)  # of one that is asked alone a broken barrier
+        together.wait(HANG_S)  # of one that is asked alone a broken barrier
         return [True] * len(places)
 
     store = SimpleNamespace(lookup=lookup, close=lambda: None)
