@@ -15,7 +15,7 @@ from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta
-from tests.checkpoint.test_quantised import random_weight
+from tests.checkpoint.quantised_folder import random_weight
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS
 

@@ -14,7 +14,7 @@ from mllm_compile.checkpoint.plan import read_checkpoint
 from mllm_compile.checkpoint.planned_tensor import PlannedTensor
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta
-from tests.checkpoint.test_quantised import FILE, load, plan, random_weight
+from tests.checkpoint.quantised_folder import FILE, load, plan, random_weight
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS, compressed, quantise_folder
 

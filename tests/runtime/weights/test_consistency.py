@@ -15,7 +15,7 @@ from mllm_compile.passes.base import QuantisedTensor
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, WeightScheme, tensor_name
 from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
-from tests.checkpoint.test_quantised import NAME, plan, random_weight, write
+from tests.checkpoint.quantised_folder import NAME, plan, random_weight, write
 from tests.quantised_checkpoints import LINEARS
 
 SHAPE = (256, 512)
