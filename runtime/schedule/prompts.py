@@ -147,7 +147,7 @@ class Prompts:
             if self._was_cut(plan, request):
                 continue
             if request.status is RequestStatus.WAITING:
-                if self.admission.waits_for_load(request, self._num_running):
+                if self.admission.waits_for_load(request, self._num_running, self._pages_of_begun):
                     continue
                 if not self._admit_before_begun(plan, request):  # the others are longer
                     return
@@ -213,6 +213,15 @@ class Prompts:
     # --- requests that wait -------------------------------------------------------------------------------------------
 
     @property
+    def _pages_of_begun(self) -> int:
+        """Pages that begun prompts lack for the rest of them."""
+        pages = self._rows.pages
+        return sum(
+            pages.pages_for(int(self._rows.prefill_ids(request.row).size)) - int(pages.num_pages[request.row])
+            for request in self.begun
+        )
+
+    @property
     def _num_running(self) -> int:
         return len(self.begun) + len(self._decodes.requests)
 
@@ -224,7 +233,7 @@ class Prompts:
             request = admission.waiting[place]
             if not admission.is_ready(request):
                 break
-            if admission.waits_for_load(request, self._num_running):
+            if admission.waits_for_load(request, self._num_running, self._pages_of_begun):
                 place += 1
                 continue
             if not admission.admit_first(request, self._num_running):
@@ -239,11 +248,7 @@ class Prompts:
         Those are the pages of begun prompts and of the first in line, and a row for that one.
         """
         pages, waiting = self._rows.pages, self.admission.waiting
-        set_aside = sum(
-            pages.pages_for(int(self._rows.prefill_ids(other.row).size)) - int(pages.num_pages[other.row])
-            for other in self.begun
-        )
-        num_rows = 1
+        num_rows, set_aside = 1, self._pages_of_begun
         if request is not waiting[0]:
             of_source = self._config.pages_of_source(waiting[0].source)
             num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(waiting[0])) + of_source

@@ -91,7 +91,9 @@ class Loads:
         """True if the request waits for a load, its own or others', or for a lookup."""
         return request in self._waits or request in self._later or self._lookups.is_for(request)
 
-    def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
+    def holds_back(
+        self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int, num_promised: int
+    ) -> bool:
         """See Tiers.holds_back."""
         if self.is_for(request):
             return True
@@ -102,7 +104,7 @@ class Loads:
         known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
         parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
         if request in self._tried:
-            return self._waits_for_room(request, run, num_needed - pages.size)
+            return self._waits_for_room(request, run, num_needed - pages.size, num_promised)
         first_missing = keys.chain(parent, rest[:page_size])
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
             self._waits[request] = on_its_way
@@ -118,7 +120,7 @@ class Loads:
             self._later.add(request)
             return True
         behind = keys.chain(parent, rest) if has_more else first_missing
-        if self._waits_for_room(request, run, num_needed - pages.size, behind):
+        if self._waits_for_room(request, run, num_needed - pages.size, num_promised, behind):
             return True
         if not has_more and (not shelves.has_states or len(set(self._loads.values())) >= _MOST):
             return False
@@ -141,9 +143,9 @@ class Loads:
         return self._tried.get(request, (0, 0))
 
     def _waits_for_room(
-        self, request: Request, run: PageRun | None, num_needed: int, rest: Sequence[bytes] = ()
+        self, request: Request, run: PageRun | None, num_needed: int, num_promised: int, rest: Sequence[bytes] = ()
     ) -> bool:
-        return self._room is not None and self._room.holds_back(request, run, num_needed, rest)
+        return self._room is not None and self._room.holds_back(request, run, num_needed, num_promised, rest)
 
     def _path(self, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
         """Entries of a prompt's pages that the prefix cache lacks; of all its pages where a model has states."""
@@ -214,6 +216,8 @@ class Loads:
             return False
         load = _Load(token_ids, salt, run, had.size)
         pages = shelves.pages.take_for_load(len(sources))
+        if self._room is not None:
+            self._room.took(request, len(sources))
         for start in range(0, len(sources), shelves.piece):
             part = sources[start : start + shelves.piece]
             load.tickets.append(_ticket(part, pages[start : start + len(part)], is_state=False))

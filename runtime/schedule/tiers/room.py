@@ -1,8 +1,9 @@
 """Room in the KV cache: what it is about to give up is copied to the host's memory first, where that is written back.
 
 A few pages are always given up ahead of who needs them. A request that needs more of them than are free waits for its
-room, and steps of others run. Pages on their way are nobody's: they are free when their copy is over, so no step
-writes them before, and none waits. Who takes pages beyond that, as answers that grow may, has the cache drop them.
+room, once, and steps of others run; what it got is free for it alone. Pages on their way are nobody's: they are free
+when their copy is over, so no step writes them before, and none waits. Who takes pages beyond that, as answers that
+grow may, has the cache drop them.
 
 Then the cache and the host's memory have different pages: together they hold nearly what their sizes add up to. Of
 what both have, the host's memory gives up the page first that the cache keeps longest. Free of torch.
@@ -23,6 +24,7 @@ from mllm_compile.runtime.schedule.tiers.stores import Stores, bias_of
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
 _SPARE = 1 / 16  # of all pages: those that are given up ahead of who needs them
+_MOST_TRIES = 4  # of a request: answers that grow may have taken what was free for it
 _MOST_LEAVING = 0.125  # of all pages: those that are on their way at once
 
 
@@ -54,7 +56,9 @@ class Room:
         self._tickets: set[Ticket] = set()
         self._given_up: list[tuple[Entry, int]] | None = None  # with their pages, while the cache gives up
         self._wish: _Wish | None = None
-        self._had: set[Request] = set()  # requests that have waited for room
+        self._granted: dict[Request, int] = {}  # pages that are free for requests which wait on, as for a load
+        self._num_granted = 0
+        self._tries: dict[Request, int] = {}  # how often they have waited
         self._behind: set[Request] = set()  # requests that are looked at again when that has changed
 
     def __bool__(self) -> bool:
@@ -70,7 +74,8 @@ class Room:
     def _num_short(self) -> int:
         """Pages to be given up now."""
         free = self._allocator.available_pages + len(self._leaving)
-        short = 0 if 2 * free > self._spare else self._spare - free
+        short = self._spare - (free - self._num_granted)
+        short = 0 if 2 * short < self._spare else short
         if self._wish is not None:
             short = max(short, min(self._wish.num_pages - free, self._wish.num_left))
         return min(short, self._most - len(self._leaving), self._cache.evictable_pages)
@@ -81,34 +86,57 @@ class Room:
         """True if the request waits for room, its own or others', or for pages on their way."""
         return request in self._behind or (self._wish is not None and self._wish.request is request)
 
-    def holds_back(self, request: Request, run: PageRun | None, num_needed: int, rest: Sequence[bytes]) -> bool:
+    def holds_back(
+        self, request: Request, run: PageRun | None, num_needed: int, num_promised: int, rest: Sequence[bytes]
+    ) -> bool:
         """True if a request waits for room, or for what it needs to have left the cache.
 
         Args:
             run: the end of its path in the prefix cache.
             num_needed: pages that it needs behind that.
+            num_promised: pages that others will take, whom this knows no more.
             rest: the keys of its prompt's pages behind that.
         """
         if rest and rest[0] in self._leaving:
             self._behind.add(request)
             return True
-        free = self._allocator.available_pages
-        if request in self._had or num_needed <= free or num_needed > free + self._cache.evictable_pages:
+        free, tries = self._allocator.available_pages, self._tries.get(request, 0)
+        if request in self._granted:
+            if self._granted[request] <= free or tries >= _MOST_TRIES:
+                return False
+            self._num_granted -= self._granted.pop(request)
+        wanted = num_needed + num_promised + self._num_granted
+        if wanted <= free:
+            self._grant(request, num_needed)
             return False
-        if self._wish is not None:
+        if not self._cache.evictable_pages and not self._tickets:
+            return False
+        if self._wish is not None or self._granted:  # their pages would leave for what waits longer
             self._behind.add(request)
             return True
         self._cache.lock(run)
         self._shelves.host[False].use(rest)
-        self._wish = _Wish(request, run, num_needed, num_needed - free)
-        self._had.add(request)
+        self._wish = _Wish(request, run, wanted, wanted - free)
+        self._tries[request] = tries + 1
+        self._grant(request, num_needed)
         self.advance()
         return self._wish is not None
 
+    def _grant(self, request: Request, num_pages: int) -> None:
+        self._granted[request] = max(0, num_pages)
+        self._num_granted += max(0, num_pages)
+
+    def took(self, request: Request, num_pages: int) -> None:
+        """Notes that a request has pages for its load."""
+        left = max(0, self._granted.get(request, 0) - num_pages)
+        self._num_granted -= self._granted.pop(request, 0)
+        self._grant(request, left)
+
     def leave(self, request: Request) -> None:
         """Notes that a request waits no longer."""
-        self._had.discard(request)
-        self._behind.discard(request)
+        self._num_granted -= self._granted.pop(request, 0)
+        self._tries.pop(request, None)
+        self._behind.clear()
         if self._wish is not None and self._wish.request is request:
             self._end_wish()
 

@@ -89,14 +89,17 @@ class Tiers:
         """True if the request waits for a load, or for room."""
         return self._loads.is_for(request) or (self._room is not None and self._room.is_for(request))
 
-    def holds_back(self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int) -> bool:
+    def holds_back(
+        self, request: Request, token_ids: np.ndarray, salt: Salt, num_needed: int, num_promised: int = 0
+    ) -> bool:
         """True if a request is better admitted later: its pages are being loaded, or begin to be.
 
         Args:
             token_ids: [n] int64 that the prefix cache may have.
             num_needed: pages that it needs in all, with those to spare.
+            num_promised: pages that others will take, of what is free.
         """
-        return self._loads.holds_back(request, token_ids, salt, num_needed)
+        return self._loads.holds_back(request, token_ids, salt, num_needed, num_promised)
 
     def leave(self, request: Request) -> None:
         """Notes that a request waits no longer: it was admitted, or has ended."""

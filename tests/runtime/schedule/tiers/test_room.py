@@ -46,9 +46,10 @@ def test_a_request_waits_for_its_room_while_others_run_and_no_page_is_lost() -> 
     sim, copies = filled(3, num_slots=8)
     copies.ends = 0.0
     allocator = sim.scheduler.pages.allocator
+    short = sim.add(make_request("short", prompt_of(3, first=7), max_tokens=6, **FREE))
+    sim.step()
     late = sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
-    short = sim.add(make_request("short", prompt_of(3, first=7), max_tokens=2, **FREE))
-    for _ in range(8):
+    for _ in range(12):
         sim.step()
     assert short.is_finished
     assert not late.output_token_ids
@@ -65,7 +66,7 @@ def test_a_request_waits_for_pages_that_are_leaving_the_cache() -> None:
     sim, copies = filled(3, num_slots=40)
     sim.scheduler.tiers._shelves.host[False].clear()
     copies.ends = 0.0
-    sim.add(make_request("late", prompt_of(60, first=9), max_tokens=2, **FREE))
+    sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
     sim.step()
     (leaving,) = (ticket for ticket in copies.begun)
     again = sim.add(make_request("again", prompt_of(20, first=0), max_tokens=2, **FREE))
