@@ -45,6 +45,7 @@ class Replay:
 
     def __init__(self, engine: Engine, calls: list[Call], seconds: float) -> None:
         self._engine, self._end = engine, time.monotonic() + seconds
+        self._vocabulary = min(_VOCABULARY, engine.vocab_size)
         self._done = {call["id"]: threading.Event() for call in calls}
         self._messages: dict[str, list[list[int]]] = {}
         self.over: list[tuple[int, int, int, float]] = []
@@ -73,7 +74,7 @@ class Replay:
     def _one(self, call: Call) -> None:
         source = call["parent"] if call["fork"] else call["session"]
         messages = list(self._messages.get(source, [])[: call["keep"]])
-        messages += [ids_of(part["seed"], part["tokens"]) for part in call["append"]]
+        messages += [ids_of(part["seed"], part["tokens"], self._vocabulary) for part in call["append"]]
         prompt = [token for message in messages for token in message]
         self.begun.append(call["id"])
         began = time.monotonic()
@@ -96,7 +97,7 @@ def lru_share(calls: list[Call], begun: list[str], tokens: int) -> float:
     return hits / total
 
 
-def ids_of(seed: int, count: int, vocabulary: int = _VOCABULARY) -> list[int]:
+def ids_of(seed: int, count: int, vocabulary: int) -> list[int]:
     """A message."""
     found: list[int] = np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
     return found
