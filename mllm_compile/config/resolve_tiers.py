@@ -141,12 +141,19 @@ def check_tiers(asked: RuntimeConfig) -> None:
             f"runtime.{key} and runtime.skip_compiled are set: pages are named after the weights of a compiled model. "
             "Set one of them alone."
         )
-    if asked.tensor_parallel_size > 1 and (path or store.kv_connector or asked.kv_offloading_memory_file):
-        key = "kv_offloading_disk_path" if path else "kv_transfer_config"
-        key = key if path or store.kv_connector else "kv_offloading_memory_file"
+    of_one = {
+        "kv_offloading_memory_file": asked.kv_offloading_memory_file is not None,
+        "kv_transfer_config": store.kv_connector == PEER_CONNECTOR,
+    }
+    for key in (key for key, is_set in of_one.items() if is_set and asked.tensor_parallel_size > 1):
         raise ConfigError(
             f"runtime.{key} is set, which runtime.tensor_parallel_size: {asked.tensor_parallel_size} excludes: ranks "
-            "keep pages in the host's memory alone. Set one of them alone."
+            "share their pages with files and stores alone. Set one of them alone."
+        )
+    if asked.tensor_parallel_size > 1 and asked.distributed_executor_backend == "ray" and (path or store.kv_connector):
+        raise ConfigError(
+            f"runtime.{'kv_offloading_disk_path' if path else 'kv_transfer_config'} is set, which "
+            "runtime.distributed_executor_backend: ray excludes: ranks share memory with the first one. Set mp."
         )
     obstacles = {
         "pipeline_parallel_size": asked.pipeline_parallel_size > 1,

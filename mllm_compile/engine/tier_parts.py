@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -28,9 +28,7 @@ from mllm_compile.runtime.tiers.kept import KeptLedger, KeptSlots, held_bytes, h
 from mllm_compile.runtime.tiers.layout import ALIGNMENT, SlotLayout
 from mllm_compile.runtime.tiers.memory_file import check_room, open_memory_file
 from mllm_compile.runtime.tiers.place import Place
-from mllm_compile.runtime.tiers.ranked import RankedCopies, Tell, layouts_of
-from mllm_compile.runtime.updates.live import LiveWeights
-from mllm_compile.runtime.weights.sums import weight_sums
+from mllm_compile.runtime.tiers.ranked import RankedCopies, Tell, layouts_of, share_slots, sums_of
 
 MOST_SLOTS = 1 << 20  # where pages hold nothing, as of models without attention
 _STATES = 0.5  # of the memory, of a model whose layers carry one beside attention
@@ -60,31 +58,34 @@ def put_tiers_behind(
         ConfigError: it is smaller than a page.
         DeviceMemoryError: the system has too little.
     """
-    runtime, runners = runner.config.runtime, (runner, *runner.drafters)
+    runtime = runner.config.runtime
     pages, states = layouts_of(runner, has_states=scheduler.config.num_snapshots > 0)
     size = runtime.kv_offloading_size / runtime.num_ranks  # as vLLM has it: of all ranks together
-    num_slots, num_states = _slots("kv_offloading_size", size, pages, states, 0, runtime)
-    if tell is not None:
-        ranked = RankedCopies(tell, (pages, states), (num_slots, num_states), runner.device)
-        host = TierIndex(num_slots), TierIndex(num_states)
-        scheduler.use_tiers(
-            Tiers(scheduler.pages, ranked, host, secrets.token_bytes(32), runtime.kv_offloading_min_gain)
-        )
-        return
-    namespace = cache(partial(_namespace, runners, pages, states, factors))  # sums of weights are made where needed
+    num_slots, num_states = _slots("kv_offloading_size", size, (pages.slot_bytes, states.slot_bytes), 0, runtime)
+    asks_more = runtime.kv_offloading_disk_path is not None or bool(runtime.kv_transfer_config.import_path)
+    shared = None
+    if tell is not None and asks_more:
+        with refused_memory(int(runtime.kv_offloading_size * 2**30)):
+            shared = share_slots(tell, (pages, states), (num_slots, num_states), runtime.num_ranks - 1)
+    # Sums of weights are made where needed.
+    namespace = cache(partial(_namespace, runner, (pages, states), factors, () if shared is None else shared.sums))
     if runtime.kv_transfer_config.names_peers:
         from mllm_compile.engine.peer_parts import put_peers_behind
 
         put_peers_behind(scheduler, runner, (pages, states), (num_slots, num_states), namespace())
         return
-    store, found, below = _store(runtime, namespace, pages, states, reporter)
+    store, found, below = _store(runtime, namespace, reporter)
     with ExitStack() as opened:  # given back where the memory is refused: a second try finds them free
         if store is not None:
             opened.callback(store.close)
-        kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)
-        if kept is not None:
-            opened.callback(kept.close)
-        copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store, kept)
+        kept = None
+        if tell is None:
+            kept = _kept(runtime, namespace, (num_slots, num_states), store, reporter)
+            if kept is not None:
+                opened.callback(kept.close)
+            copies = SlotCopies(pages, states, num_slots, num_states, runner.device, store, kept)
+        else:
+            copies = RankedCopies(tell, (pages, states), (num_slots, num_states), runner.device, store, shared)
         opened.pop_all()
     indices = None
     if below is not None:
@@ -160,8 +161,6 @@ def _kept(
 def _store(
     runtime: RuntimeSection,
     namespace_of: Callable[[], Namespace],
-    pages: SlotLayout,
-    states: SlotLayout,
     reporter: Reporter,
 ) -> tuple[DiskFiles | GuardedConnector | None, list[Place], tuple[int, int] | None]:
     """The store behind the host's memory, what it is known to have, used last at the end, and how many pages and
@@ -173,9 +172,9 @@ def _store(
     try:
         if path is None:
             store = connector_of(asked, namespace)
-            return store, [], (MOST_SLOTS if pages.slot_bytes else 0, MOST_SLOTS if states.slot_bytes else 0)
-        size = runtime.kv_offloading_disk_size
-        sizes = _slots("kv_offloading_disk_size", size, pages, states, ALIGNMENT, runtime)
+            return store, [], (MOST_SLOTS if namespace.page_bytes else 0, MOST_SLOTS if namespace.state_bytes else 0)
+        size, num_bytes = runtime.kv_offloading_disk_size, (namespace.page_bytes, namespace.state_bytes)
+        sizes = _slots("kv_offloading_disk_size", size, num_bytes, ALIGNMENT, runtime)
         files = DiskFiles(Path(user_path(path)), namespace, int(size * 2**30))
         try:
             return files, [place for place, _ in sorted(files.places(), key=lambda found: found[1])], sizes
@@ -189,38 +188,44 @@ def _store(
         return None, [], None
 
 
-def _slots(
-    key: str, gib: float, pages: SlotLayout, states: SlotLayout, more: int, runtime: RuntimeSection
-) -> tuple[int, int]:
-    """Slots of pages and of states in so much memory, of `more` bytes each beside their content."""
-    num_bytes, page_bytes, state_bytes = int(gib * 2**30), pages.slot_bytes + more, states.slot_bytes + more
-    has_states = bool(states.slot_bytes)
-    of_states = int(num_bytes * _STATES) if pages.slot_bytes else num_bytes
+def _slots(key: str, gib: float, slot_bytes: tuple[int, int], more: int, runtime: RuntimeSection) -> tuple[int, int]:
+    """Slots of pages and of states, of so many bytes and `more` beside each, in so much memory."""
+    of_page, of_state = slot_bytes
+    num_bytes, page_bytes, state_bytes = int(gib * 2**30), of_page + more, of_state + more
+    has_states = bool(of_state)
+    of_states = int(num_bytes * _STATES) if of_page else num_bytes
     num_states = of_states // state_bytes if has_states else 0
     rest = num_bytes - num_states * state_bytes
-    num_slots = rest // page_bytes if pages.slot_bytes else MOST_SLOTS
+    num_slots = rest // page_bytes if of_page else MOST_SLOTS
     if not num_slots or (has_states and not num_states):
         least = page_bytes + (max(page_bytes, 2 * state_bytes) if has_states else 0)
-        state = f", a state {format_bytes(states.slot_bytes)}" if has_states else ""
+        state = f", a state {format_bytes(of_state)}" if has_states else ""
         raise ConfigError(
             f"runtime.{key} is {format_bytes(num_bytes)}, and a page of runtime.page_size: {runtime.page_size} tokens "
-            f"takes {format_bytes(pages.slot_bytes)}{state}. Set it to {least / 2**30:.3g} or more, in GiB."
+            f"takes {format_bytes(of_page)}{state}. Set it to {least / 2**30:.3g} or more, in GiB."
         )
     return num_slots, num_states
 
 
 def _namespace(
-    runners: tuple[ModelRunner, ...], pages: SlotLayout, states: SlotLayout, factors: Mapping[str, str]
+    runner: ModelRunner,
+    layouts: tuple[SlotLayout, SlotLayout],
+    factors: Mapping[str, str],
+    sums_of_others: Sequence[bytes],
 ) -> Namespace:
-    """All that keys and values depend on, besides tokens and salts."""
-    sums = []
-    for runner in runners:
-        assert isinstance(runner.model.live, LiveWeights), "resolve.py refuses models without"
-        sums.append(sorted(weight_sums(runner.model.live.tensors).items()))
-    settings = {f"runtime.{name}": str(getattr(runners[0].config.runtime, name)) for name in _OF_NUMERICS}
-    shapes = [[section.num_bytes for section in layout.sections] for layout in (pages, states)]
+    """All that keys and values depend on, besides tokens and salts.
+
+    Args:
+        sums_of_others: of the weights of ranks whose shares values have, too.
+    """
+    sums = [sorted(one.items()) for one in sums_of(runner)]
+    settings = {f"runtime.{name}": str(getattr(runner.config.runtime, name)) for name in _OF_NUMERICS}
+    shapes = [[section.num_bytes for section in layout.sections] for layout in layouts]
     facts = {**factors, **settings, "sums of weights": str(sums), "shapes": str(shapes)}
-    return Namespace.of(facts, pages.slot_bytes, states.slot_bytes)
+    if sums_of_others:
+        facts["sums of other ranks"] = " ".join(one.hex() for one in sums_of_others)
+    num_bytes = [(1 + len(sums_of_others)) * layout.slot_bytes for layout in layouts]
+    return Namespace.of(facts, num_bytes[0], num_bytes[1])
 
 
 def _fill(below: tuple[TierIndex, TierIndex], places: Iterable[Place]) -> None:

@@ -170,7 +170,7 @@ def _follow(
             if tiers is None:
                 from mllm_compile.runtime.tiers.ranked import FollowedCopies
 
-                tiers = FollowedCopies(runner)
+                tiers = FollowedCopies(runner, meeting.rank)
             tiers.take(record)
         else:
             steps.take(record)

@@ -47,11 +47,13 @@ class SlotCopies:
         num_slots, num_state_slots: of each; pages come first.
         store: the tier below; None: there is no such tier.
         kept: memory for the slots that outlives the process.
-        is_lent: as HostMemory has it.
+        is_lent, borrowed: as HostMemory has them.
 
     Attributes:
         wake: called when a copy is over, from another thread.
     """
+
+    _BELOW: tuple[str, ...] = ("write", "lookup")  # kinds of tickets that a tier below takes, each with its threads
 
     def __init__(
         self,
@@ -63,13 +65,14 @@ class SlotCopies:
         store: TierStore | None = None,
         kept: KeptSlots | None = None,
         is_lent: bool = False,
+        borrowed: int | None = None,
     ) -> None:
         self.page_bytes, self.state_bytes = pages.num_bytes, states.num_bytes
         self._device = device
         self.wake: Callable[[], None] = _nothing
         split = num_slots * pages.slot_bytes
         chunks = [*pages.chunks(num_slots), *states.chunks(num_state_slots)]
-        self._memory = HostMemory(chunks, device, kept, is_lent)
+        self._memory = HostMemory(chunks, device, kept, is_lent, borrowed)
         self._kept = kept
         data = self._memory.data
         self._places = {
@@ -83,7 +86,7 @@ class SlotCopies:
         self._store = store
         self._below = None if store is None else StoreCopies(store)
         self._queues: dict[str, SimpleQueue[_Job | None]] = {
-            name: SimpleQueue() for name in ("load", "store", *(() if store is None else ("write", "lookup")))
+            name: SimpleQueue() for name in ("load", "store", *(() if store is None else self._BELOW))
         }
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"mllm-tier-{name}", daemon=True)
@@ -156,8 +159,12 @@ class SlotCopies:
 
     def wait(self) -> None:
         """See TierCopies.wait."""
+        self._are_over(None)
+
+    def _are_over(self, within_s: float | None) -> bool:
+        """Waits until all copies are over, or so long; None: for ever."""
         with self._one_is_over:
-            self._one_is_over.wait_for(lambda: self._num_over == self._num_begun)
+            return self._one_is_over.wait_for(lambda: self._num_over == self._num_begun, within_s)
 
     def wait_for_tickets(self, tickets: Sequence[Ticket]) -> None:
         """Waits until these are over."""
@@ -196,13 +203,17 @@ class SlotCopies:
     def _take_off(self, copier: Copier, ticket: Ticket, launched: torch.cuda.Event | None) -> _Flight:
         """Begins a copy, or does what has no copy."""
         ticket.failed = np.zeros(len(ticket.entries), dtype=bool)
-        if not ticket.is_load:
+        if ticket.kind not in ("load", "read"):
             ticket.from_below = np.zeros(len(ticket.entries), dtype=bool)
         flight = _Flight(ticket, time.perf_counter())
         pool, slots, start = self._places[ticket.is_state]
         try:
             if self._below is not None and ticket.kind == "write":
+                self._await_others(ticket)
                 self._below.write(ticket, slots)
+            elif self._below is not None and ticket.kind == "read":
+                self._await_others(ticket)
+                self._below.read(ticket, slots)
             elif self._below is not None and ticket.kind == "lookup":
                 self._below.look_up(ticket)
             else:
@@ -218,6 +229,9 @@ class SlotCopies:
         except Exception as error:
             flight.fail(error)
         return flight
+
+    def _await_others(self, ticket: Ticket) -> None:
+        """Waits until slots of other ranks may be touched; there are none."""
 
     def _land(self, flight: _Flight) -> None:
         """Waits for a copy, and tells."""

@@ -63,25 +63,31 @@ class HostMemory:
         device: whose GPU copies; a CPU needs no registration.
         kept: memory that outlives the process, for the same; None: it has none.
         is_lent: other processes may map it, so it is a file in memory, which cannot shrink.
+        borrowed: the descriptor of such a file that another process has made, which is closed here at the end.
 
     Attributes:
         data: [num_bytes] uint8.
-        file: its descriptor, where it is lent; else None.
+        file: its descriptor, where it is lent or borrowed; else None.
 
     Raises:
         DeviceMemoryError: the system has too little.
     """
 
     def __init__(
-        self, chunks: Sequence[int], device: torch.device, kept: KeptSlots | None = None, is_lent: bool = False
+        self,
+        chunks: Sequence[int],
+        device: torch.device,
+        kept: KeptSlots | None = None,
+        is_lent: bool = False,
+        borrowed: int | None = None,
     ) -> None:
         size = max(sum(chunks), ALIGNMENT)
         self._chunks, self._kept = chunks, kept
-        self.file: int | None = None
+        self.file = borrowed
         if kept is None:
             check_host_memory(size)
             with refused_memory(size):
-                self.file = _file_of(size) if is_lent else None
+                self.file = file_in_memory(size) if is_lent else borrowed
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self.file is None else mmap.MAP_SHARED
                 memory, start = mmap.mmap(-1 if self.file is None else self.file, size, flags), 0
         else:
@@ -192,7 +198,8 @@ class HostMemory:
         driver.call(name, self._device, "registering the memory of runtime.kv_offloading_size", address, *arguments)
 
 
-def _file_of(size: int) -> int:
+def file_in_memory(size: int) -> int:
+    """The descriptor of a new file of so many bytes, which cannot shrink: a map of it never faults."""
     file = os.memfd_create("mllm-kv-lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)

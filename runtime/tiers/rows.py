@@ -31,6 +31,17 @@ class HostRows:
         found: np.ndarray = (self.slots[slot] if self.slot_bytes else self.slots.flatten()).numpy()
         return found
 
+    def value_of(self, slot: int) -> memoryview:
+        """The bytes of a slot as the tier below has them."""
+        return self.bytes_of(slot).data
+
+    def buffer_of(self, slot: int) -> memoryview:
+        """Memory that the tier below fills for a slot."""
+        return self.bytes_of(slot).data
+
+    def fill(self, slot: int, value: memoryview) -> None:
+        """Gives a slot what its buffer got: it is the slot itself."""
+
 
 class Copier(Protocol):
     """Copies of one thread, one after the other.

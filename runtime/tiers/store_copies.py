@@ -17,8 +17,6 @@ from mllm_compile.runtime.tiers.rows import HostRows
 
 _READERS = 8
 
-_Call = Callable[[Sequence[Place], Sequence[memoryview]], Sequence[bool]]
-
 
 class TierStore(KVConnector, Protocol):
     """A store, and whether it is in use.
@@ -64,14 +62,26 @@ class StoreCopies:
         """Reads what the store has into slots; notes in the ticket what failed."""
         wanted = np.flatnonzero(ticket.from_below)
         parts = np.array_split(wanted, min(_READERS, wanted.size))
-        calls = [self._readers.submit(_failed, self._store.load, ticket, part.tolist(), slots) for part in parts]
+        calls = [self._readers.submit(self._read, ticket, part.tolist(), slots) for part in parts]
         for part, call in zip(parts, calls, strict=True):
             ticket.failed[part] = call.result()
 
+    def _read(self, ticket: Ticket, which: Sequence[int], slots: HostRows) -> list[bool]:
+        """Reads some entries of a ticket; True of those that failed."""
+        entries = [ticket.entries[one] for one in which]
+        buffers = [slots.buffer_of(entry.slot) for entry in entries]
+        loaded = self._store.load(_places(entries, ticket.is_state), buffers)
+        for entry, buffer, is_good in zip(entries, buffers, loaded, strict=True):
+            if is_good:
+                slots.fill(entry.slot, buffer)
+        return [not is_good for is_good in loaded]
+
     def write(self, ticket: Ticket, slots: HostRows) -> None:
         """Writes slots to the store; notes in the ticket what failed."""
-        everything = list(range(len(ticket.entries)))
-        ticket.failed[:] = self._writers.submit(_failed, self._store.store, ticket, everything, slots).result()
+        values = [slots.value_of(entry.slot) for entry in ticket.entries]
+        places = _places(ticket.entries, ticket.is_state)
+        stored = self._writers.submit(self._store.store, places, values).result()
+        ticket.failed[:] = [not is_there for is_there in stored]
 
     def remove(self, entry: Entry, is_state: bool) -> None:
         """Begins to remove a value."""
@@ -90,10 +100,3 @@ class StoreCopies:
 
 def _places(entries: Sequence[Entry], is_state: bool) -> list[Place]:
     return [Place.of_entry(entry, is_state) for entry in entries]
-
-
-def _failed(call: _Call, ticket: Ticket, which: Sequence[int], slots: HostRows) -> list[bool]:
-    """Calls a store for some entries of a ticket; True of those that failed."""
-    entries = [ticket.entries[one] for one in which]
-    values = [slots.bytes_of(entry.slot).data for entry in entries]
-    return [not is_good for is_good in call(_places(entries, ticket.is_state), values)]

@@ -29,7 +29,14 @@ def test_memory_behind_the_cache_is_refused_beside_what_it_does_not_work_with(ke
         ({"kv_offloading_disk_path": None}, "Set both, or none"),
         ({"kv_offloading_size": 0.0}, "through that memory"),
         ({"skip_compiled": True}, "skip_compiled are set"),
-        ({"tensor_parallel_size": 2}, "which runtime.tensor_parallel_size: 2 excludes: ranks keep pages in the host's"),
+        (
+            {"tensor_parallel_size": 2},
+            "memory_file is set, which runtime.tensor_parallel_size: 2 excludes: ranks share",
+        ),
+        (
+            {"tensor_parallel_size": 2, "kv_offloading_memory_file": None, "distributed_executor_backend": "ray"},
+            "disk_path is set, which runtime.distributed_executor_backend: ray excludes",
+        ),
     ],
 )
 def test_a_folder_behind_the_cache_needs_what_it_is_reached_through(changes, message):

@@ -55,6 +55,32 @@ def test_tokens_of_two_ranks_with_hits_are_those_of_one_rank_and_a_lost_rank_end
                 tokens(ranks)
 
 
+def store_of(kind: str, folder: Path) -> dict[str, Any]:
+    if kind == "disk":
+        return {"kv_offloading_disk_path": str(folder), "kv_offloading_disk_size": 0.1}
+    options = {"kv_connector": "examples.folder_store.FolderStore", "trust_local_code": True}
+    return {"kv_transfer_config": options | {"kv_connector_extra_config": {"folder": str(folder)}}}
+
+
+@pytest.mark.parametrize("kind", ["disk", pytest.param("connector", marks=pytest.mark.slow)])
+def test_the_next_two_ranks_find_in_a_store_what_two_have_computed(
+    eager_cache: Path, tmp_path: Path, kind: str
+) -> None:
+    with engine(eager_cache, 1, None) as alone:
+        expected = tokens(alone)
+    tier = {"kv_offloading_size": 0.002, "kv_offloading_min_gain": 0} | store_of(kind, tmp_path / "store")
+    with engine(eager_cache, 2, 50, **tier) as ranks:
+        assert tokens(ranks) == expected
+    for path in list((tmp_path / "store").rglob("*p"))[::5]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with engine(eager_cache, 2, 50, **tier) as again:
+        assert tokens(again) == expected
+        host, below = again.stats().tiers
+        assert below.hit_tokens > 0
+        assert (below.failed_loads > 0) or kind == "connector"
+        assert host.failed_loads == 0
+
+
 def test_a_rank_that_is_lost_amid_copies_leaves_no_process_and_no_thread(eager_cache: Path) -> None:
     before, threads = set(followers()), set(threading.enumerate())
     ranks = engine(eager_cache, 2, 50, kv_offloading_size=0.002)

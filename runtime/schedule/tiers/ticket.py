@@ -22,8 +22,8 @@ class Ticket:
     """One copy.
 
     Attributes:
-        kind: load: from the tier to the KV cache; store: back; write: from the tier to the one below; lookup: no copy,
-            the tier below tells what it has.
+        kind: load: from the tier to the KV cache; store: back; write: from the tier to the one below; read: back,
+            ahead of a load on all ranks; lookup: no copy, the tier below tells what it has.
         entries: the tier's; of a store they are in the index when it is over.
         pages: [n] int32, of the KV cache; of states rows of GDNPool; none of a write or a lookup.
         is_state: states are copied, and no pages.
@@ -34,7 +34,7 @@ class Ticket:
         is_over: True at its end.
     """
 
-    kind: Literal["load", "store", "write", "lookup"]
+    kind: Literal["load", "store", "write", "read", "lookup"]
     entries: list[Entry]
     pages: np.ndarray = field(default_factory=lambda: _NO_PAGES)
     is_state: bool = False
