@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 from itertools import product
 
@@ -34,6 +31,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
+from tests.runtime.compiled_source import check_compiles_without_spilling, compile_source, needs_nvcc
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
@@ -115,7 +113,7 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
         assert 120 << 10 <= blocks * kernel.slots * kernel.slot_bytes <= 128 << 10
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     "kernel",
     slow_but_a_sample_of_each(
@@ -138,15 +136,10 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
     ids=lambda kernel: kernel.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
-    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
+    check_compiles_without_spilling(kernel_source(kernel), tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     ("heads", "head_dim"),
     slow_but_a_sample(
@@ -159,9 +152,7 @@ def test_shared_memory_is_what_the_source_lays_out(tmp_path, heads, head_dim):
     check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
     check += f"static_assert(32 * (WARPS + 1 + PREPARERS) == {kernel.num_threads});\n"
     check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
-    (tmp_path / "kernel.cu").write_text(kernel_source(kernel) + check)
-    done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_source(kernel_source(kernel) + check, tmp_path)
 
 
 class FakeKernel:
@@ -306,16 +297,14 @@ def test_heads_that_are_not_in_one_row_are_copied_into_one():
     assert rotation.argument.k == told.k.data_ptr()
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 def test_the_kernels_argument_is_laid_out_as_the_source_has_it(tmp_path):
     offsets = "".join(
         f"static_assert(__builtin_offsetof(Rotation, {name}) == {getattr(_Argument, name).offset});\n"
         for name, _ in _Argument._fields_
     )
     check = offsets + f"static_assert(sizeof(Rotation) == {ctypes.sizeof(_Argument)});\n"
-    (tmp_path / "kernel.cu").write_text(kernel_source(ShareKernel(8, 2, 64)) + check)
-    done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_source(kernel_source(ShareKernel(8, 2, 64)) + check, tmp_path)
 
 
 def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):

@@ -28,6 +28,7 @@ from mllm_compile.runtime.ops.stream_linear.adapted import (
 from mllm_compile.runtime.ops.stream_linear.adapted_ops import STREAMED, AdaptedLinear
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from tests.runtime.attention.test_clusters_source import on_the_host
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 QKV, WHOLE = ((0, 4096), (4096, 1024), (5120, 1024)), ((0, 4096),)
@@ -85,16 +86,10 @@ def test_names_tell_kernels_apart():
     assert (len(names), len(plain), len(names & plain)) == (28, 16, 0)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(("kind", "tokens"), slow_but_a_sample_of_each(lambda one: one[1] > 8, CASES, 1), ids=str)
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
-    (tmp_path / "kernel.cu").write_text(kernel_source(choose(kind, tokens)))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(kernel_source(choose(kind, tokens)), tmp_path)
 
 
 class Places(dict):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops.expert_tiles import ops
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel, is_taken
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(
@@ -58,18 +56,12 @@ def test_what_does_not_divide_is_left_alone(outputs, inputs, taken):
     assert is_taken(outputs, inputs) is taken
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     "kernel", slow_but_a_sample([UP, DOWN, ExpertTilesKernel(96, 512, False)], 1), ids=lambda kernel: kernel.name
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
-    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(kernel_source(kernel), tmp_path)
 
 
 def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, monkeypatch):

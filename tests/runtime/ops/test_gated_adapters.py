@@ -16,6 +16,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops.gated_linear.kernel import RANKS, GatedKernel, divided, gated_kernels, takes_adapters
 from tests.runtime.attention.test_clusters_source import on_the_host
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 SLOTS = 3
@@ -205,15 +206,10 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, tile_rows, ra
         out.fill_(7.0)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(("rank", "tile_rows"), slow_but_a_sample([(16, 192), (32, 192), (16, 64), (32, 128)], 1))
 def test_the_source_compiles_without_spilling(tmp_path, rank, tile_rows):
-    (tmp_path / "kernel.cu").write_text(kernel_source(GatedKernel(24576, 4096, tile_rows, rank)))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr and "Performance Loss" not in done.stderr
+    check_compiles_without_spilling(kernel_source(GatedKernel(24576, 4096, tile_rows, rank)), tmp_path)
 
 
 def test_adapters_of_both_halves_are_taken_and_kernels_of_ranks_told_apart():

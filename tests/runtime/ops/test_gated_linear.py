@@ -32,6 +32,7 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     gated_kernels,
     is_taken,
 )
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(
@@ -218,16 +219,10 @@ def test_what_does_not_divide_is_left_alone(rows, columns):
     assert not is_taken(rows, columns)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("tile_rows", slow_but_a_sample([64, 128, 192], 1))
 def test_the_source_compiles_without_spilling(tmp_path, tile_rows):
-    (tmp_path / "kernel.cu").write_text(kernel_source(GatedKernel(24576, 4096, tile_rows)))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(kernel_source(GatedKernel(24576, 4096, tile_rows)), tmp_path)
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -33,6 +30,7 @@ from mllm_compile.runtime.ops.scaled_linear.kernel import (
     tiling_from_json,
 )
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
@@ -273,17 +271,11 @@ def test_a_block_has_64_kb_of_its_weight_on_its_way_until_x_is_there(kind, token
         assert (early - 1) * tiling.weight_stage_bytes < 64 << 10, "and no more than the stage in which that ends"
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     ("rows", "columns", "tokens"), slow_but_a_sample([(24576, 4096, 256), (24576, 4096, 64), (1024, 4096, 96)], 1)
 )
 def test_the_source_compiles_without_spilling(tmp_path, rows, columns, tokens):
     source = kernel_source(choose(rows, columns, tokens))
     assert "k32.f32.e4m3.e4m3" in source
-    (tmp_path / "kernel.cu").write_text(source)
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(source, tmp_path)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import shutil
-import subprocess
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops.segments import ops
 from mllm_compile.runtime.ops.segments.kernel import SegmentsKernel, choose, is_taken, segments_kernels
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 HEAD_DIMS = [head_dim for head_dim in range(8, 264, 8) if is_taken(head_dim, 1.0)]
@@ -41,20 +39,14 @@ def test_a_kernel_fits_and_is_stored_with_all_that_its_launch_takes(kernel):
 
 
 # Those of most rows, whose registers are the fewest for what they hold.
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     "kernel",
     slow_but_a_sample([segments_kernels(72)[-1], segments_kernels(96)[-1], segments_kernels(128)[-1]], 1),
     ids=lambda kernel: kernel.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
-    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(kernel_source(kernel), tmp_path)
 
 
 def test_without_a_kernel_the_op_says_what_is_missing(monkeypatch):

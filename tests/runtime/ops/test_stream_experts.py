@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL, 
 from mllm_compile.runtime.ops.stream_experts import ops
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import is_taken
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample_of_each
 
 QWEN = Routing(128, 8, 2, SOFTMAX_OF_ALL, True, False)
@@ -60,15 +58,10 @@ def test_a_kernel_is_the_same_from_json(kernel):
         family("stream_experts").from_json(data | {"warps": 4})
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("kernel", slow_but_a_sample_of_each(type, KERNELS, 1), ids=lambda kernel: kernel.name)
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
-    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
+    check_compiles_without_spilling(kernel_source(kernel), tmp_path)
 
 
 def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):

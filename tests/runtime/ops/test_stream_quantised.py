@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -33,6 +30,7 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import (
 )
 from mllm_compile.runtime.quantised import scheme
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample_of_each
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
@@ -207,20 +205,14 @@ COMPILED += [
 ]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     slow_but_a_sample_of_each(lambda one: type(choose_tiling(*one)), COMPILED, 1),  # of each source
     ids=lambda value: getattr(value, "name", None),
 )
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
-    (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
-    assert "warning" not in done.stderr
-    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+    check_compiles_without_spilling(kernel_source(choose_tiling(kind, tokens)), tmp_path)
 
 
 @pytest.mark.parametrize(
