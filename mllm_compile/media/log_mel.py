@@ -19,6 +19,7 @@ _SETTINGS = "preprocessor_config.json"
 _KEYS = {"feature_size": "bins", "sampling_rate": "rate", "n_fft": "fft", "hop_length": "hop", "n_samples": "samples"}
 _MOST = 10_000_000
 _FLOOR = 1e-10
+_FRAMES_AT_ONCE = 3000
 _RANGE = 8.0  # decades below the loudest that are told apart
 _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0  # up to there Slaney's scale is linear
 _LOG_STEP = 27.0 / np.log(6.4)
@@ -50,11 +51,17 @@ class LogMel:
         """[B, F] float32 of a sound [N ≤ samples] float32."""
         padded = np.zeros(self.samples, dtype=np.float64)
         padded[: samples.size] = samples
-        padded = np.pad(padded, self.fft // 2, mode="reflect")
-        frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft)[:: self.hop][: self.frames]
-        hann = np.hanning(self.fft + 1)[:-1]
-        power = np.abs(np.fft.rfft(frames * hann, axis=1)) ** 2
-        mel = np.log10(np.maximum(_FLOOR, power @ _filters(self.bins, self.fft, self.rate))).T
+        return self.whole(padded)
+
+    def whole(self, samples: np.ndarray) -> np.ndarray:
+        """[B, N // hop] float32 of a sound [N > fft / 2] of any length, in range of its own loudest part."""
+        padded = np.pad(samples.astype(np.float64), self.fft // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft)[:: self.hop][: samples.size // self.hop]
+        hann, filters = np.hanning(self.fft + 1)[:-1], _filters(self.bins, self.fft, self.rate)
+        mel = np.empty((self.bins, len(frames)))
+        for start in range(0, len(frames), _FRAMES_AT_ONCE):
+            power = np.abs(np.fft.rfft(frames[start : start + _FRAMES_AT_ONCE] * hann, axis=1)) ** 2
+            mel[:, start : start + _FRAMES_AT_ONCE] = np.log10(np.maximum(_FLOOR, power @ filters)).T
         shown = (np.maximum(mel, mel.max() - _RANGE) + 4.0) / 4.0
         return np.ascontiguousarray(shown, dtype=np.float32)
 

@@ -138,3 +138,45 @@ def test_sounds_and_languages_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=said):
         engine.transcribe(np.array(sound), language=language)
+
+
+@pytest.mark.parametrize("condition", [False, True])
+def test_windows_one_after_another_are_those_of_generate(engine: Engine, model: Any, condition: bool) -> None:
+    import torch
+    import transformers
+
+    sounds = [np.concatenate([tone(0.9, hertz) for hertz in (200, 400, 800)]), tone(1.35, 700)]
+    found = engine.transcribe(
+        [(one, RATE) for one in sounds],
+        sequential=True,
+        condition_on_previous_text=condition,
+        temperature=0.0,
+    )
+    extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    told = {"is_multilingual": False, "no_timestamps_token_id": 105, "prev_sot_token_id": 103}
+    told |= {"max_initial_timestamp_index": 50, "return_timestamps": True, "max_length": 64, "temperature": 0.0}
+    told |= {"decoder_start_token_id": 100, "suppress_tokens": SUPPRESSED, "eos_token_id": 3, "pad_token_id": 3}
+    for sound, transcript in zip(sounds, found, strict=True):
+        given = extract(
+            sound,
+            sampling_rate=RATE,
+            return_tensors="pt",
+            truncation=False,
+            padding="longest",
+            return_attention_mask=True,
+        )
+        config = transformers.GenerationConfig(**told)
+        with torch.no_grad():
+            expected = model.generate(
+                **given, generation_config=config, return_segments=True, condition_on_prev_tokens=condition
+            )["segments"][0]
+        tokens = [[one for one in part["tokens"].tolist() if one <= 105] for part in expected]
+        assert [part.token_ids for part in transcript.segments] == [one for one in tokens if one]
+        times = [(float(part["start"]), float(part["end"])) for part, own in zip(expected, tokens, strict=True) if own]
+        assert np.allclose([(part.start, part.end) for part in transcript.segments], times)
+        assert len(expected) > 1
+
+
+def test_the_text_so_far_is_told_to_windows_one_after_another_alone(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="Set sequential=True too"):
+        engine.transcribe(tone(0.5), condition_on_previous_text=True)

@@ -20,7 +20,8 @@ from mllm_compile.engine.speech.answers import (
 )
 from mllm_compile.engine.speech.cuts import cut
 from mllm_compile.engine.speech.doubt import TEMPERATURES, is_doubted, is_silent, is_unlikely, temperatures_of
-from mllm_compile.engine.speech.tokens import SpeechTokens
+from mllm_compile.engine.speech.sequential import Walk
+from mllm_compile.engine.speech.tokens import SECONDS_OF_A_TOKEN, SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 class SpeechMethods:
     """The methods of Engine for speech."""
 
+    config: Any
     decoder: DecoderPrompts | None
     default_params: SamplingParams
+    eos_token_ids: frozenset[int]
 
     if TYPE_CHECKING:
 
@@ -51,10 +54,12 @@ class SpeechMethods:
         timestamps: bool = False,
         prompt: str | None = None,
         temperature: float | Sequence[float] = TEMPERATURES,
+        sequential: bool = False,
+        condition_on_previous_text: bool = False,
         priority: int = 0,
     ) -> list[Transcript]:
         """Writes down what is said in sounds; long ones are cut where they are quiet, and all windows run beside each
-        other.
+        other, or one after another.
 
         Args:
             sounds: bytes of a WAV file, samples at the model's rate, (samples, rate), or a list of such.
@@ -64,6 +69,9 @@ class SpeechMethods:
             prompt: what was said before, or how names are written.
             temperature: 0 takes the likeliest tokens. Of several the next is for windows whose text is doubted:
                 unlikely, or repeating itself. Nothing is written of an unlikely window in which nobody speaks.
+            sequential: windows of a sound run one after another, each from the last time that the one before has
+                marked, as in Transformers' generate. It implies timestamps.
+            condition_on_previous_text: each is told the text so far; of windows one after another alone.
             priority: lower is served first.
 
         Raises:
@@ -72,8 +80,11 @@ class SpeechMethods:
         """
         decoder, log_mel, tokens = speech_of(self.decoder)
         temperatures, usual = temperatures_of(temperature), self.default_params
-        params = [params_of_text(one, usual, tokens, timestamps) for one in temperatures]
-        speech = _Speech(self, tokens, log_mel, decoder.tokenizer, priority)
+        if condition_on_previous_text and not sequential:
+            raise RequestError("condition_on_previous_text is of windows one after another. Set sequential=True too.")
+        has_times = timestamps or sequential
+        params = [params_of_text(one, usual, tokens, has_times) for one in temperatures]
+        speech = _Speech(self, tokens, log_mel, decoder, priority)
         given = list(sounds) if isinstance(sounds, list) else [sounds]
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"prompt: expected a text, got {typed_repr(prompt)}")
@@ -82,12 +93,17 @@ class SpeechMethods:
         if language is None and tokens.languages:
             languages = speech.languages(samples)
         earlier = ids_of_prompt(speech.tokenizer, prompt)
-        beginnings = [tokens.beginning(one, task, timestamps, earlier) for one in languages]
+        if sequential:
+            most = self.config.runtime.max_model_len // 2 - 1 if condition_on_previous_text else 0
+            told = [] if most else earlier  # else it is the first of the text so far
+            beginnings = [tokens.beginning(one, task, True, told) for one in languages]
+            walked = speech.walked(samples, beginnings, params, earlier if most else [], most)
+        else:
+            beginnings = [tokens.beginning(one, task, timestamps, earlier) for one in languages]
+            walked = speech.segments(samples, beginnings, params)
         return [
             transcript_of(segments, one, sound.size / log_mel.rate, task)
-            for one, sound, segments in zip(
-                languages, samples, speech.segments(samples, beginnings, params), strict=True
-            )
+            for one, sound, segments in zip(languages, samples, walked, strict=True)
         ]
 
 
@@ -122,8 +138,12 @@ class _Speech:
     engine: SpeechMethods
     tokens: SpeechTokens
     log_mel: LogMel
-    tokenizer: Any
+    decoder: DecoderPrompts
     priority: int
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.decoder.tokenizer
 
     def languages(self, samples: Sequence[np.ndarray]) -> list[str | None]:
         """The likeliest language of each sound's first window."""
@@ -146,6 +166,55 @@ class _Speech:
             [segment for at, part in parts for segment in self._of_window(next(outputs), at, part.size)]
             for parts in windows
         ]
+
+    def walked(
+        self,
+        samples: Sequence[np.ndarray],
+        beginnings: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        earlier: list[int],
+        most_earlier: int,
+    ) -> list[list[Segment]]:
+        """The segments of each sound, by windows one after another; sounds run beside each other.
+
+        Args:
+            earlier: tokens ahead of the text so far; most_earlier: those of it that a window is told.
+        """
+        frames, first_time = self.log_mel.frames, self.tokens.no_timestamps + 1
+        walks = [Walk(self._mel(one), most_earlier, [earlier] if earlier else []) for one in samples]
+        found: list[list[Segment]] = [[] for _ in walks]
+        while left := [place for place, walk in enumerate(walks) if not walk.is_at_end]:
+            prompts = []
+            for place in left:
+                source = self.decoder.source_of_window(walks[place].window(frames).ravel())
+                told = walks[place].told(first_time)
+                beginning = [*([self.tokens.previous, *told] if told else []), *beginnings[place]]
+                prompts.append(self._prompt_of(source, beginning))
+            for place, answer in zip(left, self._believed(prompts, params), strict=True):
+                if answer is None:
+                    walks[place].skip(frames)
+                    continue
+                at, ids = walks[place].seconds, self._without_end(answer.output)
+                for part in walks[place].take(ids, first_time, frames, answer.temperature):
+                    text_ids = [one for one in part.token_ids if one < first_time]
+                    if text := self.tokenizer.decode(text_ids, skip_special_tokens=True):
+                        start, end = (at + time * SECONDS_OF_A_TOKEN for time in (part.start, part.end))
+                        found[place].append(Segment(start, end, text, text_ids, _mean(answer), answer.temperature))
+        return found
+
+    def _mel(self, samples: np.ndarray) -> np.ndarray:
+        """Frames of a whole sound; of one that is no longer than a window those of a window."""
+        if samples.size <= self.log_mel.samples:
+            return self.log_mel.window(samples)
+        return self.log_mel.whole(samples)
+
+    def _without_end(self, output: RequestOutput) -> Sequence[int]:
+        is_ended = output.finish_reason == "stop" and output.token_ids
+        return (
+            output.token_ids[:-1]
+            if is_ended and output.token_ids[-1] in self.engine.eos_token_ids
+            else output.token_ids
+        )
 
     def _of_window(self, answer: _Answer | None, at: int, count: int) -> list[Segment]:
         if answer is None:
@@ -202,5 +271,7 @@ class _Speech:
         return outputs
 
     def _prompt(self, samples: np.ndarray, beginning: list[int]) -> dict[str, Any]:
-        sound = {"multi_modal_data": {"audio": (samples, self.log_mel.rate)}}
-        return {"encoder_prompt": sound, "decoder_prompt": beginning}
+        return self._prompt_of((samples, self.log_mel.rate), beginning)
+
+    def _prompt_of(self, sound: Any, beginning: list[int]) -> dict[str, Any]:
+        return {"encoder_prompt": {"multi_modal_data": {"audio": sound}}, "decoder_prompt": beginning}
