@@ -214,6 +214,25 @@ VISION_MODELS["qwen3_5"] = (  # with states in two layers of three
     },
 )
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+VISION_MODELS["qwen4_exp"] = (  # which hashes token ids in its first layer, those of places too
+    {
+        **VISION_MODELS["qwen3_5"][0],
+        **_OF_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "ngram_vocab_size_base": 256,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 1024,
+        "indexer_compress_ratio": 4,
+    },
+    VISION_MODELS["qwen3_5"][1],
+)
 VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
     VISION_MODELS["qwen3_vl"][1],

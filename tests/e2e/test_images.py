@@ -57,7 +57,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
 GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, IMAGE_MODELS)  # a protocol each
 MODELS = tuple(name for group in GROUPS for name in group)
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava_onevision")
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen4_exp", "glm4v", "llava_onevision")
 # The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
 # columns of features, or pixels.
 SMALL, WIDE, SMALL_TOO, LARGE, LARGE_TOO = range(1, 6)

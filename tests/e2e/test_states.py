@@ -191,6 +191,16 @@ def test_in_deterministic_mode_numbers_do_not_depend_on_the_batch(served, expect
             assert (alone.logprobs, alone.prompt_logprobs) == (output.logprobs, output.prompt_logprobs)
 
 
+def test_drafts_of_the_text_s_own_words_change_no_token(served, expected):
+    sections = served.config().model_dump(mode="json")
+    sections["speculative"] = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = engine_of_pages(EngineConfig.from_dict(sections), None)
+    try:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+    finally:
+        engine.close()
+
+
 def test_states_in_bfloat16_answer_nearly_alike_or_are_refused(served, tmp_path):
     if served.model.config.model_type in ("rwkv", "xlstm"):
         load_or_compile(served.config())

@@ -110,6 +110,8 @@ class _WithFeatures(torch.nn.Module):
         if deeper:
             said |= {"visual_pos_masks": is_feature[None], "deepstack_visual_embeds": deeper}
         language_model = self.model.model.language_model
+        if "ple_input_ids" in inspect.signature(language_model.forward).parameters:  # which its layers hash
+            said["ple_input_ids"] = input_ids[None]
         hidden = language_model(**said, position_ids=positions[:, None], use_cache=False).last_hidden_state
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden[:, logits_indices])[0]
         return logits
