@@ -1,16 +1,11 @@
 """A table of what distances add to logits, in the Triton kernels of decodes and of prompts, against torch's operations.
 
-Through Triton's interpreter, on a CPU. It is for a whole process: without TRITON_INTERPRET one test here runs this file
-in a process that has it.
+Through Triton's interpreter, on a CPU: one test runs this file with it (tests/runtime/interpreted.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,21 +14,16 @@ import torch
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.trace import attention_reference
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
 HEADS, KV_HEADS, HEAD_DIM, PAGE, REACH = 6, 2, 16, 8, 20
 LENGTHS = (1, 70, 30)  # the second is beyond the reach, and has two splits
 SCALE = 0.3
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_the_kernels_do_what_torchs_operations_do_through_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture

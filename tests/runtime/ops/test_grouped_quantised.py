@@ -6,11 +6,6 @@ test_quantised_experts.py runs all three as a GPU does.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -19,8 +14,8 @@ from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 5, 2, 320, 48
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", INPUTS),
@@ -31,13 +26,9 @@ SCHEMES = {
 }
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_the_kernel_computes_what_the_reference_does_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def order_of(ids: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat(order).int(), torch.tensor(blocks, dtype=torch.int32)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@interpreted
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(("tokens", "block"), [(1, ONE_ROW), (9, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -87,7 +78,7 @@ def test_rows_are_multiplied_by_their_experts_weights(grouped, name, dtype, toke
     assert error <= 1.2 * limit + 1e-5 * exact.norm()
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton")
+@interpreted
 def test_constants_can_be_written_into_a_string_of_a_pieces_source():
     from mllm_compile.runtime.ops.experts import grouped_quantised
 

@@ -5,29 +5,20 @@ The interpreter knows no bfloat16. tests/gpu/test_adapters.py has compiled kerne
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn.functional import silu
 
 from mllm_compile.runtime.ops.lora import shapes
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INPUTS, HALF, SLOTS = 2100, 32, 3  # inputs that no block divides
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_the_kernels_compute_what_the_reference_does_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture
@@ -55,7 +46,7 @@ def shrunk_of(shrink, x, a, slots, is_few):
     return shrunk if is_few else shrunk.sum(0, keepdim=True).to(x.dtype)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@interpreted
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (35, torch.float16), (300, torch.float16)])
 @pytest.mark.parametrize(
     ("starts", "rows", "rank"),
@@ -78,7 +69,7 @@ def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
     assert torch.allclose(gated, silu(gate.float()).to(dtype) * up, rtol=2e-3 if dtype == torch.float16 else 1e-5)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@interpreted
 def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
     shrink, expand, _ = kernels
     starts, rows, tokens = [0, HALF], [HALF, HALF], 71
@@ -95,7 +86,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
         assert torch.equal(run(chosen), together[chosen])
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+@interpreted
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_a_kernel_between_linears_has_the_bits_of_those_that_it_stands_for(kernels, plus_one, monkeypatch):
     shrink, expand, chained = kernels

@@ -1,36 +1,27 @@
 """The Triton kernel of packed texts' attention against torch's operations, through Triton's interpreter, on a CPU.
 
-The interpreter is for a whole process: without TRITON_INTERPRET one test here runs this file in a process that has it.
+One test runs this file with the interpreter (tests/runtime/interpreted.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
 # Texts that share a block, that begin within one, that are longer than several, and padding behind them.
 LENGTHS = (3, 40, 150, 1, 64, 6)
 PADDING = 5
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_the_kernel_does_what_torchs_operations_do_through_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture

@@ -1,14 +1,9 @@
 """The Triton kernels around a captured verify step against torch's operations, through Triton's interpreter, on a CPU.
 
-The interpreter is for a whole process: without TRITON_INTERPRET one test here runs this file in a process that has it.
+One test runs this file with the interpreter (tests/runtime/interpreted.py).
 """
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,18 +12,12 @@ from mllm_compile.check import verify_reference
 from mllm_compile.check.verify import small_step
 from mllm_compile.runtime.ops.tokens.verify_fields import RESULT_FIELDS
 from mllm_compile.runtime.sampling.state import NUM_INTS, SEED
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
+from tests.runtime.interpreted import IS_INTERPRETED, interpreted, run_interpreted, starts_the_interpreter
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_kernels_do_what_torchs_operations_do_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture

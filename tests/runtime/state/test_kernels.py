@@ -1,16 +1,12 @@
 """The Triton kernels of layers with a state against the reference, through Triton's interpreter, on a CPU.
 
-The interpreter is for a whole process: without TRITON_INTERPRET the one test here runs this file in a process that has
-it. tests/gpu/test_states.py runs the same kernels as a GPU does.
+One test runs this file with the interpreter (tests/runtime/interpreted.py). tests/gpu/test_states.py runs the same
+kernels as a GPU does.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +21,7 @@ from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.reference import Operands
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
+from tests.runtime.interpreted import IS_INTERPRETED, interpreted, run_interpreted, starts_the_interpreter
 from tests.runtime.state.state_cases import (
     OF_GATES,
     WITH_KERNELS,
@@ -37,9 +34,6 @@ from tests.runtime.state.state_cases import (
     tokens_of,
 )
 from tests.runtime.state.test_held import SPANS, check_states_go_on_by_what_holds
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
 
 NORMED = ("delta with its norm", "ssd with its norm")
 # rows, lengths and earlier tokens of requests, how many of them decode
@@ -55,13 +49,9 @@ BATCHES = {
 }
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@starts_the_interpreter
 def test_kernels_compute_what_the_reference_does_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
