@@ -53,12 +53,13 @@ class Labelling:
         self.columns: dict[fx.Node, Product] = {}
         self.rows: dict[fx.Node, tuple[Product, Labels]] = {}
         self.lookups: list[fx.Node] = []
-        self.means = means
+        self.means: set[fx.Node] = set()
         self.over_heads: set[fx.Node] = set()
         self.shared: set[str] = set()
         self.following: dict[int, Labels] = {}
         self.outputs: dict[fx.Node, Labels] = {}
         self.spread: set[fx.Node] = set()
+        self._summed = means
         self._merged: dict[fx.Node, int] = {}  # means that made one class of many, with a cell of it
         self._heads = np.empty(0, dtype=np.int64)  # cells that attention reads
         self._num_ranks = num_ranks
@@ -399,7 +400,8 @@ class Labelling:
 
     def _label_mean(self, node: fx.Node) -> None:
         source: Any = node.args[0]
-        if node in self.means:
+        if node in self._summed:
+            self.means.add(node)
             return  # a sum over ranks, which every rank has
         labels = self.labels[source]
         dims = _dims_of(node.args[1] if len(node.args) > 1 else node.kwargs["dim"], labels.ndim)

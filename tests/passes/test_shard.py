@@ -3,10 +3,10 @@ cut."""
 
 from __future__ import annotations
 
-import datetime
 import operator
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,13 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.model.tiny_configs import tiny_config
 from tests.passes.support.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBuilder, apply, model_of_layers, text
 from tests.passes.support.lockstep import Cut, canonical_graph, cut
+from tests.sample import slow_but_a_sample
 
 LARGEST_ERROR = 1e-5  # of float32 logits
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "lab" / "models.md"
 # Models that pack, interleave, norm over all heads, add biases, mix experts or attend to latents: always tested.
 FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4, "deepseek_v3": 2}  # to the number of ranks
-EACH_TIME = 1  # a further one, another every day
+EACH_TIME = 1  # a further one, another with every commit
 
 
 def served() -> list[str]:
@@ -36,13 +37,6 @@ def served() -> list[str]:
     section = re.search(r"^## Served$(.*?)^## ", MODELS_PAGE.read_text(encoding="utf-8"), re.M | re.S)
     assert section is not None
     return re.findall(r"^\| ([\w-]+) \| [\d.]+e", section[1], re.M)
-
-
-def of_today() -> list[str]:
-    """A sample of the served ones that wanders through all of them."""
-    names = [name for name in served() if name not in FIXED]
-    start = datetime.date.today().toordinal() * EACH_TIME
-    return [names[(start + index) % len(names)] for index in range(EACH_TIME)]
 
 
 @cache
@@ -86,14 +80,7 @@ def test_states_are_cut_by_heads_and_channels(name, num_ranks, sizes):
     assert sum(re.search(pattern, key) is not None for key in found.cuts) == 2
 
 
-@pytest.mark.parametrize("name", of_today())
-def test_architectures_of_the_day_compute_the_same_over_two_ranks(name):
-    assert cut_model(name, 2).error < LARGEST_ERROR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", served())
+@pytest.mark.parametrize(("name", "num_ranks"), slow_but_a_sample(product(served(), (2, 4)), EACH_TIME))
 def test_every_served_architecture_computes_the_same(name, num_ranks):
     assert cut_model(name, num_ranks).error < LARGEST_ERROR
 
@@ -245,6 +232,17 @@ def test_a_parameter_that_a_call_without_a_rule_reads_is_not_cut():
 def test_heads_that_do_not_divide_leave_attention_whole():
     builder, logits = model_of_layers(1)  # 4 heads, 2 of keys, a vocabulary of 11
     found = cut(builder.canonical(logits), 3)
+    assert (found.error, found.cuts) == (0.0, {})
+
+
+def test_a_norm_over_all_heads_is_whole_where_the_heads_do_not_divide():
+    builder = GraphBuilder()
+    x = builder.embed()
+    q, k, v = (builder.linear(x, name, HIDDEN) for name in "qkv")
+    square = builder.call(torch.mean, builder.call(operator.mul, q, q), -1, keepdim=True)
+    q = builder.call(operator.mul, q, builder.call(torch.rsqrt, square))
+    out = builder.linear(builder.attention(q, k, v), "o", HIDDEN)
+    found = cut(builder.canonical(builder.head(builder.call(operator.add, x, out))), 3)
     assert (found.error, found.cuts) == (0.0, {})
 
 
