@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine, RequestOutput, SamplingParams
 from mllm_compile.errors import RequestError
 from mllm_compile.kv_connectors.peers import taker
 from mllm_compile.kv_connectors.peers.meeting import VARIABLE
@@ -61,11 +61,11 @@ def engine(served: Served, role: str, num_pages: int | None = None, **runtime: A
         yield made
 
 
-def handed(prefill: Engine, prompt: list[int], **changes: Any) -> SamplingParams:
+def handed(prefill: Engine, prompt: list[int], params: SamplingParams = GREEDY, **changes: Any) -> SamplingParams:
     """The parameters of a prompt that a prefill engine has computed."""
     answer = prefill.generate(prompt, ONE)[0]
     assert answer.kv_transfer_params is not None
-    return replace(GREEDY, kv_transfer_params=answer.kv_transfer_params | changes)
+    return replace(params, kv_transfer_params=answer.kv_transfer_params | changes)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,39 @@ def test_tokens_are_one_engines_and_whole_prompts_are_handed_over(
 
 def _not_lent(*_: object) -> None:
     raise OSError("no such memory")
+
+
+PROMPTS = [[number, *range(5 + number, 50 + 7 * number)] for number in range(4)]
+SCORED = replace(GREEDY, max_tokens=12, logprobs=5)
+
+
+def bits_of(answer: RequestOutput) -> tuple[Any, ...]:
+    """Tokens, and log-probabilities to their last bit."""
+    return answer.token_ids, answer.logprobs
+
+
+def test_the_same_chunks_of_a_prompt_give_the_same_bits_and_other_chunks_may_not(qwen: Served) -> None:
+    with engine(qwen, "kv_producer") as prefill, engine(qwen, "kv_consumer") as decode, qwen.engine() as plain:
+        cold = [plain.generate(prompt, SCORED)[0] for prompt in PROMPTS]
+        hits = [plain.generate(prompt, SCORED)[0] for prompt in PROMPTS]  # chunks end where those of a hand-over do
+        answers = [decode.generate(prompt, handed(prefill, prompt, SCORED))[0] for prompt in PROMPTS]
+    assert [one.num_disk_tokens for one in answers] == [one.num_cached_tokens for one in hits]
+    assert [bits_of(one) for one in answers] == [bits_of(one) for one in hits]
+    assert [one.logprobs for one in hits] != [one.logprobs for one in cold], "or nothing is shown"
+
+
+def test_in_deterministic_mode_any_chunks_give_the_same_bits(qwen: Served) -> None:
+    exact = {"deterministic": True}
+    with qwen.engine(max_num_batched_tokens=48, **exact) as plain:
+        cold = [plain.generate(prompt, SCORED)[0] for prompt in PROMPTS]
+    with (
+        engine(qwen, "kv_producer", max_num_batched_tokens=24, **exact) as prefill,
+        engine(qwen, "kv_consumer", **exact) as decode,
+    ):
+        asked = [handed(prefill, prompt, SCORED) for prompt in PROMPTS]
+        answers = decode.generate(PROMPTS, asked)
+    assert all(one.num_disk_tokens > 0 for one in answers)
+    assert [bits_of(one) for one in answers] == [bits_of(one) for one in cold]
 
 
 @pytest.mark.slow
