@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -46,6 +47,30 @@ def test_a_conversation_goes_home_and_new_ones_spread():
         for turns in (2, 3):
             for name, home in homes.items():
                 assert routing.choose(NAMES, blocks_of(text(name, turns))) == home
+
+
+def test_texts_that_begin_alike_spread_and_each_goes_home():
+    """Their engines are idle whenever one is asked, as sessions pause; what they begin with is most of each."""
+    routing = Routing(NAMES)
+    for name in NAMES:
+        routing.started(name, 1 << 22)
+    begin = b"s" * 70 * BLOCK
+    texts = [begin + f"{number}".encode().ljust(25 * BLOCK, b".") for number in range(30)]
+    homes = [routing.choose(NAMES, blocks_of(one)) for one in texts]
+    counts = [Counter(homes)[name] for name in NAMES]
+    assert min(counts) > 4 and max(counts) < 16
+    grown = [one + b"more".ljust(60 * BLOCK, b".") for one in texts]
+    assert [routing.choose(NAMES, blocks_of(one)) for one in grown[::-1]] == homes[::-1]
+
+
+def test_a_new_text_goes_where_most_of_it_is_unless_that_engine_was_asked_much_more_of_late():
+    routing = Routing(NAMES)
+    begin = b"s" * 70 * BLOCK
+    (home,) = {routing.choose(NAMES, blocks_of(begin + bytes([number]) * 25 * BLOCK)) for number in range(3)}
+    with loaded(routing, {home: 3}):
+        assert routing.choose(NAMES, blocks_of(begin + b"x" * 25 * BLOCK)) != home, "70 blocks are no three requests"
+    with loaded(routing, {home: 1}):
+        assert routing.choose(NAMES, blocks_of(begin + b"\0" * 40 * BLOCK)) == home, "it goes on from an earlier one"
 
 
 def test_short_texts_go_to_each_in_turn():
