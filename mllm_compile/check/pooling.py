@@ -115,6 +115,8 @@ class _Texts:
         ids = torch.tensor([one for one in range(sizes.vocab_size) if one not in paddings])
         draws = [torch.randint(0, len(ids), (length,), generator=generator) for length in lengths]
         self._ids = [ids[draw].to(device) for draw in draws]
+        if facts.end_id is not None:
+            self._ids = [torch.cat([one[:-1], one.new_tensor([facts.end_id])]) for one in self._ids]
         self._kinds = [torch.arange(length, device=device) % max(1, facts.kinds) for length in lengths]
         ends = torch.tensor(lengths).cumsum(0)
         self.bounds = torch.cat([torch.zeros(1, dtype=ends.dtype), ends]).int().to(device)

@@ -33,6 +33,7 @@ class PoolingFacts:
         lower_case: texts are read in lower case.
         max_length: most tokens of a text; 0: as many as the model takes.
         score_template: the text that a pair is read as, with {query} and {document}; None: the tokenizer's own pair.
+        end_id: the token that every text has to end with, as the head reads its hidden state; None: any.
         dimensions: lengths that embeddings may be cut to; (0,): any; (): none.
     """
 
@@ -52,6 +53,7 @@ class PoolingFacts:
     max_length: int = 0
     dimensions: tuple[int, ...] = ()
     score_template: str | None = None
+    end_id: int | None = None
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

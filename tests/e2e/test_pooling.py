@@ -32,6 +32,7 @@ from tests.model.pooling_models import (
     pooling_config,
     save_pooling_model,
     served,
+    texts_of,
     texts_of_ids,
 )
 from tests.pooling_folder import save_embedder, save_module_files
@@ -60,9 +61,18 @@ DENSE = 24
 @pytest.mark.parametrize("class_name", slow_but_a_sample(CLASSES, 1))
 def test_texts_in_one_row_are_answered_as_each_alone(class_name: str, tmp_path: Path) -> None:
     model = save_pooling_model(class_name, tmp_path / "model")
-    texts = texts_of_ids()
+    texts = texts_of(model)
     with Engine(pooling_config(tmp_path / "model", tmp_path / "cache")) as engine:
         assert largest_error(served(engine, texts), by_transformers(model, texts)) < LIMIT
+
+
+def test_a_classifier_with_a_decoder_reads_texts_that_end_as_its_tokenizers_do(tmp_path: Path) -> None:
+    model = save_pooling_model("BartForSequenceClassification", tmp_path / "model")
+    texts = texts_of(model)
+    with Engine(pooling_config(tmp_path / "model", tmp_path / "cache")) as engine:
+        assert largest_error(served(engine, texts), by_transformers(model, texts)) < LIMIT
+        with pytest.raises(RequestError, match=r"text 1 ends with token id 9; expected 102, at which the model's head"):
+            engine.classify([texts[0], [5, 9]])
 
 
 @pytest.mark.slow

@@ -76,10 +76,18 @@ def save_pooling_model(class_name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def texts_of_ids(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    """Texts as token ids, none of them special."""
+def texts_of_ids(lengths: Sequence[int] = LENGTHS, end: int | None = None) -> list[list[int]]:
+    """Texts as token ids, none of them special but the last, where it is told."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, FIRST_SPECIAL_TOKEN, (length,), generator=generator).tolist() for length in lengths]
+    drawn = [torch.randint(3, FIRST_SPECIAL_TOKEN, (length,), generator=generator).tolist() for length in lengths]
+    return drawn if end is None else [[*text[:-1], end] for text in drawn]
+
+
+def texts_of(model: Any) -> list[list[int]]:
+    """Texts that a model takes: of classifiers with a decoder they end as its tokenizer ends them."""
+    is_with_decoder = getattr(model.config, "is_encoder_decoder", False)
+    reads_end = is_with_decoder and type(model).__name__.endswith("ForSequenceClassification")
+    return texts_of_ids(end=model.config.eos_token_id if reads_end else None)
 
 
 @torch.no_grad()

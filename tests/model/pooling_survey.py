@@ -47,9 +47,10 @@ def attempt(name: str, scratch: Path) -> PoolingOutcome:
     from tests.model import pooling_models as models
 
     with tempfile.TemporaryDirectory(dir=scratch) as place:
-        folder, texts = Path(place, "model"), models.texts_of_ids()
+        folder = Path(place, "model")
         try:
             model = models.save_pooling_model(name, folder)
+            texts = models.texts_of(model)
             theirs = models.by_transformers(model, texts)
         except Exception as error:
             return PoolingOutcome(name, "not tried", first_line(error))

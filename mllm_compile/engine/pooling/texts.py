@@ -179,6 +179,14 @@ class TextReader:
             for place, text in enumerate(texts):
                 if text.ids.min() < 0 or text.ids.max() >= self._vocab_size:
                     raise self._wrong_id(text.ids, place)
+        end = self._facts.end_id
+        if end is not None:
+            for place, text in enumerate(texts):
+                if text.ids[-1] != end:
+                    raise RequestError(
+                        f"text {place} ends with token id {text.ids[-1]}; expected {end}, at which the model's head "
+                        "reads. Give a text, or ids with it."
+                    )
         return texts
 
     def _wrong_id(self, ids: Any, place: int) -> RequestError:

@@ -71,11 +71,22 @@ def build_pooling_config(config: PreTrainedConfig, dtype: torch.dtype, task: str
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """The part of a model that gives hidden states: its base, or the encoder of one with a decoder."""
+    """The part of a model that gives hidden states: its base, or the encoder of one with a decoder. A classifier of
+    sequences reads those of the decoder, which is given the text again."""
     base: Any = model.base_model
-    if getattr(model.config, "is_encoder_decoder", False) and hasattr(base, "decoder"):
+    if is_with_decoder(model.base_model) and not reads_decoder(model):
         return base.get_encoder()
     return base
+
+
+def is_with_decoder(body: Any) -> bool:
+    """True for a base with an encoder and a decoder."""
+    return bool(getattr(body.config, "is_encoder_decoder", False)) and hasattr(body, "decoder")
+
+
+def reads_decoder(model: Any) -> bool:
+    """True for a classifier whose head reads the decoder's hidden state at a text's end."""
+    return is_with_decoder(model.base_model) and type(model).__name__.endswith("ForSequenceClassification")
 
 
 def _class_of(config: PreTrainedConfig, task: str) -> Any:

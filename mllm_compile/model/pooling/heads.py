@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, Seq2SeqModelOutput
 
 from mllm_compile.config.sentence_files import Dense
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.pooling.build import body_of
+from mllm_compile.model.pooling.build import body_of, reads_decoder
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.trace import Trace, capture, sized
 from mllm_compile.runtime.pooling.facts import PoolingRule
@@ -52,6 +52,8 @@ def giving_rows(model: Any) -> Iterator[None]:
     base = body_of(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if reads_decoder(model):
+            return Seq2SeqModelOutput(last_hidden_state=_ROWS.said)
         pooler, rows = getattr(base, "pooler", None), _ROWS.said
         pooled = None if pooler is None else pooler(rows)
         if isinstance(pooler, torch.nn.Linear) and rows is not None:  # whose base takes the first row itself
@@ -60,13 +62,14 @@ def giving_rows(model: Any) -> Iterator[None]:
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=_ROWS.said, pooler_output=pooled)
 
     config = model.config.get_text_config()
-    padding, base.forward = config.pad_token_id, forward
+    padding, end, base.forward = config.pad_token_id, config.eos_token_id, forward
     config.pad_token_id = _TOKEN + 1  # classifiers of decoders look for a text's end by it, and take one text without
+    config.eos_token_id = _TOKEN  # and those of encoder-decoders by the last of these
     try:
         yield
     finally:
         del base.forward
-        config.pad_token_id = padding
+        config.pad_token_id, config.eos_token_id = padding, end
         _ROWS.said = None
 
 
@@ -86,6 +89,10 @@ class Classifier(torch.nn.Module):
         return scores
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if reads_decoder(self.model):  # which finds rows by values of ids: no graph of any number has that
+            (head,) = (module for module in self.model.children() if module is not self.model.base_model)
+            of_head: torch.Tensor = head(rows)
+            return of_head
         scores = self.ask(rows[:, None])
         return scores if scores.dim() == 2 else scores[:, 0]
 

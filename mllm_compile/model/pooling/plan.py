@@ -8,7 +8,7 @@ from typing import Any
 from mllm_compile.config.sentence_files import SentenceFiles
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import NO_LIMIT, HFModel
-from mllm_compile.model.pooling.build import body_of, kinds_of_tokens, labels_of
+from mllm_compile.model.pooling.build import body_of, kinds_of_tokens, labels_of, reads_decoder
 from mllm_compile.model.pooling.heads import (
     Classifier,
     DenseLayers,
@@ -106,6 +106,7 @@ def _plan_classifier(
         outputs=len(labels),
         labels=labels,
         activation=_activation(config, len(labels), getattr(model.config, "problem_type", None)),
+        end_id=model.config.eos_token_id if reads_decoder(model) else None,
         **common,
     )
     return facts, trace_head(hf_model, Classifier(model), common["width"], device, most_rows)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.pooling.build import body_of, kinds_of_tokens
+from mllm_compile.model.pooling.build import body_of, is_with_decoder, kinds_of_tokens
 from mllm_compile.model.pooling.texts_hook import attending_to_texts
 from mllm_compile.model.towers.segments_hook import say_bounds
 from mllm_compile.model.trace import Trace, sized, trace_text
@@ -74,6 +74,12 @@ def _bounds_of(graph: fx.Graph) -> fx.Node:
     return bounds
 
 
+def decoder_start_of(body: Any) -> int:
+    """The token that a decoder begins with: that of the config, or the end, which its model puts ahead."""
+    start = getattr(body.config, "decoder_start_token_id", None)
+    return int(body.config.eos_token_id if start is None else start)
+
+
 def arguments_besides_ids(body: Any) -> dict[str, Any]:
     """The arguments that a body is always told."""
     return {"use_cache": False} if "use_cache" in inspect.signature(type(body).forward).parameters else {}
@@ -87,6 +93,7 @@ class _PackedTexts(torch.nn.Module):
         self.takes_positions = "position_ids" in arguments
         self.takes_kinds = kinds_of_tokens(body) > 0
         self.always = arguments_besides_ids(body)
+        self.decoder_start = decoder_start_of(body) if is_with_decoder(body) else None
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kinds: torch.Tensor, cu_seqlens: torch.Tensor
@@ -99,5 +106,8 @@ class _PackedTexts(torch.nn.Module):
             said["position_ids"] = positions[None] + self.position_offset if self.position_offset else positions[None]
         if self.takes_kinds:
             said["token_type_ids"] = kinds[None]
+        if self.decoder_start is not None:  # the text again, one token later
+            before = input_ids[(torch.arange(input_ids.shape[0], device=input_ids.device) - 1).clamp(min=0)]
+            said["decoder_input_ids"] = torch.where(positions == 0, self.decoder_start, before)[None]
         hidden: torch.Tensor = self.body(**said)[0]
         return hidden[0]
