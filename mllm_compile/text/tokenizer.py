@@ -150,7 +150,7 @@ class Tokenizer:
                 )
         try:
             if most_tokens is None:
-                encodings = self._users_backend.encode_batch(list(texts))
+                encodings = self._users_backend.encode_batch_fast(list(texts))  # which counts no offsets
             else:
                 encodings = cut_encodings(self._users_backend, texts, most_tokens)
         except BaseException as error:
