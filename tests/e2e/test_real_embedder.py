@@ -41,8 +41,8 @@ def sentences() -> list[str]:
     return list(found)
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
+def real_embedder() -> Path:
+    """The model's folder; skips a test where it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         pytest.skip(f"needs the package {PACKAGE}")
@@ -50,6 +50,11 @@ def folder() -> Path:
     digest = hashlib.sha256((found / "model.safetensors").read_bytes()).hexdigest()
     assert digest == SHA256, "another model: the package's weights are not those that were looked at"
     return found
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return real_embedder()
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
