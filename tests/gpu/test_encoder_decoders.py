@@ -1,5 +1,9 @@
 """Encoder-decoders on a GPU in bfloat16, in each mode of graphs: as near to Transformers in float32 as it is in
-bfloat16."""
+bfloat16.
+
+A model is compiled once, for all modes. Two layers have every kind of piece; of sounds one layer is enough, as BART's
+decoder is Whisper's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,6 @@ OF_BART = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
 SIZES: dict[str, dict[str, Any]] = {
     "bart": OF_BART,
     "t5": {"d_model": WIDTH, "d_kv": 64, "d_ff": 512},
-    "marian": OF_BART,
 }
 LENGTHS = (7, 150, 1, 40, 65, 20)
 MODES = ("full_and_piecewise", "piecewise", "none")
@@ -34,7 +37,7 @@ MARGIN = 1.5  # of the error of Transformers in bfloat16
 
 def config_of(folder: Path, cache: Path, mode: str) -> dict[str, Any]:
     runtime = {"device": "cuda:0", "max_running_requests": 8, "max_num_batched_tokens": 512, "mem_fraction_static": 0.3}
-    graphs = {"mode": mode, "decode_requests": [1, 4, 8], "piecewise_tokens": [8, 16]}
+    graphs = {"mode": mode, "decode_requests": [1, 8], "piecewise_tokens": [8, 16]}
     return {
         "model": {"path": str(folder), "dtype": "bfloat16"},
         "runtime": runtime | {"max_model_len": 64},
@@ -70,6 +73,7 @@ def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch
     """
     for mode in MODES:
         with Engine(config_of(folder / "model", folder / "cache", mode)) as engine:
+            print(f"{type(model).__name__}, graphs {mode}: ready", flush=True)
             launched.clear()
             outputs = engine.generate(prompts, SCORED)
             assert bool(launched) == (mode == "full_and_piecewise")
@@ -86,7 +90,8 @@ def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch
             model.to(torch.float32)
         want = torch.cat(exact)
         error, noise = off_by(torch.tensor(ours), want), off_by(torch.cat(rounded), want)
-        print(f"{type(model).__name__}, graphs {mode}: off by {error:.4f}, Transformers in bfloat16 by {noise:.4f}")
+        told = f"off by {error:.4f}, Transformers in bfloat16 by {noise:.4f}"
+        print(f"{type(model).__name__}, graphs {mode}: {told}", flush=True)
         assert error <= MARGIN * noise + 1e-3
 
 
@@ -115,7 +120,7 @@ def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
 
 @torch.no_grad()
 def test_sounds_are_too(launched: list[int], tmp_path: Path) -> None:
-    sizes = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
+    sizes = OF_BART | {"encoder_layers": 1, "decoder_layers": 1}
     model = save_whisper(tmp_path / "model", **sizes).cuda()
     extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     generator = np.random.default_rng(0)

@@ -15,12 +15,13 @@ from tests.model.pooling_models import by_transformers, pooling_config, save_poo
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 HEADS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-# Full attention, a causal one, one with windows, one with a bias by distance.
+# Full attention, a causal one, one with windows, one with a bias by distance, one with scores of distances.
 MODELS: dict[str, dict[str, Any]] = {
     "BertModel": HEADS,
     "Qwen3Model": HEADS | {"num_key_value_heads": 2, "head_dim": 64},
     "ModernBertModel": HEADS,
     "MPNetModel": HEADS,
+    "DebertaV2Model": HEADS,
     "BertForSequenceClassification": HEADS | {"num_attention_heads": 8},
 }
 LENGTHS = (7, 1, 150, 33, 64, 2, 65, 200)
