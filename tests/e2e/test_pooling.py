@@ -54,6 +54,7 @@ CLASSES = (
     # Attention that the model writes out: in both directions, causal by a mask, by the graph.
     *("MegatronBertModel", "GPTJForSequenceClassification", "GPTNeoForTokenClassification"),
     "DebertaForTokenClassification",
+    "MiniCPM3ForSequenceClassification",  # latent attention, which writes its keys' parts
 )
 DENSE = 24
 

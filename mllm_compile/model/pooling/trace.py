@@ -6,6 +6,7 @@ Shape legend: T tokens, S texts, W width of a hidden state.
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def trace_body(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
             hf_model, _PackedTexts(body, max_tokens, hf_model.position_offset), inputs, device, max_tokens
         )
     attend_within_texts(trace.graph_module.graph)
-    trace.graph_module.graph.eliminate_dead_code()
+    trace.graph_module.graph.eliminate_dead_code(is_impure_node=_stays)
     trace.graph_module.recompile()
     return trace
 
@@ -58,6 +59,27 @@ def attend_within_texts(graph: fx.Graph) -> None:
         right = 0 if node.meta[KNOWS_ITS_MASK] else -1
         node.target = torch.ops.mllm.segment_attention.default
         node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, None)
+
+
+def _stays(node: fx.Node) -> bool:
+    """True for a call that stays without a user: one that writes into a tensor which is read, as latent attention
+    writes its keys' parts. Asked from the end of the graph, where dead readers are gone."""
+    if not _writes(node):
+        return bool(node.is_impure())
+    written: Any = node.args[0]
+    while written.target is operator.getitem:
+        written = written.args[0]
+    return _is_read(written)
+
+
+def _writes(node: fx.Node) -> bool:
+    is_method = node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return is_method or node.target is operator.setitem
+
+
+def _is_read(tensor: fx.Node) -> bool:
+    readers = (user for user in tensor.users if not _writes(user))
+    return any(user.target is not operator.getitem or _is_read(user) for user in readers)
 
 
 def _bounds_of(graph: fx.Graph) -> fx.Node:
