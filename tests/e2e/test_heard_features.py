@@ -16,7 +16,7 @@ from mllm_compile.media.sources import read_items
 from tests.media.heard_cases import SOUND, SOUND_ID, make_folder
 from tests.sample import sample_of
 from tests.sounds import tone, wav_of
-from tests.tiny_sounds import Sound, save_sound_model, sound_config, sound_prompt, transformers_greedy
+from tests.tiny_sounds import Patches, Sound, save_sound_model, sound_config, sound_prompt, transformers_greedy
 from tests.tiny_vision import vision_engine_config
 
 KIND, COUNT = "qwen2_audio", 6
@@ -72,6 +72,21 @@ def test_what_works_with_sounds(folder: Path, model: Any, name: str) -> None:
             engine.sleep(1)
             engine.wake_up()
         assert answers(engine) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["speculative.method", "runtime.enable_sleep_mode", "runtime.kv_offloading_size"])
+def test_a_conformer_beside_images_works_with_them(tmp_path: Path, name: str) -> None:
+    model = save_sound_model("gemma4", tmp_path / "model")
+    both = [5, 86], Sound(1, 37), [87, 92], Patches(2, 4, 6), [93, 8]
+    prompts = [sound_prompt("gemma4", *both), [3, 4, 5]]
+    expected = [transformers_greedy(model, prompt, COUNT) for prompt in prompts]
+    with Engine(config_of(tmp_path, WORKS[name])) as engine:
+        for _ in range(2):
+            assert [list(output.token_ids) for output in engine.generate(prompts, GREEDY)] == expected
+            if name == "runtime.enable_sleep_mode":
+                engine.sleep(1)
+                engine.wake_up()
 
 
 @pytest.mark.slow
