@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 
 _AGAIN_S = 0.01
 _SIGNAL_OF = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
@@ -27,15 +29,26 @@ def kept_interruptions() -> Iterator[None]:
         if number is None:
             before(dropped)
         else:
-            timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
-            timer.daemon = True
-            timer.start()  # here it would be dropped once more
+            # Here it would be dropped once more.
+            threading.Thread(target=_send_after, args=(again.__code__, number), daemon=True).start()
 
     sys.unraisablehook = again
     try:
         yield
     finally:
         sys.unraisablehook = before
+
+
+def _send_after(code: CodeType, number: signal.Signals) -> None:
+    """Sends this process a signal once the main thread no longer runs `code`."""
+    while True:
+        time.sleep(_AGAIN_S)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            os.kill(os.getpid(), number)
+            return
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -52,3 +53,15 @@ def test_sigterm_unwinds_also_out_of_a_finalizer():
                 done.append("cleaned")
     assert done == ["cleaned"] * 2
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_signal_is_not_sent_again_while_its_hook_runs(monkeypatch):
+    class SlowThread(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.05)  # five times what it waits
+
+    monkeypatch.setattr(threading, "Thread", SlowThread)
+    monkeypatch.setattr(threading, "Timer", type("SlowTimer", (SlowThread, threading.Timer), {}))
+    with pytest.raises(KeyboardInterrupt), kept_interruptions():
+        end_one(signal.SIGINT)
