@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
@@ -26,9 +25,6 @@ from mllm_compile.structured.vocabulary import Vocabulary
 from mllm_compile.text.added_tokens import told_to_split
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 
 def load_text_parts(
