@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import marshal
 import os
 import re
 import subprocess
@@ -57,18 +58,32 @@ def kept_bytecode() -> Iterator[None]:
 
 
 class _KeptLoader(SourceFileLoader):
-    """Loads a module of this project: with bytecode that is beside it and no older, or else in the user's cache."""
+    """Loads a module of this project: with bytecode that is beside it and no older, or else in the user's cache.
+
+    What is kept there is of a source's hash. By time and size, as Python has it, a module of another checkout or image
+    at the same place could pass for this one: all files of an image may have one time.
+    """
 
     def get_code(self, fullname: str) -> CodeType | None:
-        folder = None if _is_up_to_date(self.path) else _folder_or_none()
-        with _setting:  # nothing is imported meanwhile
-            before = sys.pycache_prefix, sys.dont_write_bytecode
-            if before[0] is None and folder is not None:
-                sys.pycache_prefix, sys.dont_write_bytecode = folder, False
-            try:
-                return super().get_code(fullname)
-            finally:
-                sys.pycache_prefix, sys.dont_write_bytecode = before
+        has_other = sys.pycache_prefix is not None or _is_up_to_date(self.path)
+        folder = None if has_other else _folder_or_none()
+        if folder is None:
+            return super().get_code(fullname)
+        place, name = os.path.split(importlib.util.cache_from_source(self.path))
+        kept = os.path.join(folder, os.path.dirname(place).lstrip(os.sep), name)
+        source = self.get_data(self.path)
+        head = _HEAD + importlib.util.source_hash(source)
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none is kept, or a damaged file
+            data = self.get_data(kept)
+            if data.startswith(head) and isinstance(code := marshal.loads(memoryview(data)[len(head) :]), CodeType):
+                return code
+        code = self.source_to_code(source, self.path)
+        self.set_data(kept, head + marshal.dumps(code))
+        return code
+
+
+# A file of bytecode that holds as long as its source has the same hash: PEP 552.
+_HEAD = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little")
 
 
 @cache

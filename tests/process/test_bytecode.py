@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,17 +100,51 @@ def test_where_torchs_alone_is_there_the_projects_own_is_kept(package, tmp_path)
     assert not (package / "__pycache__").exists()
 
 
+def value_of(source: Path) -> int:
+    """The value of `a` in a module that is loaded as the project's."""
+    names: dict[str, int] = {}
+    code = bytecode._KeptLoader("changing", str(source)).get_code("changing")
+    assert code is not None
+    exec(code, names)
+    return names["a"]
+
+
 def test_a_module_that_has_changed_is_compiled_anew(tmp_path, monkeypatch):
     source = tmp_path / "changing.py"
     monkeypatch.setattr(bytecode, "_folder_or_none", lambda: str(tmp_path / "kept"))
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    for number, text in enumerate(("a = 1", "a = 11", "a = 111")):
-        source.write_text(text)
-        code = bytecode._KeptLoader("changing", str(source)).get_code("changing")
-        names: dict[str, int] = {}
-        exec(code, names)
-        assert names["a"] == int("1" * (number + 1))
-    assert [path.name.partition(".")[0] for path in (tmp_path / "kept").rglob("*.pyc")] == ["changing"]
+    for number in (1, 2, 33):  # two of one size, and all of one time: as in two images whose files have one
+        source.write_text(f"a = {number}")
+        os.utime(source, (10**9, 10**9))
+        assert value_of(source) == number
+    (kept,) = (tmp_path / "kept").rglob("*.pyc")
+    assert kept.name.partition(".")[0] == "changing"
+    kept.write_bytes(kept.read_bytes()[:-3])
+    assert value_of(source) == 33, "a damaged file is compiled anew"
+    compiled = kept.read_bytes()
+    monkeypatch.setattr(bytecode._KeptLoader, "source_to_code", None)
+    assert value_of(source) == 33 and kept.read_bytes() == compiled, "else it is taken as it is"
+
+
+def test_a_module_may_be_imported_while_another_is_compiled(tmp_path, monkeypatch):
+    """As the collector may have a finaliser do, or another thread."""
+    monkeypatch.setattr(bytecode, "_folder_or_none", lambda: str(tmp_path / "kept"))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    (tmp_path / "other.py").write_text("a = 2")
+    (tmp_path / "changing.py").write_text("a = 1")
+    values, compile_one = [], bytecode._KeptLoader.source_to_code
+
+    def compile_both(self: bytecode._KeptLoader, data: bytes, path: str) -> object:
+        assert sys.pycache_prefix is None, "other threads' imports look where they always do"
+        if path.endswith("changing.py"):
+            importer = threading.Thread(target=lambda: values.append(value_of(tmp_path / "other.py")), daemon=True)
+            importer.start()
+            importer.join(HANG_S)
+        return compile_one(self, data, path)
+
+    monkeypatch.setattr(bytecode._KeptLoader, "source_to_code", compile_both)
+    values.append(value_of(tmp_path / "changing.py"))
+    assert values == [2, 1]
 
 
 def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
