@@ -58,21 +58,20 @@ class Admission:
         """
         return request.row < 0 and self._blocked != (request, self._rows.changes)
 
-    def waits_for_load(self, request: Request, num_running: int, of_begun: int) -> bool:
+    def waits_for_load(self, tiers: Tiers, request: Request, num_running: int, of_begun: int) -> bool:
         """True if a waiting request is to be admitted when its pages are loaded, or have room; begins to load them.
 
         Args:
+            tiers: those that are there.
             of_begun: pages that begun prompts will take.
         """
-        if self.tiers is None:
-            return False
-        if self.tiers.is_loading(request):
+        if tiers.is_loading(request):
             return True
         if not self._rows.may_reuse(request):
             return False
         token_ids, salt = self._rows.prefix_of(request)
         num_needed = self._rows.pages.pages_for(token_ids.size + 1) + num_running
-        return self.tiers.holds_back(request, token_ids, salt, num_needed, of_begun)
+        return tiers.holds_back(request, token_ids, salt, num_needed, of_begun)
 
     def admit_first(self, request: Request, num_running: int) -> bool:
         """Admit the first in line. If it finds too few pages it is not ready until something has changed."""

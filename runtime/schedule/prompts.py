@@ -147,7 +147,7 @@ class Prompts:
             if self._was_cut(plan, request):
                 continue
             if request.status is RequestStatus.WAITING:
-                if self.admission.waits_for_load(request, self._num_running, self._pages_of_begun):
+                if self._waits_for_load(request):
                     continue
                 if not self._admit_before_begun(plan, request):  # the others are longer
                     return
@@ -225,6 +225,12 @@ class Prompts:
     def _num_running(self) -> int:
         return len(self.begun) + len(self._decodes.requests)
 
+    def _waits_for_load(self, request: Request) -> bool:
+        admission = self.admission
+        if admission.tiers is None:  # then nobody counts pages for it
+            return False
+        return admission.waits_for_load(admission.tiers, request, self._num_running, self._pages_of_begun)
+
     def _admit(self, plan: PromptPlan) -> None:
         """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
         admission = self.admission
@@ -233,9 +239,10 @@ class Prompts:
             request = admission.waiting[place]
             if not admission.is_ready(request):
                 break
-            if admission.waits_for_load(request, self._num_running, self._pages_of_begun):
+            if self._waits_for_load(request):
                 place += 1
                 continue
+            # No pages are set aside: a begun prompt has used up the step's budget or the pages, or has a page left.
             if not admission.admit_first(request, self._num_running):
                 break
             self._begin(plan, request)

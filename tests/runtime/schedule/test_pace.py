@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from mllm_compile.runtime.schedule.pace import TENFOLD, Pace, PromptBudget
+from mllm_compile.runtime.schedule.prompts import Prompts
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.step_cost import StepLoad, pairs_of
@@ -277,6 +278,18 @@ def test_a_shorter_prompt_leaves_pages_and_a_row_to_those_before_it() -> None:
     assert [request.request_id for request in first.requests] == ["long"]
     simulation.run()
     simulation.check_answers()
+
+
+def test_without_tiers_nobody_counts_the_pages_of_begun_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(prompts: Prompts) -> int:
+        raise AssertionError("of each request that waits, over all that have begun")
+
+    monkeypatch.setattr(Prompts, "_pages_of_begun", property(counted))
+    simulation = big(max_step_ms="none", max_num_batched_tokens=512)
+    requests = [simulation.add(make_request(f"{i}", prompt_of(60), max_tokens=1, **FREE)) for i in range(20)]
+    assert simulation.step().num_requests > 4
+    simulation.run()
+    assert all(request.output_token_ids for request in requests)
 
 
 # --- what is learnt ---------------------------------------------------------------------------------------------------
