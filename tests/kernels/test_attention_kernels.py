@@ -1,4 +1,4 @@
-"""The list of attention kernels, and the walk of docs/adding.md that adds one: in a copy of the product."""
+"""The list of attention kernels, and the walk of docs/lab/adding.md that adds one: in a copy of the product."""
 
 from __future__ import annotations
 
