@@ -16,11 +16,11 @@ def check_settings(sources: Mapping[str, EngineConfig | Path], sleep_after: str 
     """
     Args:
         sources: name → source, of one model without a name.
-        starts: an engine is started, which needs secrets and Ray.
+        starts: an engine is started, which needs secrets, Ray and the package of a store.
 
     Raises:
         ConfigError: keys exclude each other, an engine over nodes is one of several or is to end and start again, or
-            a secret or Ray is missing.
+            a secret, Ray or a store's package is missing.
     """
     for name, source in sources.items():
         settings = runtime_settings(source)
@@ -41,6 +41,10 @@ def check_settings(sources: Mapping[str, EngineConfig | Path], sleep_after: str 
             from mllm_compile.kv_connectors.peers.meeting import peer_secret
 
             peer_secret()
+        elif settings.kv_transfer_config.kv_connector:
+            from mllm_compile.kv_connectors import installed
+
+            installed.check_installed(settings.kv_transfer_config)
         if settings.distributed_executor_backend == "ray":
             from mllm_compile.ranks.by_ray.installed import check_installed
 

@@ -115,6 +115,10 @@ def assemble_any(
         from mllm_compile.ranks.by_ray.installed import check_installed
 
         check_installed()  # likewise
+    if settings is not None and settings.kv_transfer_config.kv_connector:
+        from mllm_compile.kv_connectors import installed
+
+        installed.check_installed(settings.kv_transfer_config)
     if early is None:
         with early_ranks(source) as early:
             return assemble_any(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.engine import assemble
 from mllm_compile.errors import ConfigError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.process import _hello
@@ -39,6 +40,12 @@ def answers(engine: Engine) -> list[list[int]]:
     outputs = engine.generate(PROMPTS, GREEDY)
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [output.token_ids for output in outputs]
+
+
+def test_a_package_that_is_missing_is_told_ahead_of_a_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "load_or_compile", lambda *_: pytest.fail("it was told too late"))
+    with pytest.raises(ConfigError, match=r"names nowhere\.at\.all, and there is no package nowhere here"):
+        served(tmp_path, "nowhere.at.all.Store", {})
 
 
 def test_an_engine_finds_what_another_one_has_stored_and_computes_what_is_damaged(
