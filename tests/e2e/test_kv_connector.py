@@ -77,11 +77,11 @@ def test_a_store_that_hangs_is_left_and_requests_are_answered(
     broken_stores.SHARED.clear()
     with served(cache, "tests.kv_connectors.broken_stores.MemoryStore", {}) as first:
         expected = answers(first)
-    with served(cache, "tests.kv_connectors.broken_stores.Hangs", {"at": at}, timeout_s=0.2) as engine:
+    with served(cache, "tests.kv_connectors.broken_stores.Hangs", {"at": at}, timeout_s=3.0) as engine:
         assert answers(engine) == expected
         engine.flush_prefix_cache()
         assert answers(engine) == expected
-    assert f"{at} took over 0.2 s" in caplog.text
+    assert f"{at} took over 3 s" in caplog.text
     assert threading.active_count() < 60
 
 
