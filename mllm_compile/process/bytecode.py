@@ -37,18 +37,19 @@ _setting = threading.Lock()
 @contextmanager
 def kept_bytecode() -> Iterator[None]:
     """Keeps the bytecode of modules that are imported meanwhile in the user's cache, if torch's is not kept beside its
-    sources. If only this project's is not, it is kept there from now on. A PYTHONPYCACHEPREFIX stays in force.
+    sources. This project's is kept there from now on, if it is not beside them. A PYTHONPYCACHEPREFIX stays in force.
     """
     with _setting:
         before = sys.dont_write_bytecode
         ours = None
         if sys.pycache_prefix is None:
-            if not _is_kept_beside("torch"):
+            is_kept = _is_kept_beside("torch")
+            if not (is_kept and _is_written_beside(__file__)):
+                _keep_ours()
+            if not is_kept:
                 with contextlib.suppress(ConfigError, OSError):
                     ours = _folder()
                     sys.pycache_prefix, sys.dont_write_bytecode = ours, False
-            elif not _is_written_beside(__file__):
-                _keep_ours()
     try:
         yield
     finally:
@@ -65,12 +66,12 @@ class _KeptLoader(SourceFileLoader):
     """
 
     def get_code(self, fullname: str) -> CodeType | None:
-        has_other = sys.pycache_prefix is not None or _is_up_to_date(self.path)
-        folder = None if has_other else _folder_or_none()
-        if folder is None:
+        is_beside = sys.pycache_prefix is None and _is_up_to_date(self.path)
+        folder = None if is_beside else _folder_or_none()
+        if folder is None or sys.pycache_prefix not in (None, folder):
             return super().get_code(fullname)
-        place, name = os.path.split(importlib.util.cache_from_source(self.path))
-        kept = os.path.join(folder, os.path.dirname(place).lstrip(os.sep), name)
+        name = os.path.basename(importlib.util.cache_from_source(self.path))
+        kept = os.path.join(folder, os.path.dirname(self.path).lstrip(os.sep), name)
         source = self.get_data(self.path)
         head = _HEAD + importlib.util.source_hash(source)
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none is kept, or a damaged file

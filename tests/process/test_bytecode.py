@@ -109,10 +109,12 @@ def value_of(source: Path) -> int:
     return names["a"]
 
 
-def test_a_module_that_has_changed_is_compiled_anew(tmp_path, monkeypatch):
-    source = tmp_path / "changing.py"
-    monkeypatch.setattr(bytecode, "_folder_or_none", lambda: str(tmp_path / "kept"))
-    monkeypatch.setattr(sys, "pycache_prefix", None)
+@pytest.mark.parametrize("is_torch_beside", [True, False])
+def test_a_module_that_has_changed_is_compiled_anew(is_torch_beside, tmp_path, monkeypatch):
+    source, folder = tmp_path / "changing.py", str(tmp_path / "kept")
+    monkeypatch.setattr(bytecode, "_folder_or_none", lambda: folder)
+    monkeypatch.setattr(sys, "pycache_prefix", None if is_torch_beside else folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", is_torch_beside)
     for number in (1, 2, 33):  # two of one size, and all of one time: as in two images whose files have one
         source.write_text(f"a = {number}")
         os.utime(source, (10**9, 10**9))
@@ -145,6 +147,16 @@ def test_a_module_may_be_imported_while_another_is_compiled(tmp_path, monkeypatc
     monkeypatch.setattr(bytecode._KeptLoader, "source_to_code", compile_both)
     values.append(value_of(tmp_path / "changing.py"))
     assert values == [2, 1]
+
+
+def test_where_torchs_is_not_there_either_the_projects_own_goes_by_its_hash(package, tmp_path):
+    program = OWN.replace("lambda package: True", "lambda package: False")
+    told, after = run(package, tmp_path / "cache", program, PYTHONDONTWRITEBYTECODE="1")
+    (prefix,) = (tmp_path / "cache" / "bytecode").iterdir()
+    assert str(prefix) in told and after == "None True"
+    kept = {path.name.partition(".")[0]: path for path in prefix.rglob("*.pyc")}
+    for name, flags in (("params", 3), ("drafter", 3), ("part", 0)):
+        assert kept[name].read_bytes()[4] == flags, name
 
 
 def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
