@@ -13,6 +13,7 @@ from mllm_compile.files.writable_place import cache_place
 
 RUNTIMES = "runtimes"
 CHECKPOINTS = "checkpoints"  # that a node of Ray has fetched
+FETCHED = "fetched-"  # how their names begin: in a folder that is no cache, other checkpoints are another program's
 CACHE_VARIABLE = "MLLM_COMPILE_CACHE"
 
 

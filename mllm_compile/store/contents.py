@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.errors import ArtifactError, ConfigError
-from mllm_compile.files.cache_folders import CHECKPOINTS, bytecode_cache, compiler_cache
+from mllm_compile.files.cache_folders import CHECKPOINTS, FETCHED, bytecode_cache, compiler_cache
 from mllm_compile.files.writable_place import place_of
 from mllm_compile.store.artifact import Manifest, is_runtime, read_manifest
 from mllm_compile.store.publish import folder_bytes, remove_compiler_cache, remove_folder, runtimes_folder, sweep
 
 _RUNTIME_NAME = re.compile(r".+-[0-9a-f]{16}")  # the model's type and a key
-_WEIGHTS_NAME = re.compile(r"[0-9a-f]{32}")
+_WEIGHTS_NAME = re.compile(FETCHED + r"[0-9a-f]{32}")
 _BYTECODE_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -122,7 +122,8 @@ def remove_stored(folder: Path) -> int:
         gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.rename(folder, gone)
+                # A link to another disk goes, and what it leads to stays.
+                os.rename(folder, gone / folder.name if folder.is_symlink() else gone)
         finally:
             freed = remove_folder(gone)
     return freed

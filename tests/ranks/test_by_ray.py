@@ -23,7 +23,7 @@ from mllm_compile.ranks.by_ray.launch import _check_over_nodes
 from mllm_compile.ranks.by_ray.node_files import FileThere, Wanted, take_files
 from mllm_compile.ranks.by_ray.placement import Placement, place
 from mllm_compile.ranks.by_ray.worker import file_server_class, rank_class
-from mllm_compile.store.contents import prune
+from mllm_compile.store.contents import prune, stored_weights
 from mllm_compile.version import __version__
 
 
@@ -218,6 +218,7 @@ def test_what_is_not_there_is_fetched_once(there):
     assert (Path(folder) / "pieces" / "a.py").read_bytes() == Path(paths[1]).read_bytes()
     assert (Path(root) / "model.safetensors").read_bytes() == Path(paths[2]).read_bytes()
     assert server.calls and set(server.calls) == {"read"}
+    assert [one.folder for one in stored_weights(cache)] == [Path(root)], "`cache prune` knows it"
     server.calls.clear()
     os.utime(root, (1, 1))
     assert take_files(elsewhere(told).to_json(), server) == [folder, root] and not server.calls

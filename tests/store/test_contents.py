@@ -65,12 +65,23 @@ def test_a_cache_that_is_no_folder_is_told_and_one_that_is_not_there_is_empty(tm
 
 
 def test_a_folder_that_is_no_cache_loses_nothing(tmp_path, capsys):
-    for place in ("runtimes/python", "runtimes/node", "compilers/gcc"):
+    for place in ("runtimes/python", "runtimes/node", "compilers/gcc", f"checkpoints/{'ab' * 16}"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "file").write_text("somebody's")
     assert run(["cache", "prune", "--max-size", "0", "--dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "freed 0 B\n"
-    assert sorted(path.name for path in tmp_path.rglob("file")) == ["file"] * 3
+    assert sorted(path.name for path in tmp_path.rglob("file")) == ["file"] * 4
+
+
+@pytest.mark.parametrize("place", ["runtimes/qwen3-0123456789abcdef", f"checkpoints/fetched-{'ab' * 16}"])
+def test_of_a_link_to_another_disk_the_link_goes(tmp_path, place):
+    other, link = tmp_path / "other", tmp_path / "cache" / place
+    for folder in (other, link.parent):
+        folder.mkdir(parents=True)
+    (other / "file").write_text("kept")
+    link.symlink_to(other)
+    assert [(one.folder, one.num_bytes) for one in prune(tmp_path / "cache", 0).stored] == [(link, 0)]
+    assert (other / "file").read_text() == "kept" and not list(link.parent.iterdir())
 
 
 def test_what_a_damaged_runtime_left_is_removed(tmp_path):
@@ -261,7 +272,7 @@ def test_bytecode_goes_but_nothing_else_of_the_folder(cache):
 
 
 def test_weights_of_another_node_are_listed_and_go_by_name_or_by_last_use(cache, capsys):
-    fetched, others = (cache / "checkpoints" / name for name in ("ab" * 16, "somebody's"))
+    fetched, others = (cache / "checkpoints" / name for name in ("fetched-" + "ab" * 16, "somebody's"))
     for folder in (fetched, others):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(bytes(3 << 10))
@@ -275,5 +286,5 @@ def test_weights_of_another_node_are_listed_and_go_by_name_or_by_last_use(cache,
     assert [one.folder for one in prune(cache, room).stored] == [fetched]
     assert names(cache) == {"new", "old"} and others.is_dir()
     fetched.mkdir()
-    assert run(["cache", "remove", "aba", "--dir", str(cache)]) == 0
+    assert run(["cache", "remove", "fetched-ab", "--dir", str(cache)]) == 0
     assert capsys.readouterr().out == f"removed {fetched.name}: 0 B\n" and not fetched.exists()

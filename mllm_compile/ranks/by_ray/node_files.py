@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.files.cache_folders import CHECKPOINTS, RUNTIMES, auto_cache_dir, make_private
+from mllm_compile.files.cache_folders import CHECKPOINTS, FETCHED, RUNTIMES, auto_cache_dir, make_private
 from mllm_compile.files.writable_place import cache_place
 from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.store.artifact import MANIFEST, is_runtime
@@ -132,7 +132,7 @@ def _weights(told: Wanted, cache: Path, server: Any) -> str:
     if not told.weights or _are_same(told, first, server):
         return told.weights_root
     name = hashlib.sha256(json.dumps([told.weights_root, [asdict(one) for one in told.weights]]).encode()).hexdigest()
-    own = cache / CHECKPOINTS / name[:32]
+    own = cache / CHECKPOINTS / f"{FETCHED}{name[:32]}"
     if own.is_dir():  # it got its name when it was whole
         mark_used(own)
         return str(own)
