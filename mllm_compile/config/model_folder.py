@@ -106,7 +106,6 @@ def open_model_folder(model: ModelConfig, cache_dir: str = "auto") -> ModelFolde
     if (parts := _gguf_parts(path)) is not None:
         return _gguf_model(open_gguf(parts, cache_dir), with_weights)
     config = _read_config(path)
-    _refuse_endless(path, config)
     if not with_weights:
         return ModelFolder(path, config, (), scheme_of_random(path, config))
     weight_map = _read_weight_map(path / WEIGHTS_INDEX_FILE)
@@ -163,7 +162,6 @@ def _gguf_parts(path: Path) -> tuple[Path, ...] | None:
 
 def _gguf_model(model: GgufModel, with_weights: bool) -> ModelFolder:
     config = _read_config(model.folder)
-    _refuse_endless(model.folder, config)
     if not with_weights:
         return ModelFolder(model.folder, config, ())
     names = " and ".join(model.types)
@@ -195,9 +193,11 @@ def check_remote_code(folder: ModelFolder, trust_remote_code: bool) -> None:
 
 def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses too many layers: Transformers would build any number of them, for hours or until memory ends."""
-    nested = [section for section in config.values() if isinstance(section, dict)]
-    for section in (config, *nested):
-        for name, value in section.items():
+    sections = [config]
+    while sections:
+        for name, value in sections.pop().items():
+            if isinstance(value, dict):
+                sections.append(value)
             if _NUM_LAYERS.fullmatch(name) and type(value) is int and value > _MAX_LAYERS:
                 raise UnsupportedModelError(
                     f"{folder / CONFIG_FILE}: {name} is {value}; expected at most {_MAX_LAYERS}. Is the file damaged?"
@@ -213,6 +213,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {CONFIG_FILE}; expected a model folder in Hugging Face's format. Set model.path to "
             f"the folder that `save_pretrained` or `hf download` wrote."
         )
+    _refuse_endless(folder, config)
     return served_part(config)
 
 

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 SERVED_PART = "thinker_config"
+# What a whole model's config says of all its weights, unless the section says it too.
+_OF_ALL_PARTS = ("quantization_config", "compression_config", "quantization", "dtype", "torch_dtype")
 
 
 def served_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section of the part that answers with text; all of a config without one."""
+    """The section of the part that answers with text, with what is said of all parts; all of a config without one."""
     part = config.get(SERVED_PART)
-    return dict(part if isinstance(part, dict) else config)
+    if not isinstance(part, dict):
+        return dict(config)
+    return {name: config[name] for name in _OF_ALL_PARTS if name in config} | part

@@ -178,6 +178,11 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     part = getattr(config, SERVED_PART, None)
     if part is None:
         return build_config_on_meta(config, dtype, trust_remote_code)
+    if SERVED_PART not in config.sub_configs:
+        raise UnsupportedModelError(
+            f"{folder}/config.json is of a {config.model_type!r} model, which has no {SERVED_PART}; expected none. "
+            "Remove that section."
+        )
     others = tuple(name.removesuffix("_config") for name in config.sub_configs if name != SERVED_PART)
     built = build_config_on_meta(part, dtype, trust_remote_code)
     ignored = built.model._keys_to_ignore_on_load_unexpected or []

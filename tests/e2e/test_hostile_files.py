@@ -120,10 +120,16 @@ def test_an_index_of_a_hundred_thousand_files_is_refused_before_they_are_looked_
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_layers", "decoder_layers"])
 @pytest.mark.parametrize("number", [10**5, 10**9, 10**30])
-@pytest.mark.parametrize("section", [None, "text_config"])
-def test_a_config_of_endlessly_many_layers_is_refused(model, name, number, section):
+@pytest.mark.parametrize("sections", ["", "text_config", "thinker_config text_config", "beside a thinker_config"])
+def test_a_config_of_endlessly_many_layers_is_refused(model, name, number, sections):
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    config |= {name: number} if section is None else {section: {name: number}}
+    changes: dict[str, Any] = {name: number}
+    if sections.startswith("beside"):
+        changes["thinker_config"] = {}
+    else:
+        for section in reversed(sections.split()):
+            changes = {section: changes}
+    config |= changes
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(MllmError, match=rf"{name} is {number}; expected at most 1000"):
         open_all(model)

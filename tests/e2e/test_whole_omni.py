@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.errors import CheckpointError
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.sample import sample_of
 from tests.tiny_sounds import Patches, Sound, save_sound_model, sound_prompt, transformers_greedy
 from tests.tiny_vision import vision_engine_config
@@ -19,6 +20,11 @@ from tests.tiny_vision import vision_engine_config
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OTHERS = {"qwen2_5_omni": ("talker", "token2wav"), "qwen3_omni_moe": ("talker", "code2wav")}
 USUAL = sample_of(tuple(OTHERS), 1)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def save_whole(kind: str, folder: Path, others: tuple[str, ...]) -> Any:
@@ -47,4 +53,19 @@ def test_the_thinker_of_a_whole_model_answers(kind: str, tmp_path: Path, caplog:
 def test_a_tensor_of_no_part_is_named(tmp_path: Path) -> None:
     save_whole("qwen2_5_omni", tmp_path / "model", ("singer",))
     with pytest.raises(CheckpointError, match=r"tensor 'singer\.weight' has no place"):
+        Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache"))
+
+
+def test_weights_that_are_quantised_as_the_whole_config_says_are_not_taken_for_plain(tmp_path: Path) -> None:
+    save_whole("qwen2_5_omni", tmp_path / "model", OTHERS["qwen2_5_omni"])
+    change_config(tmp_path / "model", quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"quantised .*hqq.*: its method is not read"):
+        Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("section", [{}, {"model_type": "llama"}, [3], "x"], ids=str)
+def test_a_thinker_of_a_model_that_has_none_is_refused(section: Any, tmp_path: Path) -> None:
+    save_tiny_model(tiny_config("llama"), tmp_path / "model")
+    change_config(tmp_path / "model", thinker_config=section)
+    with pytest.raises(UnsupportedModelError, match=r"is of a 'llama' model, which has no thinker_config"):
         Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache"))
