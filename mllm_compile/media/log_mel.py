@@ -49,21 +49,23 @@ class LogMel:
 
     def window(self, samples: np.ndarray) -> np.ndarray:
         """[B, F] float32 of a sound [N ≤ samples] float32."""
-        padded = np.zeros(self.samples, dtype=np.float64)
+        padded = np.zeros(self.samples, dtype=np.float32)
         padded[: samples.size] = samples
         return self.whole(padded)
 
     def whole(self, samples: np.ndarray) -> np.ndarray:
-        """[B, N // hop] float32 of a sound [N > fft / 2] of any length, in range of its own loudest part."""
-        padded = np.pad(samples.astype(np.float64), self.fft // 2, mode="reflect")
+        """[B, N // hop] float32 of a sound [N > fft / 2] float32 of any length, in range of its own loudest part."""
+        padded = np.pad(samples, self.fft // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft)[:: self.hop][: samples.size // self.hop]
         hann, filters = np.hanning(self.fft + 1)[:-1], _filters(self.bins, self.fft, self.rate)
-        mel = np.empty((self.bins, len(frames)))
+        mel = np.empty((self.bins, len(frames)), dtype=np.float32)
         for start in range(0, len(frames), _FRAMES_AT_ONCE):
             power = np.abs(np.fft.rfft(frames[start : start + _FRAMES_AT_ONCE] * hann, axis=1)) ** 2
             mel[:, start : start + _FRAMES_AT_ONCE] = np.log10(np.maximum(_FLOOR, power @ filters)).T
-        shown = (np.maximum(mel, mel.max() - _RANGE) + 4.0) / 4.0
-        return np.ascontiguousarray(shown, dtype=np.float32)
+        np.maximum(mel, mel.max() - _RANGE, out=mel)  # in place: a long sound has hundreds of megabytes
+        mel += 4.0
+        mel /= 4.0
+        return mel
 
 
 def read_log_mel(files: Mapping[str, bytes], bins: int, frames: int) -> LogMel | str:
