@@ -171,8 +171,8 @@ class RadixCache:
         return np.concatenate(evicted)
 
     def unlocked_runs(self) -> list[PageRun]:
-        """The runs that nobody has locked, in the order in which they would be given up."""
-        return list(self._unlocked)
+        """The runs that can be found and that nobody has locked, in the order in which they would be given up."""
+        return [run for run in self._unlocked if self._is_found(run)]
 
     def flush(self) -> np.ndarray:
         """Forget every prefix; returns the unused pages. Locked ones come back by eviction once unlocked."""

@@ -105,6 +105,23 @@ def test_memory_that_is_let_go_leaves_what_was_used_last(num_slots: int) -> None
     assert last.host_tokens == 16
 
 
+def test_memory_that_is_let_go_leaves_nothing_that_was_forgotten() -> None:
+    """The cache still has the pages of what may be no numbers, until others need them."""
+    sim, _ = simulation(Random(1), num_slots=64, writes_through=False, num_pages=33)
+    sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    broken = sim.add(make_request("broken", prompt_of(24), max_tokens=8, **FREE))
+    sim.step()
+    sim.scheduler._lifecycle.end_broken(broken, -1)
+    settled(sim)
+    assert sim.scheduler.pages.cache.num_pages
+    sim.scheduler.drop_kv()
+    assert not len(sim.scheduler.tiers._shelves.host[False])
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    assert again.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("num_slots", [8, 64])
 def test_the_end_writes_what_the_cache_alone_has_below(num_slots: int) -> None:
     sim, copies = filled(3, num_slots=num_slots, num_below=64)
