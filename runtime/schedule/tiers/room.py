@@ -214,10 +214,11 @@ class Room:
         index.note_above(keys[num_kept:], is_above=False)
         if self._given_up is None:
             return
-        index.use(keys[num_kept:])
+        is_ended, until = bias_of(run)
+        if not is_ended:
+            index.use(keys[num_kept:])
         path = list(self._cache.path_of(run))
         first, before = shelves.keys_of(path[-1])[0], sum(one.pages.size for one in path[1:])
-        is_ended, until = bias_of(run)
         for place in range(num_kept, len(keys)):
             if keys[place] in index:
                 continue

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from mllm_compile.runtime.schedule.pages.sessions import SessionTag
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_request, prompt_of
 from tests.runtime.schedule.tiers.fake_copies import FakeCopies
@@ -127,6 +128,23 @@ def test_the_end_writes_what_the_cache_alone_has_below(num_slots: int) -> None:
     sim, copies = filled(3, num_slots=num_slots, num_below=64)
     sim.scheduler.close()
     assert len(copies.below) == 15
+
+
+@pytest.mark.parametrize("writes_through", [False, True])
+def test_pages_of_a_session_that_is_over_go_first_once_the_cache_gave_them_up(writes_through: bool) -> None:
+    sim, _ = simulation(Random(1), writes_through=writes_through, num_pages=17)
+    request = make_request("last", prompt_of(20), max_tokens=2, **FREE)
+    request.session_tag = SessionTag("session")
+    sim.add(request)
+    settled(sim)
+    host = sim.scheduler.tiers._shelves.host[False]
+    of_session = list(host)
+    sim.scheduler.end_session("session")
+    for number in range(4):
+        sim.add(make_request(f"other{number}", prompt_of(20, first=10 + number), max_tokens=2, **FREE))
+        settled(sim)
+    assert len(of_session) == 5
+    assert all(host.get(entry.key) is entry and entry.is_ended for entry in of_session)
 
 
 def test_of_what_both_have_that_goes_first_which_the_cache_got_last() -> None:
