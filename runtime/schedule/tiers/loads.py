@@ -271,19 +271,24 @@ class Loads:
         load.done.add(ticket)
         while load.tickets and load.tickets[0] in load.done:
             first = load.tickets.popleft()
+            published = 0
             if first.is_state:
                 self._take_state(load, first)
             else:
-                self._take_pages(load, first)
+                published = self._take_pages(load, first)
             for place, entry in enumerate(first.entries):  # behind the pages, whose tokens watchers know then
-                self._settle(first, place, entry)
+                self._settle(first, place, entry, is_above=self._room is not None and place < published)
                 self._loading.pop(entry.key, None)
         if not load.tickets:
             self._end(load)
         return True
 
-    def _settle(self, ticket: Ticket, place: int, entry: Entry) -> None:
-        """Keeps what was read from the tier below, and forgets what is damaged."""
+    def _settle(self, ticket: Ticket, place: int, entry: Entry, is_above: bool) -> None:
+        """Keeps what was read from the tier below, and forgets what is damaged.
+
+        Args:
+            is_above: as TierIndex.put has it.
+        """
         shelves, is_state = self._shelves, ticket.is_state
         entry.users -= 1
         if ticket.from_below[place]:
@@ -291,7 +296,7 @@ class Loads:
             if lower is not None:
                 lower.users -= 1
             if not ticket.failed[place]:
-                shelves.host[is_state].put(entry)
+                shelves.host[is_state].put(entry, is_above)
                 shelves.below[is_state].use([entry.key])
                 shelves.below[is_state].tell(entry.key)
             else:
@@ -314,8 +319,8 @@ class Loads:
         for tier in (False, True):
             self._shelves.counts[tier].failed_loads += int((ticket.failed & (ticket.from_below == tier)).sum())
 
-    def _take_pages(self, load: _Load, ticket: Ticket) -> None:
-        """Publishes what has arrived, up to the first page that has not."""
+    def _take_pages(self, load: _Load, ticket: Ticket) -> int:
+        """Publishes what has arrived, up to the first page that has not; gives the number of pages."""
         shelves, page_size, count = self._shelves, self._shelves.page_size, len(ticket.entries)
         self._count(ticket, shelves.copies.page_bytes)
         failed = np.flatnonzero(ticket.failed)
@@ -332,6 +337,7 @@ class Loads:
             load.num_loaded = from_host + good - from_below, before + from_below
             shelves.host[False].use([entry.key for entry in ticket.entries[:good]])
         shelves.pages.give_back_loaded(ticket.pages[good:])
+        return good
 
     def _take_state(self, load: _Load, ticket: Ticket) -> None:
         self._count(ticket, self._shelves.copies.state_bytes)

@@ -123,6 +123,18 @@ def test_memory_that_is_let_go_leaves_nothing_that_was_forgotten() -> None:
     assert again.num_cached_tokens == 0
 
 
+def test_pages_that_came_from_below_are_known_to_be_in_both() -> None:
+    sim, copies = filled(6, num_slots=8, num_below=64)
+    again = sim.add(make_request("again", prompt_of(20, first=0), max_tokens=2, **FREE))
+    settled(sim)
+    assert again.disk_tokens
+    shelves = sim.scheduler.tiers._shelves
+    run, _ = sim.scheduler.pages.cache.match_prefix(again.cache_keys, again.cache_salt)
+    in_both = {key for key in shelves.path_keys(run) if key in shelves.host[False]}
+    assert in_both
+    assert in_both <= set(shelves.host[False]._above)
+
+
 @pytest.mark.parametrize("num_slots", [8, 64])
 def test_the_end_writes_what_the_cache_alone_has_below(num_slots: int) -> None:
     sim, copies = filled(3, num_slots=num_slots, num_below=64)
