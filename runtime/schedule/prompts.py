@@ -26,6 +26,8 @@ from mllm_compile.runtime.schedule.state_copies import StateCopies
 
 # How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
 _LOOKED_AT = 256
+# Requests that are passed by while they wait for a tier, likewise: each is looked at when pages have moved.
+_PASSED_BY = 64
 
 
 @dataclass(slots=True)
@@ -235,7 +237,7 @@ class Prompts:
         """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
         admission = self.admission
         place = 0  # behind those whose pages are being loaded
-        while place < len(admission.waiting) and self._rows.num_free and plan.budget.tokens > 0:
+        while place < min(len(admission.waiting), _PASSED_BY) and self._rows.num_free and plan.budget.tokens > 0:
             request = admission.waiting[place]
             if not admission.is_ready(request):
                 break

@@ -1,9 +1,9 @@
 """Room in the KV cache: what it is about to give up is copied to the host's memory first, where that is written back.
 
 A few pages are always given up ahead of who needs them. A request that needs more of them than are free waits for its
-room, once, and steps of others run; what it got is free for it alone. Pages on their way are nobody's: they are free
-when their copy is over, so no step writes them before, and none waits. Who takes pages beyond that, as answers that
-grow may, has the cache drop them.
+room, and steps of others run; what it got is free for it and for more urgent ones. Pages on their way are nobody's:
+they are free when their copy is over, so no step writes them before, and none waits. Who takes pages beyond that, as
+answers that grow may, has the cache drop them.
 
 Then the cache and the host's memory have different pages: together they hold nearly what their sizes add up to. Of
 what both have, the host's memory gives up the page first that the cache keeps longest. Free of torch.
@@ -105,13 +105,14 @@ class Room:
             if self._granted[request] <= free or tries >= _MOST_TRIES:
                 return False
             self._num_granted -= self._granted.pop(request)
-        wanted = num_needed + num_promised + self._num_granted
+        ahead = [count for one, count in self._granted.items() if one.urgency < request.urgency]
+        wanted = num_needed + num_promised + sum(ahead)
         if wanted <= free:
             self._grant(request, num_needed)
             return False
         if not self._cache.evictable_pages and not self._tickets:
             return False
-        if self._wish is not None or self._granted:  # their pages would leave for what waits longer
+        if self._wish is not None or ahead:  # their pages would leave for what waits longer
             self._behind.add(request)
             return True
         self._cache.lock(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,39 @@ def test_a_request_that_leaves_amid_its_wait_keeps_nothing() -> None:
     sim.check_all_returned()
 
 
+def test_what_is_free_for_a_request_is_free_for_more_urgent_ones() -> None:
+    sim, _ = filled(1, num_slots=64)
+    low = sim.add(make_request("low", prompt_of(30, first=9), max_tokens=2, priority=1, **FREE))
+    sim.scheduler.tiers._room._grant(low, 9)  # as behind a wait
+    high = sim.add(make_request("high", prompt_of(20, first=5), max_tokens=2, **FREE))
+    assert sim.step().admitted[0] is high
+    settled(sim)
+    sim.check_answers()
+    sim.check_all_returned()
+
+
+def test_however_many_requests_wait_for_room_few_are_looked_at_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, copies = filled(3, num_slots=8)
+    copies.ends = 0.0
+    for number in range(200):
+        sim.add(make_request(f"late{number}", prompt_of(40, first=number), max_tokens=2, **FREE))
+    admission, looked_at = sim.scheduler.admission, list[object]()
+    waits = admission.waits_for_load
+
+    def look(*given: Any) -> bool:
+        looked_at.append(given)
+        return waits(*given)
+
+    monkeypatch.setattr(admission, "waits_for_load", look)
+    sim.step()
+    assert copies.begun
+    assert len(looked_at) == 64
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    sim.check_all_returned()
+
+
 @pytest.mark.parametrize("num_slots", [8, 64])
 def test_memory_that_is_let_go_leaves_what_was_used_last(num_slots: int) -> None:
     """As sleep lets it go: pages that the cache alone has are stored before."""
@@ -124,7 +158,7 @@ def test_memory_that_is_let_go_leaves_nothing_that_was_forgotten() -> None:
 
 
 def test_pages_that_came_from_below_are_known_to_be_in_both() -> None:
-    sim, copies = filled(6, num_slots=8, num_below=64)
+    sim, _ = filled(6, num_slots=8, num_below=64)
     again = sim.add(make_request("again", prompt_of(20, first=0), max_tokens=2, **FREE))
     settled(sim)
     assert again.disk_tokens
