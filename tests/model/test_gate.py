@@ -60,7 +60,7 @@ REASONS = {
     "written out with a learned bias": "is a tokens × tokens tensor",
     "written out with a cap": "is a tokens × tokens tensor",
     "not causal": "its attention passes attention that is not causal",
-    "keyword of unknown meaning": "its attention passes keyword block_indices",
+    "keyword of unknown meaning": "its attention passes keyword key_places",
     "window in the call alone": "its attention call sees 999 tokens back, its mask -1",
     "changes its mask": "the model changes its attention mask",
     "writes a buffer": r"writes into calls",

@@ -117,7 +117,7 @@ class ToyForCausalLM(PreTrainedModel):
         if kind in ("window in call and mask", "window in the call alone"):
             said["sliding_window"] = self.config.sliding_window
         if kind == "keyword of unknown meaning":
-            said["block_indices"] = position_ids
+            said["key_places"] = position_ids
         if kind == "changes its mask" and mask is not None:
             mask = mask.clone()
         attend = AttentionInterface()[self.config._attn_implementation]

@@ -46,19 +46,19 @@ def tables_for_any_step(
     """Within the context tables of places by places, [.., N, N], have a size for steps of `most_tokens`, on meta:
     find_attention takes them out of the trace, with values from `constants`. The check of the trace refuses a model
     that keeps one (changed_tables). A tower that is traced later has its own as they are."""
-    before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+    before: list[tuple[dict[str, Any], str, tuple[int, ...]]] = []
     for name in constants:
         module_name, _, leaf_name = name.rpartition(".")
         buffers = model.get_submodule(module_name)._buffers
         table = buffers[leaf_name]
         if _is_table(table) and table.shape[-1] < most_tokens:  # type: ignore[union-attr]
-            before.append((buffers, leaf_name, table))
+            before.append((buffers, leaf_name, tuple(table.shape)))  # type: ignore[union-attr]
             buffers[leaf_name] = table.new_empty(*table.shape[:-2], most_tokens, most_tokens)  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for buffers, leaf_name, table in before:
-            buffers[leaf_name] = table
+        for tables, leaf_name, shape in before:
+            tables[leaf_name] = tables[leaf_name].new_empty(shape)  # a fake one, as the trace made of all others
 
 
 def changed_tables(gm: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> Iterator[str]:
