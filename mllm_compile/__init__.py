@@ -7,6 +7,7 @@ runtime, whose package this is the parent of) costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
+from sys import modules
 from typing import TYPE_CHECKING
 
 from mllm_compile.version import __version__
@@ -79,6 +80,8 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
+    if name in _HOMES and _HOMES[name] in modules:
+        return getattr(import_module(_HOMES[name]), name)  # which waits for a thread that imports it
     if name in _HOMES:
         from mllm_compile.process.bytecode import kept_bytecode
         from mllm_compile.process.no_gc import imports_unseen

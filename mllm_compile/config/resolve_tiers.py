@@ -127,7 +127,8 @@ def check_tiers(asked: RuntimeConfig) -> None:
             "kv_offloading_memory_file": asked.kv_offloading_memory_file,
             "kv_offloading_disk_path": path,
             "kv_transfer_config": store.kv_connector,
-            "kv_offloading_write_policy": asked.kv_offloading_write_policy != "auto",
+            # The other one is what a config without memory resolves to.
+            "kv_offloading_write_policy: write_through": asked.kv_offloading_write_policy == "write_through",
         }
         for key in (key for key, value in set_ones.items() if value):
             raise ConfigError(

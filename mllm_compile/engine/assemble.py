@@ -111,7 +111,7 @@ def assemble_any(
         from mllm_compile.ranks.admission import node_secret
 
         node_secret()  # told ahead of a compile
-    if settings is not None and settings.distributed_executor_backend == "ray":
+    elif settings is not None and settings.distributed_executor_backend == "ray":
         from mllm_compile.ranks.by_ray.installed import check_installed
 
         check_installed()  # likewise
