@@ -12,6 +12,7 @@ from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
 from mllm_compile.engine.end_errors import closed
+from mllm_compile.runtime.device.cpu_threads import one_thread
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraTarget, TargetKind
 from mllm_compile.runtime.lora.wire import pack
@@ -54,7 +55,8 @@ class PoolWriter:
         sizes = [one.numel() for one in every]
         parts = torch.empty(sum(sizes), dtype=self._dtype, pin_memory=True).split(sizes)
         places = [part.view(one.shape) for part, one in zip(parts, every, strict=True)]
-        torch._foreach_copy_(places, every)  # at once: Python's lock goes to another thread at each operation
+        with one_thread():
+            torch._foreach_copy_(places, every)  # at once: Python's lock goes to another thread at each operation
         left = iter(places)
         return {weight: tuple(next(left) for _ in pair) for weight, pair in matrices.items()}
 

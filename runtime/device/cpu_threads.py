@@ -13,7 +13,8 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,17 @@ def use_threads(count: int) -> None:
         return
     for set_threads in _setters():
         set_threads(count)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Has the calling thread compute alone within: many small operations wait longer than they compute."""
+    before = torch.get_num_threads()
+    use_threads(1)
+    try:
+        yield
+    finally:
+        use_threads(before)
 
 
 @cache

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
 from mllm_compile.adapters.peft_folder import AdapterTensors, read_adapter
 from mllm_compile.errors import MllmError
+from mllm_compile.runtime.device.cpu_threads import use_threads
 from mllm_compile.runtime.weights import safetensors_header
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
@@ -135,6 +136,17 @@ def test_names_of_a_checkpoint_are_those_of_the_model(tmp_path):
         read_adapter(tmp_path, BaseModel(**{**vars(base), "targets": without_v}))
     with pytest.raises(MllmError, match=r"up.weight has rank 6; there is room for 5. Set lora.max_rank: 6"):
         read_adapter(tmp_path, BaseModel(**{**vars(base), "max_rank": 5}))
+
+
+def test_one_thread_multiplies_matrices_whatever_others_may(tmp_path, monkeypatch):
+    given, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda *_: seen.append(torch.get_num_threads()))
+    use_threads(3)
+    try:
+        read_adapter(written(tmp_path), BASE)
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        use_threads(given)
 
 
 def test_the_digest_is_of_both_files(tmp_path):
