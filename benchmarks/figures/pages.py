@@ -9,17 +9,15 @@ makes, so a figure of these tables is always one of a kept result. A result with
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 
 from benchmarks.figures.chart import CHART, draw
-from benchmarks.figures.shapes import RESULTS, ROOT, SHAPES, Shape
-from mllm_compile.bench.measure.results import BenchResult, Measurement
+from benchmarks.figures.kept import KeptFigures, ages, read_result
+from benchmarks.figures.shapes import RESULTS, ROOT, SHAPES
+from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.bench.show.report import provenance, show_figure, work_name
-from mllm_compile.errors import ConfigError, MllmError
+from mllm_compile.errors import MllmError
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "lab" / "performance.md")
 BATCHES = (1, 8, 64, 256)
@@ -55,28 +53,12 @@ def with_tables(page: str) -> str:
     )
 
 
-def read_result(path: Path) -> BenchResult:
-    """
-    Raises:
-        ConfigError: no result, or one of a tree that nobody can get again.
-    """
-    result = BenchResult.read(path)
-    commit = result.environment.get("commit", "unknown")
-    if commit == "unknown" or commit.endswith("+changes"):
-        raise ConfigError(
-            f"{path} is of the commit {commit!r}; expected one that can be checked out. "
-            "Commit first and measure again, with --commit where the sources are a copy."
-        )
-    return result
-
-
 def headline_table() -> str:
     """The most telling lines on an H200, beside vLLM's and the limit, and where they were taken."""
     ours, theirs = _by_shape("mllm"), _by_shape("vllm")
-    lines, their_lines = ({name: _lines(result) for name, result in of.items()} for of in (ours, theirs))
     rows = []
     for shape, work, text, form in HEADLINES:
-        line, their = lines.get(shape, {}).get(work), their_lines.get(shape, {}).get(work)
+        line, their = (of[shape].lines.get(work) if shape in of else None for of in (ours, theirs))
         if line is not None:
             limit = "" if line.limit is None else form.format(line.limit)
             beside = "" if their is None else form.format(their.median) + _once(their)
@@ -85,13 +67,13 @@ def headline_table() -> str:
     header = ["one H200, bfloat16, greedy", "mllm_compile", "vLLM", "what the GPU allows"]
     if not any(row[2] for row in rows):
         header, rows = _without(2, header), [_without(2, row) for row in rows]
-    sources = [_source(result) for of in (ours, theirs) for name, result in of.items() if name in shown]
+    sources = [figures.source for of in (ours, theirs) for name, figures in of.items() if name in shown]
     return _markdown(header, rows) + "\n" + f"Measured: {'; '.join(dict.fromkeys(sources))}.\n"
 
 
 def headline_chart() -> str:
     """The same lines as a picture, each with its whole text."""
-    lines = {name: _lines(result) for name, result in _by_shape("mllm").items()}
+    lines = {name: figures.lines for name, figures in _by_shape("mllm").items()}
     titles = {shape.name: shape.title for shape in SHAPES}
     texts = {"tpot b=1": "{}, 1 request", "tpot b=64": "{}, 64 requests"}
     texts |= {"start warm": "{}, warm: first token", "start cold": "{}, cold: all compiled"}
@@ -108,7 +90,7 @@ def work_table() -> str:
     """Steps and starts of each shape on an H200: ours ± half of the spread, vLLM's, the limit."""
     ours, theirs = _by_shape("mllm"), _by_shape("vllm")
     sources = [
-        f"{shape.title}: " + ", ".join(_source(of[shape.name]) for of in (ours, theirs) if shape.name in of)
+        f"{shape.title}: " + ", ".join(of[shape.name].source for of in (ours, theirs) if shape.name in of)
         for shape in SHAPES
         if shape.name in ours
     ]
@@ -123,42 +105,39 @@ def prompts_table() -> str:
 
 
 def _side_by_side(
-    corner: str, columns: tuple[tuple[str, str], ...], ours: dict[str, BenchResult], theirs: dict[str, BenchResult]
+    corner: str, columns: tuple[tuple[str, str], ...], ours: dict[str, KeptFigures], theirs: dict[str, KeptFigures]
 ) -> str:
     names = [work for _, work in columns]
     rows = []
     for shape in (shape for shape in SHAPES if shape.name in ours):
-        lines = _lines(ours[shape.name])
+        lines = ours[shape.name].lines
         rows.append([f"**{shape.title}**", *(_with_spread(lines.get(name)) for name in names)])
         if shape.name in theirs:
-            their = _lines(theirs[shape.name])
-            figures = (_figure(their.get(name)) + _once(their.get(name)) for name in names)
-            rows.append([f"vLLM {theirs[shape.name].runs[0].version}", *figures])
+            version, their = theirs[shape.name].run.version, theirs[shape.name].lines
+            rows.append([f"vLLM {version}", *(_with_spread(their.get(name)) for name in names)])
         rows.append(["limit", *(_limit(lines.get(name)) for name in names)])
     return _markdown([corner, *(heading for heading, _ in columns)], rows)
 
 
 def h100_table() -> str:
     """Time per output token on an H100, as a figure and a share of the limit of the same command."""
-    header = ["tpot", "1 request", *(str(batch) for batch in (8, 64, 256))]
-    results = [(shape, _result(shape, "mllm", "h100")) for shape in H100_SHAPES]
+    kept = [(shape, KeptFigures.of(shape, "mllm", "h100")) for shape in H100_SHAPES]
     rows = [
-        [f"{shape.title} ({_source(result)})", *(_with_share(line) for line in _of_name(result, "tpot"))]
-        for shape, result in results
-        if result is not None
+        [f"{shape.title} ({figures.source})", *_shares(figures, "tpot")]
+        for shape, figures in kept
+        if figures is not None
     ]
-    return _markdown(header, rows)
+    return _markdown(["tpot", "1 request", *map(str, BATCHES[1:])], rows)
 
 
 def experts_table() -> str:
     """Qwen3-30B-A3B's latency on an H200, as figures and shares of the limit of the same command."""
-    (shape,) = (shape for shape in SHAPES if shape.name == "30b")
-    result = _result(shape, "mllm", "h200")
-    if result is None:
+    figures = _by_shape("mllm").get("30b")
+    if figures is None:
         return "Not measured yet.\n"
-    rows = [[name, *(_with_share(line) for line in _of_name(result, name))] for name in ("tpot", "prefill")]
-    table = _markdown(["", "1 request", *(str(batch) for batch in (8, 64, 256))], rows)
-    return table + "\n" + f"{_source(result)}; {'; '.join(provenance(result)[1:])}.\n"
+    rows = [[name, *_shares(figures, name)] for name in ("tpot", "prefill")]
+    table = _markdown(["", "1 request", *map(str, BATCHES[1:])], rows)
+    return table + "\n" + f"{figures.source}; {'; '.join(provenance(figures.whole)[1:])}.\n"
 
 
 def long_table() -> str:
@@ -194,34 +173,19 @@ def _ablation(shape: str, keys: list[tuple[str, int]]) -> str:
     return _markdown(header, rows)
 
 
-def _by_shape(engine: str) -> dict[str, BenchResult]:
-    """The engine's results on an H200 by the shape's short name."""
-    results = {shape.name: _result(shape, engine, "h200") for shape in SHAPES}
-    return {name: result for name, result in results.items() if result is not None}
+def _by_shape(engine: str) -> dict[str, KeptFigures]:
+    """The engine's figures on an H200 by the shape's short name."""
+    kept = {shape.name: KeptFigures.of(shape, engine, "h200") for shape in SHAPES}
+    return {name: figures for name, figures in kept.items() if figures is not None}
 
 
-def _result(shape: Shape, engine: str, gpu: str) -> BenchResult | None:
-    path = RESULTS / f"{gpu}-{shape.model}-{engine}.json"
-    return read_result(path) if path.exists() else None
-
-
-def _lines(result: BenchResult) -> dict[str, Measurement]:
-    return {work_name(line): line for line in result.runs[0].measurements}
-
-
-def _of_name(result: BenchResult, name: str) -> Iterator[Measurement]:
-    return (line for line in result.runs[0].measurements if line.name == name)
-
-
-def _source(result: BenchResult) -> str:
-    """The commit that was measured and its date; of another engine also its version."""
-    (run,) = result.runs
-    by = "" if run.engine == "mllm" else f"{run.engine} {run.version} by "
-    return f"{by}{result.environment['commit'][:8]}, {result.environment['date'][:10]}"
+def _shares(figures: KeptFigures, name: str) -> Iterator[str]:
+    """The cells of the work at each batch."""
+    return (_with_share(figures.lines.get(f"{name} b={batch}")) for batch in BATCHES)
 
 
 def _once(line: Measurement | None) -> str:
-    """The mark of a figure of another engine that was taken once."""
+    """The mark of a figure of another engine that was taken once, where no figure has its spread."""
     return " (once)" if line is not None and len(line.samples) == 1 else ""
 
 
@@ -238,8 +202,8 @@ def _with_spread(line: Measurement | None) -> str:
     return _figure(line) + spread
 
 
-def _with_share(line: Measurement) -> str:
-    return f"{show_figure(line.median)} {line.unit}, {line.share_of_limit:.0%}"
+def _with_share(line: Measurement | None) -> str:
+    return "" if line is None else f"{show_figure(line.median)} {line.unit}, {line.share_of_limit:.0%}"
 
 
 def _without(index: int, row: list[str]) -> list[str]:
@@ -261,23 +225,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "switches": switches_table,
     "expert_switches": expert_switches_table,
 }
-
-
-def ages() -> Iterator[str]:
-    """The age of each result: its commit, days, and how many commits were made since."""
-    for path in sorted(RESULTS.glob("*.json")):
-        environment = read_result(path).environment
-        taken = datetime.strptime(environment["date"][:10], "%Y-%m-%d").replace(tzinfo=UTC)
-        days = (datetime.now(UTC) - taken).days
-        since = _commits_since(environment["commit"])
-        yield f"{path.name}: {environment['commit']}, {days} days and {since} commits ago"
-
-
-def _commits_since(commit: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"], capture_output=True, text=True
-    )
-    return done.stdout.strip() if done.returncode == 0 else "an unknown number of"
 
 
 def main() -> int:

@@ -3,9 +3,10 @@ import re
 
 import pytest
 
-from benchmarks.figures import pages
+from benchmarks.figures import kept, pages
 from benchmarks.figures.chart import CHART
-from benchmarks.figures.pages import PAGES, TABLES, ages, headline_chart, read_result, with_tables
+from benchmarks.figures.kept import ages, read_result
+from benchmarks.figures.pages import PAGES, TABLES, headline_chart, with_tables
 from benchmarks.figures.shapes import RESULTS
 from mllm_compile.errors import ConfigError
 
@@ -41,6 +42,7 @@ def results(tmp_path, monkeypatch):
     for path in set(RESULTS.glob("*.json")) - set(RESULTS.glob("*-vllm.json")):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
     return tmp_path
 
 
@@ -79,7 +81,50 @@ def test_another_engine_has_its_version_and_says_which_figures_were_taken_once(r
     assert f"| 5.25 (once) | {tpot['limit']:.2f} |" in TABLES["headline"]()
     assert "vllm 0.26.0 by feedbeef" in TABLES["headline"]()
     (row,) = (line for line in TABLES["work"]().splitlines() if line.startswith("| vLLM"))
-    assert row.startswith(f"| vLLM 0.26.0 | 5.25 (once) | {tpot_of_8['median']:.2f} |")
+    assert row.startswith(f"| vLLM 0.26.0 | 5.25 | {tpot_of_8['median']:.2f} ± ")
+
+
+def test_a_figure_that_varies_by_more_than_the_tables_show_is_left_out_alone(results):
+    path = results / "h200-qwen-30b-a3b-shape-mllm.json"
+    data = json.loads(path.read_text())
+    before = row_of("work", "Qwen3-30B-A3B")
+    line = line_of(data, "tpot", 8)
+    line["samples"][0] = line["median"] * (1 + 1.1 * kept.MOST_SHOWN_SPREAD)
+    path.write_text(json.dumps(data))
+    assert row_of("work", "Qwen3-30B-A3B") == [*before[:2], "", *before[3:]]
+    assert TABLES["experts"]().splitlines()[2].split(" | ")[2] == ""
+
+
+def test_what_a_later_commit_measured_fills_what_the_whole_lacks_and_has_its_own_commit(results):
+    path = results / "h200-qwen-8b-shape-mllm.json"
+    data = json.loads(path.read_text())
+    (run,) = data["runs"]
+    lines = run["measurements"]
+    run["measurements"] = [line for line in lines if line["name"] != "prefill32x2048"]
+    path.write_text(json.dumps(data))
+    steps, (*prompts, _) = row_of("work", "Qwen3-8B"), row_of("prompts", "Qwen3-8B")
+    assert prompts[-1] == ""
+    source = f"Qwen3-8B: {data['environment']['commit'][:8]}, {data['environment']['date'][:10]}"
+    run["measurements"] = [line for line in lines if line["name"] == "prefill32x2048"]
+    run["measurements"] += [line_of({"runs": [{"measurements": lines}]}, "start cold", None) | {"median": 1.0}]
+    data["environment"] |= {"commit": "feedbeef0123", "date": "2027-01-02 03:04 UTC"}
+    (results / "h200-qwen-8b-shape-mllm-prompts.json").write_text(json.dumps(data))
+    assert row_of("work", "Qwen3-8B") == steps, "the whole result's own figures stay"
+    assert row_of("prompts", "Qwen3-8B")[:-2] == prompts[:-1]
+    assert row_of("prompts", "Qwen3-8B")[-2] != ""
+    assert f"{source} (prefill32x2048: feedbeef, 2027-01-02)" in TABLES["work"]()
+
+
+def line_of(data, name: str, batch: int | None):
+    """The measurement of a result."""
+    (line,) = (line for line in data["runs"][0]["measurements"] if (line["name"], line["batch"]) == (name, batch))
+    return line
+
+
+def row_of(table: str, title: str) -> list[str]:
+    """The cells of a shape's own row."""
+    (row,) = (line for line in TABLES[table]().splitlines() if line.startswith(f"| **{title}** |"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def test_the_age_of_each_result_is_told(results):
