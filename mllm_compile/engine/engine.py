@@ -89,11 +89,17 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         publish_kv_events: bool = True,
     ) -> None:
         from mllm_compile.config.sources import config_or_runtime
+        from mllm_compile.engine.early_context import early_context
         from mllm_compile.ranks.early_start import early_ranks
 
         self.timeline = timeline_of(reporter or reporter_for())
         source = config_or_runtime(config)
-        with kept_bytecode(), compiled_ahead(OF_TORCH), early_ranks(source) as early:
+        with (
+            kept_bytecode(),
+            early_context(source, self.timeline),
+            compiled_ahead(OF_TORCH),
+            early_ranks(source) as early,
+        ):
             with self.timeline.stage("import torch"), imports_unseen():
                 from mllm_compile.engine.assemble import assemble_any
             parts = assemble_any(source, self.timeline, forward_times=forward_times, early=early)
