@@ -73,13 +73,17 @@ def list_command(cache_dir: DirOption = None) -> None:
 def _row(runtime: StoredRuntime) -> list[str]:
     """A row of _COLUMNS."""
     what = ["", "", ""]
-    source = _state(runtime.problem)
+    source = _source(runtime) or _state(runtime.problem)
     if runtime.manifest is not None:
         config, architecture = runtime.manifest.config, runtime.manifest.factors.get("GPU architecture", "")
         device = architecture if architecture.startswith("sm_") else str(config["runtime"]["device"])
-        source = str(config["model"]["source"])
         what = [str(config["model"]["dtype"]), str(config["compile"]["backend"]), device]
     return [runtime.folder.name, source, *what, format_bytes(runtime.num_bytes), _ago(runtime.last_used)]
+
+
+def _source(runtime: StoredRuntime) -> str | None:
+    """The model's, as its config named it; None of an unusable one."""
+    return None if runtime.manifest is None else str(runtime.manifest.config["model"]["source"])
 
 
 def _ago(moment: float) -> str:
@@ -100,21 +104,43 @@ def remove_command(
     from mllm_compile.store.contents import remove_stored, stored_runtimes, stored_weights
 
     folder = _folder(cache_dir)
-    stored: list[Stored] = [*stored_runtimes(folder), *stored_weights(folder)]
+    runtimes = stored_runtimes(folder)
+    stored: list[Stored] = [*runtimes, *stored_weights(folder)]
+    of_models: dict[str | None, list[str]] = {}
+    for runtime in runtimes:
+        of_models.setdefault(_source(runtime), []).append(runtime.folder.name)
     # All names first: one that is wrong removes nothing.
-    for one in {name: _named(name, stored, folder) for name in names}.values():
+    for one in {name: _named(name, stored, of_models.get(name, []), folder) for name in names}.values():
         print(f"removed {one.folder.name}: {format_bytes(remove_stored(one.folder))}")
 
 
-def _named(name: str, stored: Sequence[Stored], folder: Path) -> Stored:
-    """The one of this name, or the only one whose name begins with it."""
+def _named(name: str, stored: Sequence[Stored], of_model: Sequence[str], folder: Path) -> Stored:
+    """The one of this name, or the only one whose name begins with it.
+
+    Args:
+        of_model: the runtimes of the model that has this name.
+
+    Raises:
+        ConfigError: none, or several; with the names that may be meant.
+    """
     exact = [one for one in stored if one.folder.name == name]
     found = exact or [one for one in stored if name and one.folder.name.startswith(name)]
-    if len(found) != 1:
+    if len(found) == 1:
+        return found[0]
+    if found:
         which = ", ".join(one.folder.name for one in found)
-        said = f"begins the names of several runtimes, {which}" if found else "is no runtime"
-        raise ConfigError(f"{name!r} {said} in {folder}; `mllm-compile cache list` shows them")
-    return found[0]
+        raise ConfigError(f"{name!r} begins several names in {folder}, {which}; give more of one")
+    if of_model:
+        raise ConfigError(
+            f"{name!r} is a model; expected the name of a runtime. `mllm-compile cache remove {' '.join(of_model)}` "
+            f"removes all that it has in {folder}"
+        )
+    names = [one.folder.name for one in stored]
+    shown = f"it has {', '.join(names[:3])}{', …' * (len(names) > 3)}" if names else "it is empty"
+    raise ConfigError(
+        f"{folder} has no runtime and no fetched weights of a name that begins with {name!r}; {shown}. "
+        "`mllm-compile cache list` shows the names"
+    )
 
 
 def prune_command(

@@ -595,7 +595,10 @@ def test_magnitudes_that_do_not_fit_are_refused(tmp_path, changes, base, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tower_s_module_is_refused_by_name(tmp_path):
-    write_adapter(tmp_path, matrices(SHAPES | {"model.visual.q_proj": (6, 5)}), peft_fields("all-linear"))
-    with pytest.raises(MllmError, match=r"model\.visual\.q_proj is of model\.visual, which no text goes through"):
-        read_adapter(tmp_path, BaseModel(**vars(BASE) | {"unread": ("model.visual",)}))
+@pytest.mark.parametrize("unread", ["model.visual", "model.layers.0.self_attn.indexer"])
+def test_a_module_that_no_text_goes_through_is_refused_by_name(tmp_path, unread):
+    write_adapter(tmp_path, matrices(SHAPES | {f"{unread}.q_proj": (6, 5)}), peft_fields("all-linear"))
+    with pytest.raises(
+        MllmError, match=rf"{unread}\.q_proj is of {unread}, which no text goes through.* no indexer of"
+    ):
+        read_adapter(tmp_path, BaseModel(**vars(BASE) | {"unread": (unread,)}))

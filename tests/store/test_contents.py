@@ -212,17 +212,32 @@ def test_a_table_without_room_has_fewer_columns_and_whole_names(width, left, mon
 
 def test_a_runtime_is_removed_by_its_name_or_how_it_begins(cache, capsys):
     assert run(["cache", "remove", "old", "nothing", "--dir", str(cache)]) == 2
-    assert "'nothing' is no runtime in " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no runtime and no fetched weights of a name that begins with 'nothing'; it has broken, new, old. " in told
     assert names(cache) == {"new", "old", "broken"}, "nothing is removed where a name is wrong"
     shutil.copytree(runtimes_folder(cache) / "new", runtimes_folder(cache) / "newer")
     assert run(["cache", "remove", "ne", "--dir", str(cache)]) == 2
-    assert "'ne' begins the names of several runtimes, new" in capsys.readouterr().err
+    assert "'ne' begins several names in " in capsys.readouterr().err
     assert run(["cache", "remove", "new", "bro", "--dir", str(cache)]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "removed new",
         "removed broken",
     ]
     assert names(cache) == {"newer", "old"}
+
+
+def test_a_model_in_place_of_a_runtimes_name_is_told_the_names_of_its_runtimes(cache, capsys):
+    (source,) = {one.manifest.config["model"]["source"] for one in stored_runtimes(cache) if one.manifest is not None}
+    assert run(["cache", "remove", source, "--dir", str(cache)]) == 2
+    told = capsys.readouterr().err
+    assert f"{source!r} is a model; expected the name of a runtime. " in told
+    assert "`mllm-compile cache remove new old` removes all that it has in " in told
+    assert names(cache) == {"new", "old", "broken"}
+
+
+def test_an_empty_cache_has_no_name_to_remove(tmp_path, capsys):
+    assert run(["cache", "remove", "qwen3", "--dir", str(tmp_path)]) == 2
+    assert "a name that begins with 'qwen3'; it is empty. `mllm-compile cache list`" in capsys.readouterr().err
 
 
 def test_the_cache_commands(cache, capsys):
