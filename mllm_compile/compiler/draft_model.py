@@ -79,6 +79,17 @@ def told_of_draft_model(config: ResolvedConfig) -> Iterator[None]:
         raise type(error)(text) from error
 
 
+def _drafter(config: ResolvedConfig) -> str:
+    """The drafter, as messages name it."""
+    path = config.speculative.model
+    return "the layer of speculative.method: mtp" if path is None else f"speculative.model {short_repr(path)}"
+
+
+def _other(config: ResolvedConfig) -> str:
+    """The advice of messages, to be used instead of it."""
+    return "another method" if config.speculative.model is None else "another draft model"
+
+
 def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFolder) -> None:
     """Compares what the two models' config.json say; that is known before anything is compiled.
 
@@ -112,8 +123,8 @@ def check_folders(config: ResolvedConfig, model: ModelFolder, drafter: ModelFold
     limit, length = min(limits, default=None), config.runtime.max_model_len
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but speculative.model {short_repr(config.speculative.model)} was made "
-            f"for at most {limit} tokens. Set it to {limit} or less, or use another draft model."
+            f"runtime.max_model_len is {length}, but {_drafter(config)} was made for at most {limit} tokens. Set it to "
+            f"{limit} or less, or use {_other(config)}."
         )
 
 
@@ -178,15 +189,14 @@ def check_draft_program(config: ResolvedConfig, drafter: ModelSizes, program: Pr
     """
     if program.state_layers:
         raise UnsupportedModelError(
-            f"speculative.model {short_repr(config.speculative.model)} has {len(program.state_layers)} layers with "
-            f"states, such as {program.state_layers[0].name}, which drafts that are not accepted cannot be taken out "
-            "of. Use a draft model of attention alone."
+            f"{_drafter(config)} has {len(program.state_layers)} layers with states, such as "
+            f"{program.state_layers[0].name}, which drafts that are not accepted cannot be taken out of. Use a draft "
+            "model of attention alone, or speculative.method: ngram or suffix."
         )
     if drafter.is_table_of_positions and config.runtime.max_model_len > drafter.context_len:
         raise ConfigError(
-            f"runtime.max_model_len is {config.runtime.max_model_len}, but speculative.model "
-            f"{short_repr(config.speculative.model)} has positions for {drafter.context_len} tokens. Set it to "
-            f"{drafter.context_len} or less, or use another draft model."
+            f"runtime.max_model_len is {config.runtime.max_model_len}, but {_drafter(config)} has positions for "
+            f"{drafter.context_len} tokens. Set it to {drafter.context_len} or less, or use {_other(config)}."
         )
 
 

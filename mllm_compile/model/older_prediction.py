@@ -1,6 +1,7 @@
 """Conversions of weights to Transformers' MtpModel, and a layer's pass, by versions older than 5.23 too.
 
-They have both within longer methods. Names of tensors that begin with `mtp.` are unknown to them.
+They have both within longer methods, and lack the rules for Qwen's names of tensors, which begin with `mtp.`. Their
+rotary embeddings of models that may see images take three positions of a token and nothing else.
 """
 
 from __future__ import annotations
@@ -8,27 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, __version__
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.modeling_layers import MtpModel
 
-from mllm_compile.errors import UnsupportedModelError
-
-
-def check_names(name: str) -> None:
-    """
-    Args:
-        name: of a checkpoint's tensor for a prediction layer.
-
-    Raises:
-        UnsupportedModelError: this version does not know where it belongs.
-    """
-    if name.startswith("mtp.") and not hasattr(MtpModel, "get_weight_conversions"):
-        raise UnsupportedModelError(
-            f"speculative.method is mtp, and Transformers {__version__} does not know where the checkpoint's {name!r} "
-            "belongs. Expected 5.23 or a later version: install one, or use another method."
-        )
+# Pattern → name, behind `mtp.`: Transformers 5.23 has these last among the rules of MtpModel.
+QWEN_NAMES = {
+    r"^layers\.(\d+)\.(?!(?:mtp_block|enorm|hnorm|eh_proj|post_norm)\.)": r"layers.\1.mtp_block.",
+    r"^fc\.": "layers.0.eh_proj.",
+    r"^pre_fc_norm_embedding\.": "layers.0.enorm.",
+    r"^pre_fc_norm_hidden\.": "layers.0.hnorm.",
+    r"^norm\.": "layers.0.post_norm.",
+}
 
 
 def conversions_of(model: Any, main_model: PreTrainedModel, count: int) -> list[Any]:
@@ -42,7 +34,8 @@ def conversions_of(model: Any, main_model: PreTrainedModel, count: int) -> list[
         for number in range(count)
     ]
     of_model = get_model_conversion_mapping(model, add_legacy=False)
-    return [*renamed, *of_model, *get_model_conversion_mapping(main_model)]
+    of_qwen = [WeightRenaming(source_patterns=pattern, target_patterns=name) for pattern, name in QWEN_NAMES.items()]
+    return [*renamed, *of_model, *of_qwen, *get_model_conversion_mapping(main_model)]
 
 
 def run_layer(
@@ -58,7 +51,10 @@ def run_layer(
         out: torch.Tensor = model.forward_layer(number, hidden_states, position_ids, None, input_ids=input_ids)
         return out
     embedded = model.embed_tokens(input_ids)
-    rotary = None if model.rotary_emb is None else model.rotary_emb(embedded, position_ids=position_ids)
+    rotary = None
+    if model.rotary_emb is not None:
+        places = position_ids.expand(3, -1, -1) if hasattr(model.rotary_emb, "mrope_section") else position_ids
+        rotary = model.rotary_emb(embedded, position_ids=places)
     masks = model.create_masks_for_mtp_layer(number, embedded, None, position_ids)
     around = {"position_embeddings": rotary, "position_ids": position_ids, "past_key_values": None, **masks}
     out = model.layers[number](embedded, hidden_states, **around)

@@ -25,7 +25,7 @@ from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel, compute_constants
 from mllm_compile.model.hidden_states import LAST
-from mllm_compile.model.older_prediction import check_names, conversions_of, run_layer
+from mllm_compile.model.older_prediction import conversions_of, run_layer
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.rope_hook import follow_rope
@@ -121,7 +121,7 @@ def read_prediction(
 
     Raises:
         CheckpointError: the checkpoint lacks the layer, or a part of it.
-        UnsupportedModelError: Transformers would compute a tensor from others while loading, or is too old.
+        UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
     names = [name for name in tensors.planned if is_of_prediction(main, name, number)]
     if not names:
@@ -129,7 +129,6 @@ def read_prediction(
             "speculative.method is mtp, and the checkpoint has no tensors of a layer for multi-token prediction. Take "
             "one that has them, or use another method."
         )
-    check_names(names[0])
     shared = dict(zip((EMBEDDING, HEAD), main.embedding_and_head(), strict=True))
     return read_part(tensors, names, {key: table[name] for key, name in shared.items()}, built.model)
 

@@ -204,3 +204,13 @@ def test_what_the_layer_does_not_go_with_is_refused(tmp_path):
     for runtime, text in (({"skip_compiled": True}, "skip_compiled"), ({"tensor_parallel_size": 2}, "2 ranks")):
         with pytest.raises(ConfigError, match=text):
             load_or_compile(config_of(tmp_path, speculative=MTP, runtime=runtime))
+
+
+def test_a_layer_that_chooses_keys_is_refused_by_its_method(tmp_path):
+    config = config_of_architecture("minimax_m3_vl_text", index_block_size=4, index_topk_blocks=2, eos_token_id=None)
+    save_tiny_model(config, tmp_path / "model")
+    text = (
+        "the layer of speculative.method: mtp was made for at most 8 tokens. Set it to 8 or less, or use another method"
+    )
+    with pytest.raises(ConfigError, match=text):
+        load_or_compile(config_of(tmp_path, speculative=MTP))
