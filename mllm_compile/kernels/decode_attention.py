@@ -36,10 +36,12 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         for layer in (*program.layers, *program.cross_layers)
         if _is_served(layer) and (config.compile.split_decode or is_beyond_flashinfer(config, layer))
     ]
+    # Each token of a prompt is a row of attention to its source (runtime/program/sources.py).
+    has_many = bool(program.cross_layers) or config.runtime.max_running_requests > MOST_REQUESTS
     of_layers, made = made_by_kind(
         served,
         lambda layer: replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks"),
-        partial(_variants, config),
+        partial(_variants, config, has_many),
     )
     variants = {name: variants for name, (variants, _) in of_layers.items()}
     verifies = {layer.name: _verify_variants(config, layer) for layer in served}
@@ -62,9 +64,9 @@ def _is_served(layer: LayerSpec) -> bool:
 
 
 def _variants(
-    config: ResolvedConfig, layer: LayerSpec, index: int
+    config: ResolvedConfig, has_many: bool, layer: LayerSpec, index: int
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
-    """A layer's variants and their pieces.
+    """A layer's variants and their pieces; `has_many`: batches may have more than MOST_REQUESTS rows.
 
     In deterministic mode there is one for any batch, and where steps may have any number of rows another with the same
     numbers. A step may hold many tokens of one request, so no key can be fetched before the previous kernel has ended.
@@ -82,18 +84,17 @@ def _variants(
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
     variants: tuple[DecodeVariant, ...] = DecodeVariant(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
     if _has_kernels(config, layer):
-        variants = _hopper_variants(config.runtime, layer, *variants)
+        variants = _hopper_variants(config.runtime, has_many, layer, *variants)
     called = {variant.piece for variant in variants}
     return variants, tuple(piece for piece in (few, many) if piece.name in called)
 
 
 def _hopper_variants(
-    runtime: RuntimeSection, layer: LayerSpec, few: DecodeVariant, many: DecodeVariant
+    runtime: RuntimeSection, has_many: bool, layer: LayerSpec, few: DecodeVariant, many: DecodeVariant
 ) -> tuple[DecodeVariant, ...]:
     """Clusters for few requests, or a piece without clusters of such heads; shares for many, and a piece for more
     than these count."""
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
-    has_many = runtime.max_running_requests > MOST_REQUESTS
     variants = []
     features = _features(runtime, layer)
     group = layer.num_heads // kv_heads

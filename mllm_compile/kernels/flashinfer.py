@@ -7,6 +7,7 @@ which loads (or builds) every kernel that a batch may get; then the kernels that
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecode
 from mllm_compile.runtime.program.spec import Program
 
@@ -42,32 +43,11 @@ def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, repo
 
 
 def _load_kernels(config: ResolvedConfig, program: Program) -> None:
-    from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
-
-    runtime = config.runtime
-    dtype = getattr(torch, config.model.dtype)
-    device = torch.device(runtime.device)
-    layers = [layer for layer in program.layers if not program.kernels_of_layer(layer.name).latent]
-    sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
-    if layers:  # a model of layers with a state alone attends nowhere
-        wrappers = GroupWrappers(
-            [AttentionLayer.of(layer, sinks) for layer in layers],
-            kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
-            q_dtype=dtype,
-            max_context_len=runtime.page_size,
-            req_to_token=torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
-            device=device,
-            max_requests=runtime.max_running_requests,
-            page_size=runtime.page_size,
-            deterministic=runtime.deterministic,
-            kernels={
-                name: replace(kernels, cascade=None).linked(
-                    lambda variant: _NO_DECODER, lambda piece: _NO_DECODER.piece, lambda library: None
-                )
-                for name, kernels in program.layer_kernels.items()
-            },
-        )
-        wrappers.load()
+    own = [layer for layer in program.layers if not program.kernels_of_layer(layer.name).latent]
+    if own:  # a model of layers with a state alone attends nowhere
+        _load_kernels_of(config, program, own, None)
+    if program.cross_layers:  # which have a backend of their own, of decodes alone
+        _load_kernels_of(config, program, program.cross_layers, config.runtime.max_running_requests)
     try:
         from flashinfer.page import get_page_module
         from flashinfer.sampling import get_sampling_module
@@ -79,3 +59,30 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
             f"FlashInfer could not build its sampling kernels: {str(error).strip().splitlines()[0]} "
             "Install its prebuilt ones: pip install flashinfer-jit-cache."
         ) from error
+
+
+def _load_kernels_of(
+    config: ResolvedConfig, program: Program, layers: Sequence[LayerSpec], most_decodes: int | None
+) -> None:
+    from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
+
+    runtime, device = config.runtime, torch.device(config.runtime.device)
+    sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
+    kernels = {layer.name: replace(program.kernels_of_layer(layer.name), cascade=None) for layer in layers}
+    wrappers = GroupWrappers(
+        [AttentionLayer.of(layer, sinks) for layer in layers],
+        kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
+        q_dtype=getattr(torch, config.model.dtype),
+        max_context_len=runtime.page_size,
+        req_to_token=torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
+        device=device,
+        max_requests=runtime.max_running_requests,
+        page_size=runtime.page_size,
+        deterministic=runtime.deterministic,
+        kernels={
+            name: of_layer.linked(lambda variant: _NO_DECODER, lambda piece: _NO_DECODER.piece, lambda library: None)
+            for name, of_layer in kernels.items()
+        },
+        most_decodes=most_decodes,
+    )
+    wrappers.load()

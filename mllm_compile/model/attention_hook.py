@@ -130,5 +130,10 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 def _choose(model: PreTrainedModel, name: str) -> None:
     if model._can_set_attn_implementation():  # if not, set_attn_implementation does nothing but warn
         model.set_attn_implementation(name)
+        # Up to Transformers 5.17 copies of the model's config, which parts of T5 have, stay as they are.
+        configs = (getattr(part, "config", None) for part in model.modules())
+        for config in configs:
+            if type(config) is type(model.config):
+                config._attn_implementation_internal = name
     else:
         model.config._attn_implementation = name

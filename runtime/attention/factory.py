@@ -35,13 +35,13 @@ def make_attention_backend(
     req_to_token_pool: ReqToTokenPool,
     device: torch.device,
     part: int = 0,
-    max_rows: int | None = None,
+    most_decodes: int | None = None,
 ) -> AttentionBackend:
     """The backend that config.runtime.attention_backend names.
 
     Args:
         part: which part of steps it is for, where parts run beside each other.
-        max_rows: most decodes of a batch, where they are more than requests.
+        most_decodes: rows of a batch at most, where batches are decodes alone; None: they have prompts, too.
 
     Raises:
         ConfigError: no backend has that name, or it cannot compute in the model's dtype.
@@ -85,7 +85,7 @@ def make_attention_backend(
             copy_prefix=runtime.takes("copy_prefix"),
             divide_prefix=runtime.takes("divide_prefix"),
             part=part,
-            max_rows=max_rows,
+            most_decodes=most_decodes,
         )
         return FlashInferAttnBackend(wrappers)
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

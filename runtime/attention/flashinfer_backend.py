@@ -304,6 +304,8 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
 
     @property
     def mixed_obstacle(self) -> str | None:
+        if not self._group_prefills:
+            return "batches are decodes alone"
         for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
             if not isinstance(decode, SplitGroup):
                 return "decodes of some layers run by FlashInfer's kernels and not by the program's"

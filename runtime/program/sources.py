@@ -68,7 +68,7 @@ class SourceAttention:
         attending = _Attending(model.sources.layers, model.layer_kernels)
         most = max(config.max_attended, config.runtime.max_num_batched_tokens)  # each token of a prompt is a row
         self._backend: AttentionBackend = make_attention_backend(
-            config, attending, req_to_token_pool, device, max_rows=most
+            config, attending, req_to_token_pool, device, most_decodes=most
         )
         self.first_row = req_to_token_pool.req_to_token.shape[0] // 2
         self.lens = torch.zeros(self.first_row, dtype=torch.int32, device=device)

@@ -50,7 +50,8 @@ def test_a_packed_step_is_as_near_to_float32_as_transformers_in_bfloat16(name: s
     config = pooling_config(tmp_path / "model", tmp_path / "cache", "inductor", dtype="bfloat16", task=task_of(name))
     noise = mean_error(in_bfloat16, exact)
     for mode, graphs in (("auto", {"piecewise_tokens": list(SIZES)}), ("none", {"mode": "none"})):
-        with Engine(config | {"runtime": {"device": "cuda:0"}, "cudagraph": graphs}) as engine:
+        runtime = {"device": "cuda:0", "max_model_len": 512}
+        with Engine(config | {"runtime": runtime, "cudagraph": graphs}) as engine:
             core: Any = engine.pooling.core
             assert (core._runner.graphs is not None) == (mode == "auto")
             together, alone = served(engine, texts), [served(engine, [text])[0] for text in texts]

@@ -12,7 +12,7 @@ import pytest
 from mllm_compile.kernels import decode_attention
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, OF_ONE
@@ -107,6 +107,14 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
     names = [variant.piece or variant.kernels[0].name.partition("_")[0] for variant in variants]
     assert list(zip(names, [variant.most_sequences for variant in variants], strict=True)) == served
     assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
+
+
+def test_a_prompt_may_have_more_rows_of_attention_to_its_source_than_shares_count(has_kernels):
+    has_kernels(True)
+    cross = replace(LAYER, name="layers.0.encoder_attn")
+    of_both, _ = add_decode_attention(resolved(H200), replace(program(LAYER), cross_layers=(cross,)))
+    for variants in of_kind(of_both.layer_kernels, "decode").values():
+        assert [variant.most_sequences for variant in variants[1:]] == [MOST_REQUESTS * LAYER.num_kv_heads, None]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])

@@ -42,7 +42,7 @@ class GroupWrappers:
     Attributes:
         groups: the plan groups: layers equal in window, soft cap, scale and heads.
         group_of: layer → the index of its group.
-        decodes, prefills: what plans a group's decodes and prefills.
+        decodes, prefills: what plans a group's decodes and prefills; none of the latter where there are no prompts.
         cascades: and its decodes that begin with the same pages, by FlashInfer; None: the group has no such kernel.
         piece_cascades: index of a group → the program's own kernel for captured ones.
         shared_prefix: what cascades share, or None.
@@ -66,7 +66,7 @@ class GroupWrappers:
         copy_prefix: bool = True,
         divide_prefix: bool = True,
         part: int = 0,
-        max_rows: int | None = None,
+        most_decodes: int | None = None,
     ) -> None:
         """
         Args:
@@ -81,7 +81,8 @@ class GroupWrappers:
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
             part: which part of steps they serve, where parts run beside each other.
-            max_rows: most decodes of a batch that is not captured; None: max_requests.
+            most_decodes: rows of a batch at most, where batches are decodes alone: nothing is made for prompts. None: a
+                batch has max_requests decodes at most, and prompts.
 
         Raises:
             DeviceError: FlashInfer is not installed, or `device` is no CUDA device.
@@ -99,7 +100,7 @@ class GroupWrappers:
         self.page_size = page_size
         self.max_context_len = max_context_len
         self.max_requests = max_requests
-        self._max_rows = max_requests if max_rows is None else max_rows
+        self._most_decodes = max_requests if most_decodes is None else most_decodes
         self.req_to_token = req_to_token
         self.deterministic = deterministic
 
@@ -107,11 +108,13 @@ class GroupWrappers:
         num_bytes = workspace_bytes(self.groups, max_requests, self.num_sms)
         self._workspace = float_workspace(self.device, num_bytes, part)
         self.split_space, self.decodes = self._make_decodes(decoders, of_kind(kernels or {}, "verify"))
-        self._copies = self._make_copy_space(part) if copy_prefix else None
+        has_prompts = most_decodes is None
+        self._copies = self._make_copy_space(part) if copy_prefix and has_prompts else None
         self._merge = self._library.merge_state_in_place if divide_prefix else None
         own = {self.group_of[name]: piece for name, piece in prefills.items()}
-        self.prefills = [self._make_prefill(group, own.get(index)) for index, group in enumerate(self.groups)]
-        self.cascades = [self._make_cascade(group) for group in self.groups]
+        prompted = self.groups if has_prompts else ()
+        self.prefills = [self._make_prefill(group, own.get(index)) for index, group in enumerate(prompted)]
+        self.cascades = [self._make_cascade(group) if has_prompts else None for group in self.groups]
         self.piece_cascades = {self.group_of[name]: piece for name, piece in cascades.items()}
         self.shared_prefix: SharedPrefix | None = None
         if self.piece_cascades:
@@ -126,10 +129,9 @@ class GroupWrappers:
         """
         for index, group in enumerate(self.groups):
             try:
-                self.decodes[index].load()
-                self.prefills[index].load()
-                if (cascade := self.cascades[index]) is not None:
-                    cascade.load()
+                for kernels in (self.decodes[index], *self.prefills[index : index + 1], self.cascades[index]):
+                    if kernels is not None:
+                        kernels.load()
             except RuntimeError as error:
                 raise DeviceError(
                     f"FlashInfer has no kernel for {group} and could not build one: "
@@ -177,7 +179,7 @@ class GroupWrappers:
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
             types = self._q_dtype, self.kv_cache_dtype
-            space = SplitDecodeSpace(groups, self.req_to_token, self._max_rows, self.page_size, *types)
+            space = SplitDecodeSpace(groups, self.req_to_token, self._most_decodes, self.page_size, *types)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:

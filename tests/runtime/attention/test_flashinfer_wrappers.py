@@ -1,12 +1,9 @@
 """The wrappers of plan groups, from a FlashInfer that only notes its calls (on a GPU:
 tests/gpu/test_flashinfer_backend.py)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.flashinfer import cascade, decode, prefill, wrappers
 from mllm_compile.runtime.attention.flashinfer.decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, GroupPrefill
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
@@ -15,56 +12,12 @@ from mllm_compile.runtime.attention.layer_kernels import LayerKernels
 from mllm_compile.runtime.attention.split.split_decode import LinkedDecode
 from mllm_compile.runtime.errors import DeviceError
 from tests.runtime.attention.attention_cases import make_layer
+from tests.runtime.attention.torch_flashinfer import library
+
+__all__ = ["library"]
 
 FULL, WINDOW = make_layer(16, 4, 128), make_layer(16, 4, 128, window_left=20, layer_id=1)
 OWN = [LinkedDecode(lambda inputs: None)]
-
-
-class Library:
-    """FlashInfer, as its wrappers are made."""
-
-    __version__ = "0.0"
-
-    def __init__(self):
-        self.asked = []
-
-    def __getattr__(self, name):
-        def made(workspace, layout, **options):
-            self.asked.append((name, options))
-            return SimpleNamespace(is_cuda_graph_enabled=False, plan=self.plan)
-
-        return made
-
-    def plan(self, *args, **options):
-        raise RuntimeError("no kernel could be built\nat length")
-
-
-class Space:
-    def __init__(self, device):
-        pass
-
-    def adopt(self, wrapper):
-        return wrapper
-
-    def planning(self, wrapper):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-
-@pytest.fixture
-def library(monkeypatch) -> Library:
-    library = Library()
-    monkeypatch.setattr(wrappers, "import_flashinfer", lambda device: library)
-    properties = SimpleNamespace(multi_processor_count=132, major=9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (cascade, decode, prefill):
-        monkeypatch.setattr(module, "PlanSpace", Space)
-    return library
 
 
 def made(**options) -> GroupWrappers:
@@ -115,5 +68,6 @@ def test_deterministic_decodes_read_nothing_once_for_all(library):
 
 
 def test_a_kernel_that_cannot_be_built_is_told_by_its_group_when_a_backend_loads_them(library):
+    library.fails = True
     with pytest.raises(DeviceError, match=r"no kernel for PlanGroup\(.*: no kernel could be built Install"):
         FlashInferAttnBackend(made())

@@ -56,7 +56,8 @@ class Backend:
 @pytest.fixture(params=[True, False], ids=["own kernels", "planned on the host"])
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[SourceAttention, Backend]:
     backend, asked = Backend(request.param), []
-    monkeypatch.setattr(sources, "make_attention_backend", lambda *args, max_rows: asked.append(max_rows) or backend)
+    make = lambda *args, most_decodes: asked.append(most_decodes) or backend  # noqa: E731
+    monkeypatch.setattr(sources, "make_attention_backend", make)
     config: Any = SimpleNamespace(max_attended=4, runtime=SimpleNamespace(max_num_batched_tokens=64))
     model: Any = SimpleNamespace(sources=SimpleNamespace(layers=()), layer_kernels={})
     attention = SourceAttention(config, model, ReqToTokenPool(2 * NUM_ROWS - 1, 16, CPU), CPU)
