@@ -382,3 +382,15 @@ def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(drive
     x, weight = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
     loaded(x, (weight,), [None] * 6, 0.0, 4)
     assert [isinstance(argument, TensorMap) for argument in launches[0]] == [True] * 2 + [False] * 8
+
+
+def test_a_launch_compares_no_tilings(monkeypatch):
+    """A capture launches each linear for each of its sizes, and comparing takes longer than all else."""
+    launched: list[LinearKind] = []
+    monkeypatch.setattr(STREAMED, "_launch", lambda x, weight, kind, *of: launched.append(kind))
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    first = STREAMED._residual_norm(x, weight, x, weight[0])
+    monkeypatch.setattr(rows, "RowTiling", None)
+    second = STREAMED._residual_norm(x, weight, x, weight[0])
+    assert [one.shape for one in second] == [one.shape for one in first]
+    assert launched[0] == launched[1]
