@@ -55,6 +55,33 @@ def save_with_prediction_layer(architecture: str, folder: Path, num_layers: int 
     return config
 
 
+def be_right(folder: Path) -> torch.Tensor:
+    """Makes the next token of a model of `save_with_prediction_layer` follow from the last alone, and its prediction
+    layer always right about it; returns the token behind each.
+
+    Embeddings are unit vectors, layers add nothing, and logits are of a permutation of tokens. The prediction layer
+    reads its token alone.
+    """
+    from safetensors.torch import load_file, save_file
+
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    vocab, size = tensors["model.embed_tokens.weight"].shape
+    behind = torch.randperm(vocab, generator=torch.Generator().manual_seed(5))
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith(("eh_proj.weight", "mtp.fc.weight")):
+            tensor.copy_(torch.eye(size, 2 * size))
+        elif name.endswith("embed_tokens.weight"):
+            tensor.copy_(torch.eye(vocab, size))
+        elif name.endswith("head.weight"):
+            tensor.zero_()
+            tensor[behind, torch.arange(vocab)] = 1.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    return behind
+
+
 def save_vision_with_prediction_layer(folder: Path) -> None:
     """The same, of a model of Qwen3.5 that takes images."""
     from safetensors.torch import load_file, save_file
