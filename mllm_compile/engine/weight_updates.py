@@ -160,16 +160,17 @@ class WeightUpdates:
             self._check_awake()
             if partial and self._torn is not None:
                 raise self._core.gate.torn_error()
-            self._open = self._begun(self._live, is_direct=direct, is_partial=partial, names=names)
-            self._is_direct, self._keeps_prefixes = direct, keep_prefix_cache
-            if direct:
-                self._direct_since = time.monotonic()
-                self._core.move_gate(lambda gate: gate.begin_writing())
-                try:
+            try:
+                if direct:  # it begins when no step reads weights
+                    self._direct_since = time.monotonic()
+                    self._core.move_gate(lambda gate: gate.begin_writing())
                     self._core.while_still(lambda requests: None)
-                except BaseException as error:  # nobody would go on with it, and no step would run
-                    self.abandon(_reason(error))
-                    raise
+                self._open = self._begun(self._live, is_direct=direct, is_partial=partial, names=names)
+            except BaseException:  # nobody would go on with it, and no step would run
+                if direct:
+                    self._core.move_gate(lambda gate: gate.end_writing(self._torn))
+                raise
+            self._is_direct, self._keeps_prefixes = direct, keep_prefix_cache
 
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None, **options: Unpack[Options]

@@ -1,6 +1,7 @@
 """A group over NCCL that a trainer and this engine join, with GPUs each: no call of it waits beyond its time.
 
-Unlike torch's own, whose watchdog ends the process of a group that a member has left.
+Unlike torch's own, whose watchdog ends the process of a group that a member has left. A receive that goes on holds up
+whatever waits for the whole device, and so perhaps the thread that would see that it is late: another thread ends it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mllm_compile.runtime.collectives.nccl_library import (
     library,
 )
 from mllm_compile.transfer.opcodes import Made, read_pickle
+from mllm_compile.transfer.overdue import Overdue
 
 _LOOKS_S = 0.001  # between looks at a call that goes on
 _QUICK_S = 0.00005  # at a broadcast
@@ -57,16 +59,21 @@ class NcclGroup:
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._stream = torch.cuda.Stream(device)
         self._handle: ctypes.c_void_p | None = None
+        self._is_over = False
+        self._lock = threading.Lock()  # of calls with the handle, and of giving it up
+        self._overdue = Overdue(self.close, "nccl-silence")
         self._written: dict[int, torch.Tensor] = {}  # what NCCL may write to, by address
 
     def join(self) -> ctypes.c_void_p:
         """Waits for the others, once.
 
         Raises:
-            TransferError: they do not come, or NCCL connects no such GPUs.
+            TransferError: they do not come, NCCL connects no such GPUs, or the group is over.
         """
         if self._handle is not None:
             return self._handle
+        if self._is_over:
+            raise self._silent()
         found, handle, shared = self._found_id(), ctypes.c_void_p(), UniqueId()
         if len(found) != ID_BYTES:
             raise TransferError(f"the trainer's id of the group has {len(found)} bytes; expected {ID_BYTES}")
@@ -82,12 +89,14 @@ class NcclGroup:
     def add_one(self) -> None:
         """Sums one float32 over all members, as PyNccl's groups do once they are joined."""
         number = torch.zeros(1, device=self.device)
-        handle, deadline = self.join(), time.monotonic() + self._timeout_s
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        place, kind = self._holding(number), TYPES[torch.float32]
-        began = library().ncclAllReduce(place, place, 1, kind, SUM, handle, self._stream.cuda_stream)
-        self._settle(began, "a first sum", deadline)
-        self._wait(self._event(), deadline, place)
+        place, kind = number.data_ptr(), TYPES[torch.float32]
+        self.join()
+        self._begin(
+            number,
+            "a first sum",
+            self._timeout_s,
+            lambda handle: library().ncclAllReduce(place, place, 1, kind, SUM, handle, self._stream.cuda_stream),
+        )()
 
     def begin(self, tensor: torch.Tensor, src: int = 0) -> Callable[[], None]:
         """Begins to receive what member `src` broadcasts, in the tensor's memory; the result waits for it.
@@ -97,23 +106,38 @@ class NcclGroup:
         """
         if not tensor.nbytes:
             return lambda: None
-        handle, deadline = self.join(), time.monotonic() + self._silence_s
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what used this memory before
-        place = self._holding(tensor)
-        began = library().ncclBroadcast(
-            place, place, tensor.nbytes, TYPES[torch.uint8], src, handle, self._stream.cuda_stream
+        place, size, kind = tensor.data_ptr(), tensor.nbytes, TYPES[torch.uint8]
+        self.join()
+        return self._begin(
+            tensor,
+            "a broadcast",
+            self._silence_s,
+            lambda handle: library().ncclBroadcast(place, place, size, kind, src, handle, self._stream.cuda_stream),
         )
-        self._settle(began, "a broadcast", deadline)
-        event = self._event()
-        return lambda: self._wait(event, deadline, place)
 
     def close(self) -> None:
-        """Leaves the group, and ends what it does."""
-        handle, self._handle = self._handle, None
+        """Leaves the group, and ends what it does; from any thread, without waiting for the device."""
+        with self._lock:
+            self._is_over = True
+            handle, self._handle = self._handle, None
+        self._overdue.stop()
         written, self._written = self._written, {}
         if handle is not None:
             ending = handle, self._stream, written
             threading.Thread(target=_end, args=ending, name="nccl-abort", daemon=True).start()
+
+    def _begin(
+        self, tensor: torch.Tensor, doing: str, most_s: float, call: Callable[[ctypes.c_void_p], int]
+    ) -> Callable[[], None]:
+        """Begins a call that writes to a tensor; it has ended `most_s` from now, or the group is over."""
+        deadline = time.monotonic() + most_s
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what used this memory before
+        place = self._holding(tensor)
+        self._overdue.expect(most_s)
+        self._settle(self._called(call), doing, deadline)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return lambda: self._wait(event, place)
 
     def _found_id(self) -> bytes:
         try:
@@ -126,11 +150,6 @@ class NcclGroup:
         """The address of a tensor that stays in memory until nothing writes to it."""
         self._written[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
 
     def _settle(self, result: int, doing: str, deadline: float) -> None:
         """Waits until a call has been taken."""
@@ -146,19 +165,35 @@ class NcclGroup:
             self.close()
             raise TransferError(f"{error}. {_HINT}") from None
 
-    def _wait(self, event: torch.cuda.Event, deadline: float, place: int) -> None:
+    def _wait(self, event: torch.cuda.Event, place: int) -> None:
         while not event.query():
-            failure = self._state()
-            if failure not in (0, IN_PROGRESS) or time.monotonic() > deadline:
+            if self._state() not in (0, IN_PROGRESS):
                 self.close()
-                raise TransferError(f"the sender is gone, or silent for {self._silence_s:g} s")
             time.sleep(_QUICK_S)
+        if self._is_over:  # what has ended has not come
+            raise self._silent()
+        self._overdue.came()
         self._written.pop(place, None)
 
     def _state(self) -> int:
         state = ctypes.c_int()
-        check(library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)), "asking for a group's state")
+        asked = self._called(lambda handle: library().ncclCommGetAsyncError(handle, ctypes.byref(state)))
+        check(asked, "asking for a group's state")
         return state.value
+
+    def _called(self, call: Callable[[ctypes.c_void_p], int]) -> int:
+        """The result of a call, of those that do not wait: NCCL frees the handle where the group is ended.
+
+        Raises:
+            TransferError: the group is over.
+        """
+        with self._lock:
+            if self._handle is None:
+                raise self._silent()
+            return call(self._handle)
+
+    def _silent(self) -> TransferError:
+        return TransferError(f"the sender is gone, or silent for {self._silence_s:g} s")
 
 
 def id_in(pickled: bytes) -> bytes:

@@ -134,5 +134,6 @@ class StagedCommunicator:
             group.abort()
 
     def close(self) -> None:
+        self.abort()  # all of them: closing one waits for the device, and so for what the others do there
         for group in (*self._groups, self._whole):
             group.close()

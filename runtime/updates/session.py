@@ -1,8 +1,8 @@
 """One update of a model's weights: takes tensors one by one, checks them, and swaps them in whole.
 
 *Staged*: tensors go into copies beside the weights, which serve on; `swap` copies these over. *Direct*: they go
-straight into the weights, so nothing may run meanwhile, and one that breaks off leaves them neither old nor new
-(`is_torn`). The caller sees to the moment; nothing here knows steps or requests.
+straight into the weights, so no step is launched from its beginning on, and one that breaks off leaves them neither old
+nor new (`is_torn`). The caller sees to the moment; nothing here knows steps or requests.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class WeightUpdate:
         self._needed: dict[str, list[str]] = {}  # a held tensor → all that its weight is made of
         self._staged: dict[str, torch.Tensor] = {}
         self._scatters: list[Scatter] = []
+        if is_direct:  # ahead of all tensors: to receive one may hold up whatever waits for the whole device
+            _synchronize(self._device)
 
     @property
     def is_torn(self) -> bool:
@@ -286,8 +288,6 @@ class WeightUpdate:
     def _weight(self, name: str) -> torch.Tensor:
         """The weight to write: a copy beside the one that serves, unless the update is direct."""
         if self._is_direct and name not in self._live.panels:
-            if not self._has_written:
-                _synchronize(self._device)
             self._has_written = True
             return self._live.tensors[name]
         if name not in self._staged:

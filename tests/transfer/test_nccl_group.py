@@ -103,6 +103,26 @@ def test_a_sender_that_is_silent_or_gone_ends_the_group(library, state):
     until(lambda: "ncclCommAbort" in library.calls, "it is given up")
 
 
+def test_a_receiver_that_waits_for_the_device_is_freed_when_its_sender_is_silent(library):
+    """As a direct update was that waited for all of the device while its next buffer was on the way."""
+    aborted = threading.Event()
+
+    def abort(handle) -> int:
+        library.done.is_done = True  # the kernel ends, and has brought nothing
+        aborted.set()
+        return 0
+
+    library.ncclCommAbort, library.done.is_done = abort, False
+    group = group_of(library, silence_s=0.01)
+    wait = group.begin(torch.zeros(4))
+    assert aborted.wait(HANG_S), "nobody else ends it"
+    with pytest.raises(TransferError, match="the sender is gone, or silent"):
+        wait()
+    for late in (lambda: group.begin(torch.zeros(4)), group.join):
+        with pytest.raises(TransferError, match="the sender is gone, or silent"):
+            late()
+
+
 def test_what_nccl_may_write_to_stays_until_the_group_has_ended(library):
     may_end, ended = threading.Event(), threading.Event()
 
