@@ -20,6 +20,9 @@ from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
 _MOST = 2  # at once: they share the link
+_MOST_TRIES = (
+    4  # of a request: what came may be gone before it is admitted, or be no more than others' part of its path
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +82,9 @@ class Loads:
         self._loads: dict[Ticket, _Load] = {}
         self._loading: dict[bytes, _Load] = {}  # by the keys of the pages that are on their way
         self._waits: dict[Request, _Load] = {}
-        self._tried: dict[Request, tuple[int, int]] = {}  # requests that have waited: pages loaded for them, by tier
+        self._tried: dict[
+            Request, list[tuple[int, int]]
+        ] = {}  # pages of the loads that requests have waited for, by tier
         self._later: set[Request] = set()  # requests that are looked at again when a load has ended
         self._lookups = Lookups(shelves)
 
@@ -97,13 +102,14 @@ class Loads:
         """See Tiers.holds_back."""
         if self.is_for(request):
             return True
-        if request in self._tried and self._room is None:
+        is_last = len(self._tried.get(request, ())) >= _MOST_TRIES
+        if is_last and self._room is None:
             return False
         shelves, page_size = self._shelves, self._shelves.page_size
         run, pages = self._cache.match_prefix(token_ids, salt)
         known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
         parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
-        if request in self._tried:
+        if is_last:
             return self._waits_for_room(request, run, num_needed - pages.size, num_promised)
         first_missing = keys.chain(parent, rest[:page_size])
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
@@ -140,7 +146,8 @@ class Loads:
 
     def pages_for(self, request: Request) -> tuple[int, int]:
         """Pages that were loaded for a request that is being admitted: from the host, and from the tier below."""
-        return self._tried.get(request, (0, 0))
+        loads = self._tried.get(request, ())
+        return sum(from_host for from_host, _ in loads), sum(from_below for _, from_below in loads)
 
     def _waits_for_room(
         self, request: Request, run: PageRun | None, num_needed: int, num_promised: int, rest: Sequence[bytes] = ()
@@ -352,7 +359,7 @@ class Loads:
         self._cache.unlock(load.run)
         for request in load.waiting:
             self._waits.pop(request, None)
-            self._tried[request] = load.num_loaded
+            self._tried.setdefault(request, []).append(load.num_loaded)
         self._later.clear()
         self._shelves.changes += 1
 

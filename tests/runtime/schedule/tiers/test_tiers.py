@@ -103,6 +103,42 @@ def test_a_request_that_waits_for_a_load_stops_no_other() -> None:
     assert again.host_tokens > 0
 
 
+def test_who_waits_for_pages_of_anothers_load_loads_the_rest_of_its_own() -> None:
+    sim, copies = simulation(Random(3), num_pages=41)
+    forks = [[*prompt_of(20), *prompt_of(20, first=first)] for first in (5, 9)]
+    for number, prompt in enumerate(forks):
+        sim.add(make_request(f"before{number}", prompt, max_tokens=2, **FREE))
+        settled(sim)
+    sim.scheduler.rows.flush_prefix_cache()
+    again = [
+        sim.add(make_request(f"again{number}", prompt, max_tokens=2, **FREE)) for number, prompt in enumerate(forks)
+    ]
+    settled(sim)
+    sim.check_answers()
+    assert [request.num_cached_tokens for request in again] == [36, 36]
+    assert copies.num_loaded == 9 + 4, "what both begin with comes once"
+    sim.check_all_returned()
+
+
+@pytest.mark.parametrize("writes_through", [False, True])
+def test_what_came_and_went_before_its_request_was_admitted_is_loaded_again(writes_through: bool) -> None:
+    sim, copies = simulation(Random(3), writes_through=writes_through, num_pages=17, max_running_requests=1)
+    sim.add(make_request("before", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    sim.scheduler.rows.flush_prefix_cache()
+    copies.ends = 0.0
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    late = sim.add(make_request("late", prompt_of(7, first=9), max_tokens=55, **FREE))
+    sim.step()
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert late.first_token_time < again.first_token_time
+    assert again.num_cached_tokens == again.host_tokens == 16
+    assert copies.num_loaded == 8, "the answer had taken the pages of the first load"
+    sim.check_all_returned()
+
+
 @pytest.mark.parametrize("writes_through", [False, True])
 def test_what_the_host_gives_up_comes_back_from_below(writes_through: bool) -> None:
     sim, copies = simulation(Random(4), num_slots=6, num_below=64, writes_through=writes_through, num_pages=9)
