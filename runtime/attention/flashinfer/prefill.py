@@ -243,13 +243,17 @@ class GroupPrefill:
             self._works = WorkList.short(group.num_heads, group.head_dim, self._num_sms)
         self._planned: set[int] = set()  # wrappers that have a list alone to be given: those planned once
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """FlashInfer's kernels that batches may get. One is the same library for pages and for new tokens alone."""
+        return prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper)
+
     def load(self) -> None:
         """Plan one token of one page with each kernel, so that no request waits for one to be loaded or compiled."""
         start, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         page = PagedView(start, torch.zeros(1, dtype=torch.int32, device=self._device), one)
         token = PrefillRows(start, one.numpy(), one.numpy() - 1, False, lambda window_left: page, one, start.numpy())
-        # A kernel of one name is the same library for pages and for new tokens alone, split or not.
-        for name in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper):
+        for name in self.kernels:
             self._plan(PrefillKernel(name, splits=False), token)
 
     def plan(self, prefills: PrefillRows) -> Any:

@@ -80,6 +80,16 @@ PRIVATE_NAMES = (
         "a machine without nvcc cannot serve",
     ),
     PrivateName(
+        "flashinfer.jit.gen_batch_prefill_module",
+        "its 11 arguments by position: kernels that are missing are known ahead (mllm_compile/kernels/flashinfer.py)",
+        "they are built one after another, when each is first planned",
+    ),
+    PrivateName(
+        "flashinfer.jit.build_jit_specs",
+        "it builds them at once",
+        "likewise",
+    ),
+    PrivateName(
         "flashinfer.page.get_page_module",
         "the kernel is loaded before it is copied (mllm_compile/kernels/flashinfer.py)",
         "a machine without nvcc cannot serve",
