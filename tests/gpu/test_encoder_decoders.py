@@ -7,6 +7,7 @@ decoder is Whisper's.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "bart": OF_BART,
     "t5": {"d_model": WIDTH, "d_kv": 64, "d_ff": 512},
 }
+DEVICE = "cuda:0"
 LENGTHS = (7, 150, 1, 40, 65, 20)
+LONGEST = {"bart": 160, "t5": 192}  # tokens of a request, and of a source of text
 MODES = ("full_and_piecewise", "piecewise", "none")
 SCORED = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 MARGIN = 1.5  # of the error of Transformers in bfloat16
 
 
-def config_of(folder: Path, cache: Path, mode: str) -> dict[str, Any]:
-    runtime = {"device": "cuda:0", "max_running_requests": 8, "max_num_batched_tokens": 512, "mem_fraction_static": 0.3}
+def config_of(folder: Path, cache: Path, mode: str, longest: int) -> dict[str, Any]:
+    runtime = {"device": DEVICE, "max_running_requests": 8, "max_num_batched_tokens": 512, "mem_fraction_static": 0.3}
     graphs = {"mode": mode, "decode_requests": [1, 8], "piecewise_tokens": [8, 16]}
     return {
         "model": {"path": str(folder), "dtype": "bfloat16"},
-        "runtime": runtime | {"max_model_len": 64},
+        "runtime": runtime | {"max_model_len": longest},
         "cudagraph": {"mode": "none"} if mode == "none" else graphs,
         "cache": {"dir": str(cache)},
     }
@@ -65,13 +68,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch.Tensor], launched: list[int]) -> None:
+def check_modes(folder: Path, model: Any, prompts: list[Any], read: list[torch.Tensor], launched: list[int]) -> None:
     """
     Args:
-        prompts: as the engine takes them; states: what the encoder of the float32 `model` makes of each.
+        model: Transformers', in float32; prompts: as the engine takes them; read: as the model's encoder does.
     """
+    in_bfloat16 = copy.deepcopy(model).to(torch.bfloat16)
     for mode in MODES:
-        with Engine(config_of(folder / "model", folder / "cache", mode)) as engine:
+        longest = LONGEST.get(model.config.model_type, 64)
+        with Engine(config_of(folder / "model", folder / "cache", mode, longest)) as engine:
             print(f"{type(model).__name__}, graphs {mode}: ready", flush=True)
             launched.clear()
             outputs = engine.generate(prompts, SCORED)
@@ -79,14 +84,13 @@ def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch
             again = engine.generate(prompts[:1], SCORED)
         assert again[0].token_ids[:1] == outputs[0].token_ids[:1]
         ours, exact, rounded = [], [], []
-        for output, of_encoder in zip(outputs, states, strict=True):
+        for output, source in zip(outputs, read, strict=True):
             assert output.error is None
             ids, start = output.token_ids, output.decoder_prompt_token_ids
             assert output.logprobs is not None
             ours += [scores[token].logprob for scores, token in zip(output.logprobs, ids, strict=True)]
-            exact.append(scores_of(model, of_encoder, start, ids))
-            rounded.append(scores_of(model.to(torch.bfloat16), of_encoder.to(torch.bfloat16), start, ids))
-            model.to(torch.float32)
+            exact.append(scores_of(model, source, start, ids))
+            rounded.append(scores_of(in_bfloat16, source, start, ids))
         want = torch.cat(exact)
         error, noise = off_by(torch.tensor(ours), want), off_by(torch.cat(rounded), want)
         told = f"off by {error:.4f}, Transformers in bfloat16 by {noise:.4f}"
@@ -95,8 +99,9 @@ def check_modes(folder: Path, model: Any, prompts: list[Any], states: list[torch
 
 
 @torch.no_grad()
-def scores_of(model: Any, states: torch.Tensor, start: list[int], ids: list[int]) -> torch.Tensor:
-    """Log-probabilities of `ids` [N] behind `start`, [N] float32."""
+def scores_of(model: Any, source: torch.Tensor, start: list[int], ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of `ids` [N] behind `start`, [N] float32; source: ids or windows of sound, a batch of one."""
+    states = model.get_encoder()(source.to(model.dtype) if source.is_floating_point() else source)[0]
     given = torch.tensor([[*start, *ids[:-1]]], device=states.device)
     logits = model(encoder_outputs=(states,), decoder_input_ids=given, use_cache=False).logits[0].float()
     of_ids = logits.log_softmax(-1)[len(start) - 1 :]
@@ -108,25 +113,22 @@ def scores_of(model: Any, states: torch.Tensor, start: list[int], ids: list[int]
 def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
     name: str, launched: list[int], tmp_path: Path
 ) -> None:
-    model = save_encoder_decoder(name, tmp_path / "model", **SIZES[name]).cuda()
+    model = save_encoder_decoder(name, tmp_path / "model", **SIZES[name]).to(DEVICE)
     save_word_tokenizer(tmp_path / "model")
     sources = sources_of_ids(*LENGTHS)
-    states = [model.get_encoder()(torch.tensor([source], device="cuda"))[0] for source in sources]
-    check_modes(tmp_path, model, sources, states, launched)
+    read = [torch.tensor([source], device=DEVICE) for source in sources]
+    check_modes(tmp_path, model, sources, read, launched)
 
 
 @torch.no_grad()
 def test_sounds_are_too(launched: list[int], tmp_path: Path) -> None:
     sizes = OF_BART | {"encoder_layers": 1, "decoder_layers": 1}
-    model = save_whisper(tmp_path / "model", **sizes).cuda()
+    model = save_whisper(tmp_path / "model", **sizes).to(DEVICE)
     extract = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     generator = np.random.default_rng(0)
     sounds = [generator.standard_normal(count).astype(np.float32) / 8 for count in (16000, 9000, 400)]
     prompts = [
         {"encoder_prompt": {"multi_modal_data": {"audio": sound}}, "decoder_prompt": [3, 20, 21]} for sound in sounds
     ]
-    states = []
-    for sound in sounds:
-        features = extract(sound, sampling_rate=16000, return_tensors="pt").input_features
-        states.append(model.get_encoder()(features.cuda())[0])
-    check_modes(tmp_path, model, prompts, states, launched)
+    windows = [extract(sound, sampling_rate=16000, return_tensors="pt").input_features for sound in sounds]
+    check_modes(tmp_path, model, prompts, [window.to(DEVICE) for window in windows], launched)
