@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ANY_ROWS, NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.launch_lora import shrunk_of, summed
+from mllm_compile.passes.launch_lora import shrunk_of
 from mllm_compile.passes.match.linear import match_adapted_linear, match_linear, match_silu_mul
-from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces
+from mllm_compile.passes.match.nodes import call, called_pieces, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import is_taken, takes_adapters
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
@@ -30,7 +30,7 @@ class FuseGatedLinear(GraphPass):
 
         y = mllm.gated_linear(x, w)
 
-    With mllm.add_lora of both halves behind the linear it is mllm.gated_linear_lora, of sums of mllm.lora_shrink's.
+    With mllm.add_lora of both halves behind the linear it is mllm.gated_linear_lora, of what mllm.lora_shrink gives.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a variant by stream_linears for up to 208 tokens at
         least, as the kernel's tiles are of 256; or with ANY_ROWS, as it computes a token alike in any company.
@@ -69,6 +69,6 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     ):
         return False
     with graph.inserting_before(node):
-        shrunk = summed(graph, linear.source, shrunk_of(graph, linear.source, a, slots, False, False))
+        shrunk = call(graph, torch.squeeze, shrunk_of(graph, linear.source, a, slots, False, False), 0)
     replace_by_op(graph, node, op("gated_linear_lora"), linear.source, linear.weight, shrunk, b, slots)
     return True

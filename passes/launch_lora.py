@@ -31,11 +31,11 @@ class LaunchLora(GraphPass):
 
     After::
 
-        shrunk = sum(mllm.lora_shrink(x, lora_A, adapter_slots, False, True), 0).to(x.dtype)
+        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False, True)
         y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows, False, True)
 
     or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it; with True in variants for
-    few tokens in the place of False, and no sum. The other True says that slots are the program's input, and not made
+    few tokens in the place of False. The other True says that slots are the program's input, and not made
     by a kernel. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
     rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
     mllm.scale_of_adapters becomes plain torch. Between linears of few tokens kernels are joined (lora_chains.py).
@@ -107,7 +107,7 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int])
         is_gathered = is_op(node, "add_lora_of_ids")
         placeholders = (one for one in graph.nodes if one.op == "placeholder")
         is_early = any(one is slots and place in early for place, one in enumerate(placeholders))
-        shrunk = _gathered(graph, x, a, slots) if is_gathered else _shrunk(graph, x, a, slots, is_few, is_early)
+        shrunk = _gathered(graph, x, a, slots) if is_gathered else shrunk_of(graph, x, a, slots, is_few, is_early)
     product, expand = _product(node), "lora_expand_gated"
     if product is None:
         product, expand = node, "lora_expand"
@@ -132,25 +132,13 @@ def _size(node: fx.Node) -> int:
     return int(node.meta["val"].shape[-1])
 
 
-def _shrunk(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool, is_early: bool) -> fx.Node:
-    shrunk = shrunk_of(graph, x, a, slots, is_few, is_early)
-    return shrunk if is_few else call(graph, torch.unsqueeze, summed(graph, x, shrunk), 0)
-
-
 def shrunk_of(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool, is_early: bool) -> fx.Node:
     """mllm.lora_shrink of inputs."""
-    shape = num_splits(int(x.meta["val"].shape[-1])), slots.meta["val"].shape[0], a.meta["val"].shape[1]
+    val = x.meta["val"]
+    splits, dtype = (num_splits(int(val.shape[-1])), torch.float32) if is_few else (1, val.dtype)
     shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few, is_early))
-    shrunk.meta["val"] = x.meta["val"].new_empty(shape, dtype=torch.float32)
+    shrunk.meta["val"] = val.new_empty((splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]), dtype=dtype)
     return shrunk
-
-
-def summed(graph: fx.Graph, x: fx.Node, shrunk: fx.Node) -> fx.Node:
-    """[T, P * r] in the type of the inputs: all that blocks of outputs read of many tokens."""
-    whole, dtype = call(graph, torch.sum, shrunk, 0), x.meta["val"].dtype
-    rounded: fx.Node = graph.call_method("to", (whole, dtype))
-    rounded.meta["val"] = whole.meta["val"].to(dtype)
-    return rounded
 
 
 def _gathered(graph: fx.Graph, ids: fx.Node, a: fx.Node, slots: fx.Node) -> fx.Node:

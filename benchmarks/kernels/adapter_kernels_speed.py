@@ -56,7 +56,7 @@ class Linear:
 
     def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, *, is_few: bool) -> torch.Tensor:
         shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, is_few, True)
-        return shrunk if is_few else shrunk.sum(0, keepdim=True).to(x.dtype)
+        return shrunk
 
     def expand(
         self, y: torch.Tensor, shrunk: torch.Tensor, factors: Factors, slots: torch.Tensor, *norm: Any, is_few: bool

@@ -36,8 +36,6 @@ import torch
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
         shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
-        if not {is_few}:
-            shrunk = shrunk.sum(0).to(x.dtype).unsqueeze(0)
         return (torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}, {is_few}, False),)
 """
 SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
@@ -85,8 +83,6 @@ import torch
 class Piece(torch.nn.Module):
     def forward(self, y, x, a, b, slots):
         shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, {is_few}, False)
-        if not {is_few}:
-            shrunk = shrunk.sum(0).to(x.dtype).unsqueeze(0)
         parts = [0, 12288], [12288, 12288]
         out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, *parts, {is_few}, False)
         gated = torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, *parts, {is_few}, False)

@@ -26,6 +26,7 @@ from mllm_compile.runtime.ops.lora.shapes import (
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
+    ranks_of_slots,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
 from mllm_compile.runtime.ops.lora.stretches import load_b, stretch_kernel
@@ -354,6 +355,7 @@ def lora_expand(
         for name in ("SPLITS", "SLOTS"):
             del shared[name]
         grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS)
+        shared["ALL_RANKS"] = ranks_of_slots(b.shape[0], b.shape[2])
         wrap_triton(stretch_kernel)[grid](
             y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, STAGES=_STAGES, **shared
         )

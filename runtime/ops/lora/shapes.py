@@ -12,8 +12,10 @@ MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
 STRETCH_TOKENS = 128  # that a block of many writes, so many at a time
+WHOLE_TOKENS = 4096  # from which on a block of many that read has all inputs
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
-MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each
+MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of some hundred
+_MOST_RANKS = 256  # of all slots, whose B is one matrix
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -46,6 +48,15 @@ def chained_columns(outputs: int) -> int:
     """Outputs of a block that also multiplies them with the next linear's A; 0: too few of them are a power of two."""
     columns = min(outputs & -outputs, _CHAINED_COLUMNS)
     return columns if columns >= _FEWEST and outputs // columns <= _MOST_CHAINED_SPLITS else 0
+
+
+def ranks_of_slots(slots: int, rank: int) -> int:
+    """Ranks of all slots where a product takes them at once, padded; 0: they are too many, or share a tensor core's.
+
+    A token's numbers are then those of its own slot's product: whole products of zeros are added to it.
+    """
+    ranks = slots * rank
+    return 0 if ranks > _MOST_RANKS or rank % _FEWEST else 1 << (ranks - 1).bit_length()
 
 
 def padded_rank(rank: int) -> int:

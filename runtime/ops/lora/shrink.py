@@ -4,8 +4,8 @@ Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compi
 Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
 
 Of few tokens a block has one adapter: there is a block for each slot, and most find none of their tokens with it. So
-nothing is planned ahead, and A is read ahead of the wait, as no kernel writes it. A block of many tokens goes through
-their adapters: neighbours mostly have one. With many slots blocks of few tokens do so too. Sums are made without
+nothing is planned ahead, and A is read ahead of the wait, as no kernel writes it. With many slots a block goes through
+those of its tokens, and so does one of thousands of tokens, whose neighbours mostly have one. Sums are made without
 atomics, and so are the same every time. A token's numbers do not depend on other tokens.
 
 Shape legend: T tokens, K inputs of a linear, P of its parts with adapters, r their rank, L slots, S sums.
@@ -27,11 +27,13 @@ from mllm_compile.runtime.ops.lora.shapes import (
     INPUTS_OF_SPLIT,
     MANY_TOKENS,
     MOST_SLOTS,
+    WHOLE_TOKENS,
     num_splits,
     padded_rank,
 )
 
 NO_SLOT = tl.constexpr(1 << 30)  # above all
+_SUMS_OF_BLOCK = 512
 
 
 @triton.jit
@@ -98,33 +100,48 @@ def loop_kernel(
     x_ptr: tl.tensor,
     a_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_tokens: tl.tensor,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WHOLE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum)."""
+    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum and slot).
+
+    A block goes through the slots of its tokens. With SLOTS it has one of these, as neighbours may have others. From
+    WHOLE_TOKENS on there are blocks enough: one has all slots and inputs, and adds up as sum_kernel does.
+    """
+    is_whole = num_tokens >= WHOLE_TOKENS
+    if is_whole & (tl.program_id(2) > 0):
+        return
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_token, is_row = first + tokens < num_tokens, rows < ROWS
-    start = tl.program_id(2) * INPUTS
+    split = tl.program_id(2) // SLOTS
+    start = split * INPUTS
+    end = tl.where(is_whole, K, tl.minimum(start + INPUTS, K))
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
+    if SLOTS > 1:
+        slots = tl.where(is_whole | (slots == tl.program_id(2) % SLOTS), slots, -1)
     x_places = x_ptr + first * K
     out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
     while slot < NO_SLOT:
         of_slot = a_ptr + slot.to(tl.int64) * ROWS * K
         total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for k in range(start, start + INPUTS, BLOCK_K):
+        part = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for k in range(start, end, BLOCK_K):
             columns = k + tl.arange(0, BLOCK_K)
             is_column = columns < K
             x_mask = is_token[:, None] & is_column[None, :]
@@ -132,11 +149,43 @@ def loop_kernel(
             a = tl.load(
                 of_slot + (rows[None, :] * K + columns[:, None]), mask=is_column[:, None] & is_row[None, :], other=0.0
             )
-            total = tl.dot(x, a, total, input_precision="ieee" if EXACT else "tf32")
+            part = tl.dot(x, a, part, input_precision="ieee" if EXACT else "tf32")
+            is_end = ((k + BLOCK_K) % INPUTS == 0) | (k + BLOCK_K >= end)
+            total = tl.where(is_end, total + part, total)
+            part = tl.where(is_end, 0.0, part)
         out = tl.where((slots == slot)[:, None], total, out)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
-    of_block = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + first) * ROWS
-    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
+    of_block = tokens[:, None] * ROWS + rows[None, :]
+    mask = (slots >= 0)[:, None] & is_row[None, :]
+    of_split = sums_ptr + (split.to(tl.int64) * num_tokens + first) * ROWS
+    tl.store(of_split + of_block, out, mask=mask & (is_whole == 0))
+    tl.store(out_ptr + first * ROWS + of_block, out.to(out_ptr.dtype.element_ty), mask=mask & is_whole)
+
+
+@triton.jit
+def sum_kernel(
+    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """BLOCK numbers of the SPLITS sums of each, where loop_kernel has not added them up; any bits without a slot."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    if num_tokens >= WHOLE_TOKENS:
+        return
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_there = places < num_tokens * ROWS
+    total = tl.load(sums_ptr + places, mask=is_there, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        further = tl.full((), split * ROWS, tl.int64) * num_tokens
+        total += tl.load(sums_ptr + further + places, mask=is_there, other=0.0)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton_op("mllm::lora_shrink", mutates_args={})
@@ -149,25 +198,45 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
             read them ahead of their wait.
 
     Returns:
-        [S, T, P * r] float32: sums over some of the inputs each. Where the slot is -1 nothing is written.
+        [S, T, P * r] float32 of few tokens: sums over some of the inputs each. Else [1, T, P * r] in the dtype of x.
+        Any bits where the slot is -1.
     """
     x = x.contiguous()
     inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
-    splits = num_splits(inputs)
+    splits, num_slots = num_splits(inputs), a.shape[0]
     block_t = FEW_TOKENS if is_few else MANY_TOKENS
     num_blocks, blocks_of_rows = triton.cdiv(num_tokens, block_t), triton.cdiv(rows, padded_rank(rows))
     out = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
     shared = _shared(x, rows, block_t)
-    if is_few and a.shape[0] <= MOST_SLOTS:
-        grid = splits, blocks_of_rows, num_blocks * a.shape[0]
+    if is_few and num_slots <= MOST_SLOTS:
+        grid = splits, blocks_of_rows, num_blocks * num_slots
         wrap_triton(slot_kernel)[grid](
-            x, a, slots, out, num_tokens, SLOTS=a.shape[0], BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
+            x, a, slots, out, num_tokens, SLOTS=num_slots, BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
         )
-    else:
-        wrap_triton(loop_kernel)[(num_blocks, blocks_of_rows, splits)](
-            x, a, slots, out, num_tokens, BLOCK_K=64 if x.dtype == torch.float32 else 128, num_stages=3, **shared
-        )
-    return out
+        return out
+    shared |= {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
+    if is_few:
+        grid = num_blocks, blocks_of_rows, splits
+        wrap_triton(loop_kernel)[grid](x, a, slots, out, out, num_tokens, SLOTS=1, WHOLE_TOKENS=NO_SLOT.value, **shared)
+        return out
+    slots_apart = num_slots if num_slots <= MOST_SLOTS else 1
+    grid = num_blocks, blocks_of_rows, splits * slots_apart
+    whole = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
+    wrap_triton(loop_kernel)[grid](
+        x, a, slots, out, whole, num_tokens, SLOTS=slots_apart, WHOLE_TOKENS=WHOLE_TOKENS, **shared
+    )
+    wrap_triton(sum_kernel)[(triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)](
+        out,
+        whole,
+        num_tokens,
+        ROWS=rows,
+        SPLITS=splits,
+        WHOLE_TOKENS=WHOLE_TOKENS,
+        BLOCK=_SUMS_OF_BLOCK,
+        EARLY=shared["EARLY"],
+        num_warps=4,
+    )
+    return whole
 
 
 def _shared(x: torch.Tensor, rows: int, block_t: int) -> dict[str, Any]:

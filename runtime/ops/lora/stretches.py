@@ -1,7 +1,8 @@
 """The kernel that adds to outputs of many tokens what their adapters change: B times the products with A.
 
 It is bound by reading and writing outputs. So a block takes a stretch of tokens, whose next ones are on their way while
-some are computed. Neighbours mostly have one adapter, whose B is read once then; else a block goes through slots.
+some are computed. Of prompts neighbours mostly have one adapter, whose B is read once then. Else a block reads B of all
+slots that its tokens have, as one matrix, which it multiplies with zeros of other slots; of too many it goes through.
 
 Shape legend: T tokens, N outputs of a linear, P of its parts with adapters, r their rank, L slots.
 """
@@ -84,6 +85,7 @@ def stretch_kernel(
     ROWS_1: tl.constexpr,
     ROWS_2: tl.constexpr,
     ROWS_3: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
     STRETCH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,6 +128,22 @@ def stretch_kernel(
                 tl.zeros((BLOCK_T, BLOCK_N), tl.float32), of_part + block * A_ROWS, tokens, is_token, own == slot,
                 b, b_ptr, slot, b_rows, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
             )  # fmt: skip
+            out = y.to(tl.float32) + added
+            tl.store(out_ptr + block * N + places, out.to(y.dtype), mask=is_token[:, None])
+    elif ALL_RANKS > 0:
+        every_rank = tl.arange(0, ALL_RANKS)
+        of_slot, rank = every_rank // RANK, every_rank % RANK
+        is_used = tl.max((slots[:, None] == of_slot[None, :]).to(tl.int32), 0) > 0
+        b_places = b_ptr + of_slot[:, None].to(tl.int64) * B_ROWS * RANK + b_rows[None, :] * RANK + rank[:, None]
+        of_slots = tl.load(b_places, mask=is_used[:, None], other=0.0)
+        for at in tl.range(0, STRETCH, BLOCK_T, num_stages=STAGES):
+            block = stretch + at
+            is_token = block + tokens < num_tokens
+            y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
+            own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
+            its = of_part + block * A_ROWS + (tokens[:, None] * A_ROWS + rank[None, :])
+            shrunk = tl.load(its, mask=own[:, None] == of_slot[None, :], other=0.0)
+            added = tl.dot(shrunk.to(of_slots.dtype), of_slots, input_precision="ieee" if EXACT else "tf32")
             out = y.to(tl.float32) + added
             tl.store(out_ptr + block * N + places, out.to(y.dtype), mask=is_token[:, None])
     else:

@@ -374,7 +374,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
     splits = num_splits(x.shape[-1])
     size = -(-x.shape[-1] // splits)
     parts = zip(x.flatten(0, -2).split(size, -1), factors.split(size, -1), strict=True)
-    return torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
+    sums = torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
+    return sums if is_few else sums.sum(0, keepdim=True).to(x.dtype)
 
 
 def lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):

@@ -32,18 +32,16 @@ def kernels(monkeypatch):
     return shrink, expand, chained
 
 
-@pytest.fixture(params=["slots", "loops", "many"])
+@pytest.fixture(params=["slots", "loops", "many", "whole", "through"])
 def is_few(kernels, monkeypatch, request) -> bool:
-    """Of each form of the kernels: blocks of few tokens with a slot each, those that go through slots, and of many."""
+    """Of each form of the kernels: blocks of few tokens with a slot each, and those that go through slots; of many
+    with a slot each, all inputs, or going through slots."""
     for module in kernels[:2]:
-        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param == "loops" else SLOTS)
-    return request.param != "many"
-
-
-def shrunk_of(shrink, x, a, slots, is_few):
-    """As pieces have it: of many tokens in one sum."""
-    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
-    return shrunk if is_few else shrunk.sum(0, keepdim=True).to(x.dtype)
+        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param in ("loops", "through") else SLOTS)
+    if request.param == "through":
+        monkeypatch.setattr(shapes, "_MOST_RANKS", 0)
+    monkeypatch.setattr(kernels[0], "WHOLE_TOKENS", 20 if request.param == "whole" else 1 << 20)
+    return request.param in ("slots", "loops")
 
 
 @interpreted
@@ -59,7 +57,7 @@ def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
     y, x, a, b = operands(tokens, starts, rows, rank, dtype)
     slots = torch.randint(-1, SLOTS, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
     shrink, expand, _ = kernels
-    shrunk = shrunk_of(shrink, x, a, slots, is_few)
+    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
     out = expand.lora_expand(y, shrunk, b, slots, starts, rows, is_few, True)
     exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
     rounded = add_lora_reference(y, x, a, b, slots, starts, rows).float()
@@ -77,7 +75,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
     slots = torch.arange(tokens, dtype=torch.int32) // 5 % (SLOTS + 1) - 1
 
     def run(chosen: torch.Tensor) -> torch.Tensor:
-        shrunk = shrunk_of(shrink, x[chosen], a, slots[chosen], is_few)
+        shrunk = shrink.lora_shrink(x[chosen], a, slots[chosen], is_few, True)
         return expand.lora_expand(y[chosen], shrunk, b, slots[chosen], starts, rows, is_few, True)
 
     together = run(torch.arange(tokens))
