@@ -1,10 +1,14 @@
 """Milliseconds a token without drafts, with drafts of 3 tokens and with those of a length by cost, by turns.
 
     python -m benchmarks.steps.draft_depth_speed configs/qwen.yaml [--method suffix] [--requests 1,8,64]
-        [--new 160] [--rounds 5] [--processor-time]
+        [--new 160] [--rounds 5] [--processor-time] [--deterministic]
 
 Greedy answers to prompts that repeat themselves, which a trained model goes on with, and draws by temperature 1 behind
 random tokens, which nothing foretells. --processor-time counts the process's own time, where others load a CPU.
+
+Answers are compared with those without drafts. Steps of another shape may round a near tie the other way. So of greedy
+answers the log-probabilities of the two tokens at which they part are told. --deterministic sets
+runtime.deterministic, where all answers are the same; the script ends where they are not.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from benchmarks.script import greedy, parser_of, positive, positives, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
@@ -34,6 +40,7 @@ def main() -> None:
     parser.add_argument("--new", type=positive, default=160, help="tokens of an answer")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     args = parser.parse_args()
     config = config_or_runtime(args.config)
     if not isinstance(config, EngineConfig):
@@ -48,7 +55,9 @@ def main() -> None:
     for count in args.requests:
         for name in ("repeats", "new"):
             rounds = [text_of(name, count, args.new, seed) for seed in range(args.rounds + 1)]
-            report(f"{name} | {count}", engines, rounds, clock)
+            are_alike = report(f"{name} | {count}", engines, rounds, clock)
+            if args.deterministic and not are_alike:
+                sys.exit(f"deterministic answers differ ({name}, {count} requests)")
 
 
 def engine_of(config: EngineConfig, speculative: dict[str, object], args: argparse.Namespace) -> Engine:
@@ -59,6 +68,7 @@ def engine_of(config: EngineConfig, speculative: dict[str, object], args: argpar
     runtime = sections.get("runtime", {})
     runtime |= {
         "enable_prefix_cache": False,
+        "deterministic": args.deterministic,
         "max_model_len": length,
         "max_running_requests": most,
         "page_size": PAGE_SIZE,
@@ -67,6 +77,7 @@ def engine_of(config: EngineConfig, speculative: dict[str, object], args: argpar
     return Engine.from_parts(assemble(asked, NullReporter(), num_pages=1 + most * (length // PAGE_SIZE + 2)))
 
 
+Tokens = Sequence[list[int]]
 Round = tuple[SamplingParams, list[list[int]]]
 
 
@@ -80,8 +91,13 @@ def text_of(name: str, count: int, num_new: int, seed: int) -> Round:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=num_new, ignore_eos=True, detokenize=False), prompts
 
 
-def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: Callable[[], float]) -> None:
-    """Prints a line of each engine, after a look that answers are the same. The first round warms up."""
+def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: Callable[[], float]) -> bool:
+    """Prints a line of each engine, after a look whether answers are the same. The first round warms up.
+
+    Returns:
+        True if all are.
+    """
+    are_alike = True
     taken: dict[str, list[float]] = {name: [] for name in engines}
     before = {name: engine.stats() for name, engine in engines.items()}
     for params, prompts in rounds:
@@ -93,7 +109,14 @@ def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: C
             expected = expected or answers
             alike = sum(one == other for one, other in zip(answers, expected, strict=True))
             if alike < len(answers):
-                print(f"{label} | {name}: {len(answers) - alike} of {len(answers)} answers differ")
+                are_alike = False
+                told = f"{label} | {name}: {len(answers) - alike} of {len(answers)} answers differ"
+                if params.temperature == 0:
+                    apart = margins(engines["none"], prompts, answers, expected)
+                    told += (
+                        f", first at log-probabilities {statistics.median(apart):.4f} apart, at most {max(apart):.4f}"
+                    )
+                print(told)
     num_new = rounds[0][0].max_tokens or 1
     for name, engine in engines.items():
         ms = statistics.median(taken[name][1:]) * 1e3 / num_new
@@ -103,6 +126,22 @@ def report(label: str, engines: dict[str, Engine], rounds: list[Round], clock: C
         length = f"{1 + accepted / drafts:.2f} of {drafts}" if drafts else "-"
         spread = f"{min(ratios):.3f} … {max(ratios):.3f}"
         print(f"{label} | {name} | {ms:.3f} | {statistics.median(ratios):.3f} ({spread}) | {length}")
+    return are_alike
+
+
+def margins(engine: Engine, prompts: Tokens, answers: Tokens, others: Tokens) -> list[float]:
+    """The distance of two log-probabilities behind one text, for each pair of answers that differ: those of the tokens
+    at which they part, by the prompt's log-probabilities, which no draft has been near."""
+    texts = []
+    for prompt, one, other in zip(prompts, answers, others, strict=True):
+        same = [token for token, _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=True))]
+        if len(same) < len(one):
+            texts += [[*prompt, *same, token] for token in (one[len(same)], other[len(same)])]
+    scores = []
+    for text, output in zip(texts, engine.generate(texts, greedy(1, prompt_logprobs=0)), strict=True):
+        last = (output.prompt_logprobs or [None])[-1]
+        scores.append(last[text[-1]].logprob if last else float("nan"))
+    return [abs(one - other) for one, other in zip(scores[::2], scores[1::2], strict=True)]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ RUNS = (
 LONG_RUNS = (
     ("steps.deterministic_cost", "--requests 1 2 --prompt 8 --tokens 4", r"(?m)^ +2 \| +\d+ \| +\d+ \| +\d+%"),
     ("steps.chunk_steps", "--bounds none --prompt 300 --decodes 2", r"(?s)max_step_ms none: .*\d+ steps with its"),
+    ("steps.draft_depth_speed", "--requests 2 --new 4 --rounds 1 --deterministic", r"new \| 2 \| auto \| \d"),
     ("steps.one_run", "--requests 2 --prompt 16 --tokens 24", r"tpot \d+\.\d\d ms over \d+ steps"),
     ("steps.layers_speed", "--layers 2 --batches 1 --prompts 2x16", r"(?s)1 decodes: \d+ µs.*2 prompts of 16: "),
     ("server.start_stages", "--ranks 1 --repeats 1", r"warm starts of 1 ranks"),
