@@ -26,7 +26,7 @@ class LostMemory:
     def tensor(self) -> torch.Tensor:
         return self._bytes
 
-    def map(self) -> None:
+    def map(self, *, restores: bool = False) -> None:
         if self._is_mapped:
             return
         if self._machine.taken + self.num_bytes > self._machine.size:
@@ -34,6 +34,8 @@ class LostMemory:
         self._is_mapped = True
         self._machine.taken += self.num_bytes
         self._machine.num_maps += 1
+        if restores:
+            self._bytes.copy_(self._copy)
 
     def unmap(self) -> None:
         if self._is_mapped:
@@ -55,13 +57,6 @@ class LostMemory:
         assert self._is_mapped
         self._copy.copy_(self._bytes)
         self._machine.num_saves += 1
-
-    def restore(self) -> None:
-        assert self._is_mapped
-        self._bytes.copy_(self._copy)
-
-    def drop_copy(self) -> None:
-        self._copy = None
 
 
 @dataclass

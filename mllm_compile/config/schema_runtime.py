@@ -205,8 +205,9 @@ class RuntimeConfig(Section):
     max_num_batched_tokens tokens, padding included."""
 
     enable_sleep_mode: bool = False
-    """Take weights and KV cache so that `Engine.sleep` gives their memory back in place (docs/rollouts.md). A CPU's
-    memory stays where it is."""
+    """Take weights and KV cache so that `Engine.sleep` gives their memory back in place (docs/rollouts.md). From the
+    first sleep of level 1 on the engine holds as much of the host's memory as its weights take. A CPU's memory stays
+    where it is."""
 
     pinned: bool = False
     """Never park this model where a server has several (docs/many-models.md)."""

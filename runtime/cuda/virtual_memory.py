@@ -61,6 +61,7 @@ class VirtualMemory:
         self._device = torch.device("cuda", device.index or 0)
         self._index = self._device.index
         self._copy: _HostMemory | None = None
+        self._is_restoring = False
         torch.cuda.current_stream(self._device).synchronize()  # makes the context
         address = ctypes.c_uint64()
         size, alignment, none = ctypes.c_size_t(self.num_bytes), ctypes.c_size_t(_GRANULE), ctypes.c_uint64(0)
@@ -80,8 +81,12 @@ class VirtualMemory:
         """[num_bytes] uint8; it keeps this alive."""
         return torch.as_tensor(self, device=self._device)
 
-    def map(self) -> None:
-        """Takes memory for all addresses; what it holds is undefined. All or nothing, once or often.
+    def map(self, *, restores: bool = False) -> None:
+        """Takes memory for all addresses. All or nothing, once or often.
+
+        Args:
+            restores: what was saved is there once the device is synchronised: copied part by part, while further ones
+                are taken; else what memory holds is undefined.
 
         Raises:
             DeviceMemoryError: there is too little.
@@ -89,16 +94,23 @@ class VirtualMemory:
         if self._mapped:
             return
         where = _Location(_DEVICE, self._index)
-        kind, access = _Allocation(_PINNED, 0, where), _Access(where, _READ_WRITE)
+        kind = _Allocation(_PINNED, 0, where)
         try:
             for offset in range(0, self.num_bytes, _PART):
-                self._map_part(self._address + offset, min(_PART, self.num_bytes - offset), kind)
-            call(
-                "cuMemSetAccess", self._index, "opening memory", *self._whole, ctypes.byref(access), ctypes.c_size_t(1)
-            )
+                num_bytes = min(_PART, self.num_bytes - offset)
+                self._map_part(self._address + offset, num_bytes, kind)
+                if restores:
+                    self._open(self._address + offset, num_bytes, where)
+                    self._restore(offset, num_bytes)
+            if not restores:
+                self._open(self._address, self.num_bytes, where)
         except BaseException:
             self.unmap()
             raise
+
+    def _open(self, address: int, num_bytes: int, where: _Location) -> None:
+        access, part = _Access(where, _READ_WRITE), (ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
+        call("cuMemSetAccess", self._index, "opening memory", *part, ctypes.byref(access), ctypes.c_size_t(1))
 
     def _map_part(self, address: int, num_bytes: int, kind: _Allocation) -> None:
         handle, size, none = ctypes.c_uint64(), ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
@@ -112,6 +124,9 @@ class VirtualMemory:
 
     def unmap(self) -> None:
         """Gives the memory back, for other processes too. Once or often."""
+        if self._is_restoring:  # perhaps it still is, as where other memory could not be taken
+            call("cuStreamSynchronize", self._index, "waiting for a copy", _DEFAULT_STREAM)
+            self._is_restoring = False
         _unmap(self._index, self._mapped)
 
     def fill_zeros(self) -> None:
@@ -135,16 +150,13 @@ class VirtualMemory:
         address, size = self._whole
         call("cuMemcpyDtoH_v2", self._index, "a copy to the host", self._copy.address, address, size)
 
-    def restore(self) -> None:
-        """Copies them back, once the device is synchronised: other memory can be mapped meanwhile."""
-        assert self._copy is not None, "what was saved is restored"
-        address, size = self._whole
-        doing = "a copy to the device"
-        call("cuMemcpyHtoDAsync_v2", self._index, doing, address, self._copy.address, size, _DEFAULT_STREAM)
-
-    def drop_copy(self) -> None:
-        """Gives the host's memory back. Once or often."""
-        self._copy = None
+    def _restore(self, offset: int, num_bytes: int) -> None:
+        """Begins to copy a part of them back."""
+        assert self._copy is not None and self._copy.address.value, "what was saved is restored"
+        to, source = ctypes.c_uint64(self._address + offset), ctypes.c_void_p(self._copy.address.value + offset)
+        self._is_restoring = True
+        doing, size = "a copy to the device", ctypes.c_size_t(num_bytes)
+        call("cuMemcpyHtoDAsync_v2", self._index, doing, to, source, size, _DEFAULT_STREAM)
 
     @property
     def _whole(self) -> tuple[ctypes.c_uint64, ctypes.c_size_t]:

@@ -29,13 +29,11 @@ class Memory(Protocol):
     num_bytes: int
 
     def tensor(self) -> torch.Tensor: ...
-    def map(self) -> None: ...
+    def map(self, *, restores: bool = False) -> None: ...
     def unmap(self) -> None: ...
     def fill_zeros(self) -> None: ...
     def pin_copy(self) -> None: ...
     def save(self) -> None: ...
-    def restore(self) -> None: ...
-    def drop_copy(self) -> None: ...
 
 
 class Arena:
@@ -103,11 +101,10 @@ class Arena:
                 one.save()
             self._saved = version
 
-    def drop_copy(self) -> None:
-        """Gives the host's memory back."""
+    def forget(self) -> None:
+        """Makes the host's copy one of no version. Its memory stays for the next: to take it anew, and to give it back,
+        takes seconds."""
         self._saved = None
-        for one in self._stretches:
-            one.drop_copy()
 
     def sleep(self) -> None:
         """Gives the memory back; nothing may use it, and nothing may be in flight. Once or often."""
@@ -130,17 +127,15 @@ class Arena:
         """
         if self.is_awake:
             return
+        restores = self._saved is not None
         try:
             for one in self._stretches:
-                one.map()
+                one.map(restores=restores)
         except BaseException:
             self.sleep()
             raise
-        for one in self._stretches:
-            if self._saved is None:
-                one.fill_zeros()
-            else:
-                one.restore()
+        for one in () if restores else self._stretches:
+            one.fill_zeros()
         self.is_awake = True
 
 

@@ -52,7 +52,7 @@ class SleepingMemory:
         """Gives memory back. Once or often.
 
         Args:
-            version: of the weights, whose copy stays on the host; None: they are dropped, and an earlier copy too.
+            version: of the weights, whose copy stays on the host; None: they are dropped, and what it says too.
         """
         self._synchronize()
         if "kv_cache" in tags:
@@ -63,7 +63,7 @@ class SleepingMemory:
                 _sleep_saved(arena, _FIRST)
             for arena in self._weights:
                 if version is None:
-                    arena.drop_copy()
+                    arena.forget()
                     arena.sleep()
                 else:
                     _sleep_saved(arena, version)

@@ -61,7 +61,7 @@ def test_a_captured_graph_finds_the_memory_again():
         assert float(total) == expected and float(others.sum()) == others.numel()
         assert torch.equal(copy.cpu(), torch.arange(MIB).float())
         del others
-    arena.drop_copy()
+    arena.forget()
     arena.sleep()
     arena.wake()
     graph.replay()

@@ -81,6 +81,9 @@ class PlayedDriver:
         self.pinned: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.left, self._fails = left, fails
         self.depth = 0  # of contexts that were pushed
+        self.opened: list[tuple[int, int]] = []
+        self.copies_up: list[int] = []
+        self.waits = 0  # for the default stream
 
     def cuCtxPushCurrent_v2(self, context) -> int:
         self.depth += 1
@@ -118,11 +121,20 @@ class PlayedDriver:
         self.mapped[address.value] = size.value
         return 7 if self._fails == "cuMemMap" and self.mapped.pop(address.value) else 0
 
+    def cuMemSetAccess(self, address, size, *rest) -> int:
+        self.opened.append((address.value, size.value))
+        return 7 if self._fails == "cuMemSetAccess" else 0
+
+    def cuStreamSynchronize(self, stream) -> int:
+        self.waits += 1
+        return 0
+
     def cuMemRelease(self, handle) -> int:
         del self.handles[handle.value]
         return 0
 
     def cuMemUnmap(self, address, size) -> int:
+        self.opened = [one for one in self.opened if one != (address.value, size.value)]
         assert self.mapped.pop(address.value) == size.value
         ctypes.memset(address.value, 0xFF, size.value)
         return 0
@@ -146,6 +158,8 @@ class PlayedDriver:
         return 0
 
     def cuMemcpyHtoDAsync_v2(self, to, source, size, stream) -> int:
+        assert any(0 <= to.value - start < count for start, count in self.opened), "it may be written"
+        self.copies_up.append(size.value)
         return self.cuMemcpyDtoH_v2(to, source, size)
 
 
@@ -178,13 +192,12 @@ def test_memory_goes_and_comes_behind_the_same_addresses(play):
         memory.unmap()
         assert not played.mapped and content(memory) == b"\xff" * memory.num_bytes
     for _ in range(2):
-        memory.map()
-    memory.restore()
+        memory.map(restores=True)
+    assert played.copies_up == [4 * MIB, 4 * MIB, 2 * MIB], "each part is copied when it is there"
     assert len(played.mapped) == 3 and content(memory) == bytes(memory.num_bytes)
     assert memory.__cuda_array_interface__ == interface and len(played.pinned) == 1
-    memory.drop_copy()
-    assert not played.pinned
     memory.pin_copy()
+    assert len(played.pinned) == 1, "the host's memory stays for the next copy"
     del memory
     gc.collect()
     assert not (played.mapped or played.reserved or played.pinned), "all goes with the last tensor"
@@ -208,6 +221,18 @@ def test_memory_that_is_full_leaves_nothing_behind(play, left):
     played.left = 3
     memory.map()
     assert len(played.mapped) == 3
+
+
+def test_memory_that_is_full_amid_a_copy_waits_for_it(play):
+    played = play(PlayedDriver())
+    memory = VirtualMemory(10 * MIB, torch.device("cuda"))
+    memory.save()
+    memory.unmap()
+    assert not played.waits
+    played.left = 2
+    with pytest.raises(DeviceMemoryError):
+        memory.map(restores=True)
+    assert played.waits == 1 and not played.mapped and played.copies_up == [4 * MIB, 4 * MIB]
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
