@@ -173,15 +173,15 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       for (int i = 0; i < AHEAD; i++) ask_x(tile, tokens, i, i);
     }
     for (int step = turn == 0 ? AHEAD : 0; step < STEPS; step++) {
-      wait_for(empty + 8 * place.slot, place.phase ^ 1);
+      if (is_one) wait_for(empty + 8 * place.slot, place.phase ^ 1);  // others might see a phase that is over
       ask_weight(tile, bytes, step, place.slot), ask_x(tile, tokens, step, place.slot);
       place.go_on();
     }
 #if RANK
     const TileSlots slots = {adapters.slots, tile.token, tile.token + tokens};
     for (int slot = slots.next(-1); slot != NO_SLOT; slot = slots.next(slot), place.go_on()) {
-      wait_for(empty + 8 * place.slot, place.phase ^ 1);
       if (!is_one) continue;
+      wait_for(empty + 8 * place.slot, place.phase ^ 1);
       const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
       expect_bytes(barrier, B_BYTES);
       for (int i = 0; i < 2 * RANK / B_COLUMNS; i++)

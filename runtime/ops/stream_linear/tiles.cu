@@ -133,11 +133,13 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
 #endif
   for (int i = ahead; i < turns * of_tile; i++) {
     const int turn = i / of_tile, step = i % of_tile;
-    wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
+    if (asks) wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);  // others might see a phase that is over
 #if RANK
-    if (step >= STEPS)
+    if (step >= STEPS) {
+      __syncwarp();
       ask_page(adapters, slots, first_tile + turn * CLUSTERS, step - STEPS, ring + i % STAGES * STAGE_BYTES,
                full + 8 * (i % STAGES));
+    }
     if (step >= STEPS || !asks) continue;
 #endif
     ask_weight(i, turn, step), ask_x(i, step);
