@@ -1,6 +1,6 @@
 """The Triton kernels of adapters against the reference, through Triton's interpreter, on a CPU.
 
-The interpreter knows no bfloat16. tests/gpu/test_adapters.py has compiled kernels.
+The interpreter knows no bfloat16. tests/gpu/test_adapter_kernels.py has compiled kernels.
 """
 
 from __future__ import annotations
