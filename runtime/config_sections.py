@@ -153,7 +153,8 @@ class RuntimeSection:
     kv_offloading_memory_file: str | None
     kv_offloading_disk_path: str | None
     kv_offloading_disk_size: float
-    kv_offloading_write_policy: WritePolicy
+    kv_offloading_write_policy: WritePolicy | None
+    """None: there is no memory behind the KV cache."""
     kv_transfer_config: KVTransferSection
     kv_load_failure_policy: Literal["recompute"]
     deterministic: bool

@@ -88,10 +88,14 @@ def _is_any(address: str) -> bool:
         return False
 
 
-def write_policy(asked: RuntimeConfig) -> WritePolicy:
-    """The policy that a config asks for; `auto`: a tier below may outlive a crash, so it gets all at once."""
-    if asked.kv_offloading_write_policy != "auto":
-        return asked.kv_offloading_write_policy
+def write_policy(asked: RuntimeConfig) -> WritePolicy | None:
+    """The policy that a config asks for; `auto`: a tier below may outlive a crash, so it gets all at once. None without
+    memory behind the KV cache, where check_tiers refuses any."""
+    if not asked.kv_offloading_size:
+        return None
+    policy = asked.kv_offloading_write_policy
+    if policy is not None and policy != "auto":
+        return policy
     has_more = asked.kv_offloading_disk_path or asked.kv_transfer_config.kv_connector
     return "write_through" if has_more else "write_back"
 
@@ -127,8 +131,7 @@ def check_tiers(asked: RuntimeConfig) -> None:
             "kv_offloading_memory_file": asked.kv_offloading_memory_file,
             "kv_offloading_disk_path": path,
             "kv_transfer_config": store.kv_connector,
-            # The other one is what a config without memory resolves to.
-            "kv_offloading_write_policy: write_through": asked.kv_offloading_write_policy == "write_through",
+            "kv_offloading_write_policy": asked.kv_offloading_write_policy not in ("auto", None),
         }
         for key in (key for key, value in set_ones.items() if value):
             raise ConfigError(

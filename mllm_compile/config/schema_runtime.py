@@ -183,10 +183,10 @@ class RuntimeConfig(Section):
     kv_offloading_disk_size: float = Field(default=0.0, ge=0.0, le=1048576.0)
     """GiB of files in it."""
 
-    kv_offloading_write_policy: Auto | WritePolicy = "auto"
+    kv_offloading_write_policy: Auto | WritePolicy | None = "auto"
     """The host's memory and the folder get what is computed at once, so that a crash loses nothing (write_through); or
     each gets what the one above is about to give up, and the rest at the end (write_back): together they hold more, and
-    a drive is worn less. auto: write_through where a folder, a store or other engines are behind that memory."""
+    a drive is worn less. auto, or null: write_through where a folder, a store or other engines are behind that memory."""
 
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     """A store of your own in place of that folder: {kv_connector: package.module.Class, trust_local_code: true}."""

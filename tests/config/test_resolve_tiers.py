@@ -57,9 +57,17 @@ def test_a_file_in_memory_needs_what_it_is_reached_through(changes, message):
         resolved(runtime={"kv_offloading_size": 1.0, "kv_offloading_memory_file": "/dev/shm/kv"} | changes)
 
 
-def test_a_write_policy_without_memory_to_write_to_is_refused():
-    with pytest.raises(ConfigError, match=r"write_through is set, and runtime\.kv_offloading_size is 0"):
-        resolved(runtime={"kv_offloading_write_policy": "write_through"})
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_write_policy_without_memory_to_write_to_is_refused(policy):
+    with pytest.raises(ConfigError, match=r"write_policy is set, and runtime\.kv_offloading_size is 0"):
+        resolved(runtime={"kv_offloading_write_policy": policy})
+
+
+@pytest.mark.parametrize(("size", "policy"), [(0.0, None), (1.0, "write_back")])
+def test_what_a_policy_resolves_to_resolves_to_itself(size, policy):
+    found = resolved(runtime={"kv_offloading_size": size}).runtime.kv_offloading_write_policy
+    again = resolved(runtime={"kv_offloading_size": size, "kv_offloading_write_policy": found})
+    assert found == again.runtime.kv_offloading_write_policy == policy
 
 
 _STORE = {"kv_connector": "package.module.Store", "trust_local_code": True}
