@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import torch
+from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
@@ -34,6 +38,7 @@ def check_texts(trace: Trace, hf_model: HFModel) -> bool:
         of_pages = [node for node in layers if not is_op(node, "segment_attention")]
         reasons += [f"{node.name} keeps a state or a cache" for node in of_pages]
         reasons += reasons_in_graph(trace, hf_model, "input_ids")
+        reasons += _convolutions(gm)
         if not reasons:
             body = body_of(hf_model.model)
             materialise(hf_model, trace.device)
@@ -45,3 +50,11 @@ def check_texts(trace: Trace, hf_model: HFModel) -> bool:
         )
     rights: list[Any] = [node.args[_RIGHT] for node in layers]
     return all(right == 0 for right in rights)
+
+
+def _convolutions(gm: fx.GraphModule) -> Iterator[str]:
+    """Refuses those over neighbouring tokens: a packed text's neighbours are other texts too."""
+    for node in gm.graph.nodes:
+        weight = node.args[1] if node.target in (torch.conv1d, torch.conv2d) else None
+        if weight is not None and set(weight.meta["val"].shape[2:]) != {1}:
+            yield f"a convolution mixes neighbouring tokens ({weight.meta.get('weight_name', weight.name)})"

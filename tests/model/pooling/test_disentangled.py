@@ -52,6 +52,12 @@ def test_heads_that_mix_their_scores_are_refused_by_name(tmp_path: Path) -> None
         Engine(pooling_config(tmp_path / "model", tmp_path / "cache"))
 
 
+def test_a_convolution_over_neighbours_is_refused_by_name(tmp_path: Path) -> None:
+    save_pooling_model("DebertaV2Model", tmp_path / "model", conv_kernel_size=3, conv_act="gelu")
+    with pytest.raises(UnsupportedModelError, match=r"a convolution mixes neighbouring tokens \(encoder\.conv"):
+        Engine(pooling_config(tmp_path / "model", tmp_path / "cache"))
+
+
 def test_columns_are_those_that_the_model_gives_each_pair_of_tokens() -> None:
     config = DebertaV2Config(
         vocab_size=64,
