@@ -135,8 +135,8 @@ def _refusal(module: str, base: BaseModel, path: Path) -> CheckpointError:
     served = ", ".join(base.target_names)
     if tower := next((one for one in base.unread if module.startswith(f"{one}.")), None):
         return CheckpointError(
-            f"{path}: {module} is of {tower}, which no text goes through. Adapters change what texts compute: no tower, "
-            "no layer that drafts, no indexer of texts that are too short for a choice of keys. Train it with "
+            f"{path}: {module} is of {tower}, which no text goes through. Adapters change what texts compute: no "
+            "tower, no layer that drafts, no indexer of texts that are too short for a choice of keys. Train it with "
             "exclude_modules, or merge the adapter into its model"
         )
     if module in base.modules or module in base.elsewhere:

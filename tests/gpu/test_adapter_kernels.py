@@ -38,7 +38,6 @@ SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, tmp_path: Path) -> None:
-    """Those of few tokens, and those of many."""
     inputs, outputs, starts, rows, rank = shape
     source = tmp_path / "piece.py"
     source.write_text(SOURCE.format(starts=starts, rows=rows))
@@ -59,9 +58,8 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, tmp_path: Pa
             exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
             torchs = add_lora_reference(y, x, a, b, slots, starts, rows)
             theirs = (torchs.float() - exact).norm() / exact.norm()
-            every = (
-                piece(given) for given in ([y, x, a, b, slots], [y, x, a, b, slots], [y[:1], x[:1], a, b, slots[:1]])
-            )
+            whole, first = [y, x, a, b, slots], [y[:1], x[:1], a, b, slots[:1]]
+            every = (piece(one) for one in (whole, whole, first))
             for form, (ours, again, alone) in zip(("few", "many"), zip(*every, strict=True), strict=True):
                 assert torch.equal(ours, again)
                 assert torch.equal(ours[slots < 0], y[slots < 0])
