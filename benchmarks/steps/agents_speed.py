@@ -32,7 +32,7 @@ from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime
 
 _VOCABULARY = 32_000
-_LONGEST_PAUSE_S = 3.0
+LONGEST_PAUSE_S = 3.0
 
 Call = dict[str, Any]
 
@@ -67,7 +67,7 @@ class Replay:
         for call in calls:
             for other in call["after"]:
                 self._done[other].wait(max(0.0, self._end - time.monotonic()))
-            time.sleep(max(0.0, min(call["pause_s"], _LONGEST_PAUSE_S, self._end - time.monotonic())))
+            time.sleep(max(0.0, min(call["pause_s"], LONGEST_PAUSE_S, self._end - time.monotonic())))
             if time.monotonic() >= self._end:
                 return
             self._one(call)

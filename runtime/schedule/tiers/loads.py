@@ -20,9 +20,8 @@ from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
 _MOST = 2  # at once: they share the link
-_MOST_TRIES = (
-    4  # of a request: what came may be gone before it is admitted, or be no more than others' part of its path
-)
+# Of a request: what came may be gone before it is admitted, or be no more than others' part of its path.
+_MOST_TRIES = 4
 
 
 @dataclass(slots=True, eq=False)
