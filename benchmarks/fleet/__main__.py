@@ -19,7 +19,8 @@ from benchmarks.fleet.simulation import Figures, Simulation
 from benchmarks.fleet.step_costs import StepCosts
 from benchmarks.script import names_of, parser_of, positive, told_in_one_line
 from benchmarks.server.agent_trace import PRESETS, Generator
-from mllm_compile.server.replicas.routing import BLOCK, TOKEN_BYTES
+from mllm_compile.server.replicas.routing import TOKEN_BYTES
+from mllm_compile.server.replicas.text import BLOCK
 
 KV_TOKENS = 700_000  # of an H200 beside the model, in bfloat16
 
@@ -51,9 +52,8 @@ def simulated(name: str, args) -> Figures:
     costs = StepCosts.measured()
     engines = [SimulatedEngine(costs, args.kv_tokens, longest, fold) for _ in range(args.engines)]
     generator = Generator(preset, args.seed, 1 / fold, 1.0, 3600.0)
-    rule = rule_of(name, args.engines, args.kv_tokens)
-    block = BLOCK // TOKEN_BYTES // fold
-    return Simulation(engines, rule, generator, args.sessions, args.at_once, block).run()
+    rule = rule_of(name, args.engines, args.kv_tokens, BLOCK // TOKEN_BYTES // fold)
+    return Simulation(engines, rule, generator, args.sessions, args.at_once).run()
 
 
 def row_of(figures: Figures, fold: int) -> str:

@@ -18,9 +18,6 @@ from benchmarks.fleet.rules import Rule
 from benchmarks.server.agent_trace import Call, Generator
 
 _ID_BITS = 24  # of a token's id those of its place in its message
-# SplitMix64's constants.
-_SPREAD, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
-_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
 @dataclass
@@ -56,13 +53,11 @@ class Simulation:
 
     Args:
         sessions: how many, and how many at once.
-        block: tokens of a router's block.
     """
 
     def __init__(
-        self, engines: list[SimulatedEngine], rule: Rule, generator: Generator, sessions: int, at_once: int, block: int
+        self, engines: list[SimulatedEngine], rule: Rule, generator: Generator, sessions: int, at_once: int
     ) -> None:
-        self._block = block
         self._engines, self._rule = engines, rule
         self._starts = _sessions(generator, sessions)
         self._at_once = at_once
@@ -122,7 +117,7 @@ class Simulation:
         prompt = np.concatenate((kept, *messages))
         ends = [*ends, *(ends[-1] + np.cumsum([one.size for one in (*messages, answer)])).tolist()]
         self._conversations[call["session"]] = _Conversation(np.concatenate((prompt, answer)), ends)
-        engine = self._rule.begin(_blocks_of(prompt, self._block), call["session"])
+        engine = self._rule.begin(prompt, call["session"])
         spared = 0.0
         if self._is_stepping[engine]:
             spared = self._engines[engine].not_waited_ms((self._step_ends[engine] - self._now) * 1e3) / 1e3
@@ -181,11 +176,3 @@ def _sessions(generator: Generator, count: int) -> Iterator[list[Call]]:
 def _ids_of(seed: int, tokens: int) -> np.ndarray:
     """Ids of a message that no other has; those of a chat template are left out, as they do not fold."""
     return (seed << _ID_BITS) + np.arange(tokens, dtype=np.int64)
-
-
-def _blocks_of(ids: np.ndarray, block: int) -> list[int]:
-    """The hash of each whole block, chained, as routing.blocks_of makes them of text."""
-    mixed = ids.astype(np.uint64) + np.arange(ids.size, dtype=np.uint64) * _SPREAD
-    for shift, factor in _MIX:
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return (mixed ^ (mixed >> _LAST)).cumsum()[block - 1 :: block].tolist()

@@ -53,7 +53,7 @@ class Ingress:
         names = (None if name is None else own_name(owner, name) for name in (keys.session, keys.hint))
         query = quote(request.scope["query_string"], safe=string.punctuation)
         headers = passed_on(request.headers.items())
-        asked = Asked(request.method, quote(path) + (query and f"?{query}"), headers, body, Keys(keys.blocks, *names))
+        asked = Asked(request.method, quote(path) + (query and f"?{query}"), headers, body, Keys(keys.text, *names))
         for _ in range(TRIES):
             try:
                 return await self._answer(asked)

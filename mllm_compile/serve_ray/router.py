@@ -29,7 +29,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is not installed
         others = sorted(by_name, key=loads.__getitem__)
         asked = None if pending_request is None else next(iter(pending_request.args), None)
         keys = asked.keys if isinstance(asked, Asked) else Keys()
-        best = self._routing.choose(by_name, keys.blocks, keys.session, keys.hint)
+        best = self._routing.choose(by_name, keys.text, keys.session, keys.hint)
         return [[by_name[best]], [by_name[name] for name in others if name != best]]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.fleet import __main__ as fleet
 from benchmarks.fleet.engine import SimulatedEngine
-from benchmarks.fleet.simulation import _blocks_of
+from benchmarks.fleet.rules import text_of
 from benchmarks.fleet.step_costs import StepCosts
 from mllm_compile.runtime.schedule.step_cost import StepLoad
-from mllm_compile.server.replicas import routing
+from mllm_compile.server.replicas.text import Text
 
 
 def cells(out: str) -> dict[str, list[float]]:
@@ -60,7 +60,8 @@ def test_blocks_are_as_the_routers_own():
     ids = np.arange(1000, dtype=np.int64)
     other = ids.copy()
     other[500] = -1
-    ours, theirs = _blocks_of(ids, 128), _blocks_of(other, 128)
-    text = routing.blocks_of(ids.astype("<u4").tobytes())
-    assert len(ours) == len(text) == 7
-    assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True] * 3 + [False] * 4
+    ours, theirs = text_of(ids, 128), text_of(other, 128)
+    text = Text.of(ids.astype("<u4").tobytes())
+    assert len(ours.blocks) == len(text.blocks) == 7
+    assert [a == b for a, b in zip(ours.blocks, theirs.blocks, strict=True)] == [True] * 3 + [False] * 4
+    assert (text.tail_bytes // 4, ours.tail_bytes // 8) == (104, 104)

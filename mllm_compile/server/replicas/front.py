@@ -67,7 +67,7 @@ class ReplicasFront(EnginesFront[ServedEngine]):
     def engine_of_body(self, scope: Scope, path: str, body: bytes) -> ServedEngine:
         keys = keys_of(path, body, header(scope, b"x-session-id"))
         names = (None if name is None else self._own_name(scope, name) for name in (keys.session, keys.hint))
-        return self.engines[self.routing.choose(self._usable(), keys.blocks, *names)]
+        return self.engines[self.routing.choose(self._usable(), keys.text, *names)]
 
     def engine_of_query(self, scope: Scope) -> ServedEngine:
         """The engine of the session that the path names, or any."""

@@ -9,7 +9,7 @@ import msgspec
 from mllm_compile.server.api.anthropic import MessagesFields
 from mllm_compile.server.api.fields import ChatFields, CompletionFields, members_of
 from mllm_compile.server.api.responses import ResponseFields
-from mllm_compile.server.replicas.routing import blocks_of
+from mllm_compile.server.replicas.text import Text
 
 # By path, the fields whose texts are the prompt's, in its order; those before them make other pages of one text.
 _BEFORE = ("cache_salt", "model", "tools")
@@ -19,13 +19,15 @@ _PROMPTS = {
     ResponseFields.path: (*_BEFORE, "instructions", "input"),
     MessagesFields.path: (*_BEFORE, "system", "messages"),
 }
+# What ends a list or a string of JSON: a text that goes on has other bytes there. NUL is between the fields.
+_ENDS = b'\0]" \t\r\n'
 
 
 @dataclass(frozen=True)
 class Keys:
     """The arguments of Routing.choose; `session` and `hint` as the client names them."""
 
-    blocks: list[int] = field(default_factory=list)
+    text: Text = field(default_factory=Text)
     session: str | None = None
     hint: str | None = None
 
@@ -40,9 +42,13 @@ def keys_of(path: str, body: bytes, session_header: str | None) -> Keys:
     if fields is None:
         return Keys()
     members = members_of(body)
-    blocks = blocks_of(*(bytes(members[name]) if name in members else b"" for name in fields))
+    content = b"\0".join(bytes(members[name]) if name in members else b"" for name in fields)
     session = _text_of(members, "session_id")
-    return Keys(blocks, session_header if session is None else session, _text_of(members, "prompt_cache_key"))
+    return Keys(
+        Text.of(content.rstrip(_ENDS)),
+        session_header if session is None else session,
+        _text_of(members, "prompt_cache_key"),
+    )
 
 
 def _text_of(members: dict[str, msgspec.Raw], name: str) -> str | None:

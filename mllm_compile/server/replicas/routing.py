@@ -1,12 +1,12 @@
 """The choice of a request's engine among several: where its prefix is cached, unless others have much less to do.
 
-What an engine has cached is known from what was sent to it. A prefix is the blocks of a request's text that are whole,
-each hashed with the one before it. An engine's blocks are forgotten in the order of their last use, the later ones of a
-text first: so those that are known of a text are always its first ones.
+What an engine has cached is known from what was sent to it, by blocks of texts (text.py). An engine's blocks are
+forgotten in the order of their last use, the later ones of a text first: so those that are known of a text are always
+its first ones.
 
-A text that goes on from an earlier one goes home. One that only begins as others do, by a system's prompt, would find
-what they have in common on the engine of the first of them, and so would all: sessions pause, and that engine is idle
-whenever the next one begins. So for these an engine's choices of late count beside its requests.
+A text that goes on from an earlier one, its tail included, goes home. One that only begins as others do, by a system's
+prompt, would find what they have in common on the engine of the first of them, and so would all: sessions pause, and
+that engine is idle whenever the next one begins. So for these an engine's choices of late count beside its requests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 
-BLOCK = 512  # bytes of a text: about two pages of 64 tokens
-_MOST_BLOCKS = 4096  # of a request that are looked at: 2 MiB
+from mllm_compile.server.replicas.text import BLOCK, MOST_BLOCKS, Text
+
 TOKEN_BYTES = 4  # of text that a token stands for, at about the least of prose and code
 _MOST_SESSIONS = 1 << 16
 # An engine has much more to do where both hold of its requests beside those of the one that has least.
@@ -32,25 +34,16 @@ _LATE_A_REQUEST = 4
 _LATE = 16
 # Of a text's blocks, so many are worth its going to where they are.
 _WORTH = 0.5
-
-
-def blocks_of(*texts: bytes) -> list[int]:
-    """The hash of each block of a request's texts, chained."""
-    text = b"\0".join(texts)[: _MOST_BLOCKS * BLOCK]
-    blocks: list[int] = []
-    chain = 0
-    for start in range(0, len(text) - BLOCK + 1, BLOCK):
-        chain = hash((chain, text[start : start + BLOCK]))
-        blocks.append(chain)
-    return blocks
+_NO_TEXT = Text()
 
 
 class _Known:
     """The front's knowledge of one engine."""
 
     def __init__(self) -> None:
-        self.blocks: OrderedDict[int, bool] = OrderedDict()  # True: a text ended with it
-        self.most_blocks = _MOST_BLOCKS
+        # Of a block a bit for each length of a tail that a text had behind it; that text's hash is an entry, too.
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+        self.most_blocks = MOST_BLOCKS
         self.has_tiers = False
         self.load = 0
         self.chosen = 0  # the number of the last choice of it
@@ -65,10 +58,6 @@ class _Known:
         # A method of the dict's own: with many engines and long prompts a function in Python is most of a choice.
         return len(last_first) - bisect_left(last_first, True, key=self.blocks.__contains__)
 
-    def goes_on(self, last_first: Sequence[int], num_matched: int) -> bool:
-        """True if the blocks that it has of a text are all of an earlier one."""
-        return num_matched > 0 and self.blocks[last_first[-num_matched]]
-
     def late(self, number: int, kept: float) -> float:
         """Choices of it of late, ahead of the choice of this number; each further choice keeps a part of them."""
         return self._late * kept ** (number - self.chosen)
@@ -77,12 +66,17 @@ class _Known:
         """Notes that it was chosen."""
         self._late, self.chosen = self.late(number, kept) + 1, number
 
-    def take(self, last_first: Sequence[int], num_matched: int) -> None:
-        """Has a text's blocks from now on; it had `num_matched` of them."""
-        num_new = len(last_first) - num_matched
-        self.blocks.update(dict.fromkeys(last_first[:num_new], False))
-        if last_first:
-            self.blocks[last_first[0]] = True
+    def take(self, text: Text, last_first: Sequence[int]) -> None:
+        """Has a text's blocks from now on."""
+        if not last_first:
+            return
+        num_new, tail = len(last_first) - self.matched(last_first), text.tail_bytes
+        if tail:
+            end = text.hash_to(len(last_first), tail)
+            self.blocks[end] = 0
+            self.blocks.move_to_end(end)
+        self.blocks.update(dict.fromkeys(last_first[:num_new], 0))
+        self.blocks[last_first[0]] |= 1 << tail
         deque(map(self.blocks.move_to_end, last_first[num_new:]), maxlen=0)
         while len(self.blocks) > self.most_blocks:
             self.blocks.popitem(last=False)
@@ -136,52 +130,71 @@ class Routing:
         return self._sessions.get(session)
 
     def choose(
-        self, usable: Collection[str], blocks: Sequence[int] = (), session: str | None = None, hint: str | None = None
+        self, usable: Collection[str], text: Text = _NO_TEXT, session: str | None = None, hint: str | None = None
     ) -> str:
         """The engine that a request goes to, which then has its prefix.
 
         Args:
             usable: engines that take requests; not empty.
-            blocks: as `blocks_of` makes them.
             session: it stays with its engine for as long as that is usable and has the prefix. Engines whose caches
                 are full would keep those that they cannot hold, while others have room.
             hint: likewise, unless that engine has much more to do.
         """
         known = {name: self._known[name] for name in usable}
-        last_first = blocks[::-1]
-        matched = {name: one.matched(last_first) for name, one in known.items()}
+        last_first = text.blocks[::-1]
         homes, name = (self._hints, hint or "") if session is None else (self._sessions, session)
         home = homes.get(name, "")
-        stays = home in known and (known[home].has_tiers or matched[home] >= _WORTH * len(blocks))
+        stays = home in known and (known[home].has_tiers or known[home].matched(last_first) >= _WORTH * len(last_first))
         if not stays or (session is None and self._is_overloaded(home, known)):
-            home = self._by_prefix(known, matched, last_first)
+            home = self._by_prefix(known, text, last_first)
         if name:
             _note(homes, name, home)
         self._count += 1
         known[home].note_choice(self._count, self._kept)
-        known[home].take(last_first, matched[home])
+        known[home].take(text, last_first)
         return home
 
     @property
     def _kept(self) -> float:
         return 1 - 1 / (_LATE * max(1, len(self._known)))
 
-    def _by_prefix(self, known: Mapping[str, _Known], matched: Mapping[str, int], last_first: Sequence[int]) -> str:
+    def _by_prefix(self, known: Mapping[str, _Known], text: Text, last_first: Sequence[int]) -> str:
+        matched = {name: one.matched(last_first) for name, one in known.items()}
         kept, number = self._kept, self._count + 1
         late = {name: one.late(number, kept) for name, one in known.items()}
-        best = max(known, key=lambda name: (matched[name], -known[name].load, -late[name]))
         least = min(known, key=lambda name: (known[name].load, late[name]))
-        saved = matched[best] - matched[least]
-        ahead = known[best].load - known[least].load + (late[best] - late[least]) / _LATE_A_REQUEST
-        is_worth = matched[best] > 0 and matched[best] >= _WORTH * len(last_first)
-        if not known[best].goes_on(last_first, matched[best]):
-            is_worth = is_worth and saved >= _REQUEST_BLOCKS * ahead
+        most = max(matched.values())
+        having = [name for name, count in matched.items() if count == most]
+        homes = _homes_of(text, most, {name: known[name].blocks for name in having}) if most else []
+        best = min(homes or having, key=lambda name: (known[name].load, late[name]))
+        is_worth = most > 0 and most >= _WORTH * len(last_first)
+        if not homes:
+            ahead = known[best].load - known[least].load + (late[best] - late[least]) / _LATE_A_REQUEST
+            is_worth = is_worth and most - matched[least] >= _REQUEST_BLOCKS * ahead
         return best if is_worth and not self._is_overloaded(best, known) else least
 
     @staticmethod
     def _is_overloaded(name: str, known: Mapping[str, _Known]) -> bool:
         least = min(one.load for one in known.values())
         return known[name].load > max(least + AHEAD, least * TIMES)
+
+
+def _homes_of(text: Text, num_matched: int, having: Mapping[str, Mapping[int, int]]) -> list[str]:
+    """The engines that had an earlier text which this one begins with all of; of several such texts the longest counts.
+
+    Args:
+        having: the blocks of engines that have so many of the text's.
+    """
+    block = text.blocks[num_matched - 1]
+    lengths = reduce(or_, (blocks[block] for blocks in having.values()))
+    while lengths:
+        length = lengths.bit_length() - 1
+        end = text.hash_to(num_matched, length)
+        homes = [name for name, blocks in having.items() if blocks[block] >> length & 1 and end in blocks]
+        if homes:
+            return homes
+        lengths -= 1 << length
+    return []
 
 
 def _note(homes: OrderedDict[str, str], name: str, home: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import ExitStack
 
 import pytest
 
-from mllm_compile.server.replicas.routing import AHEAD, BLOCK, TIMES, Routing, blocks_of
+from mllm_compile.server.replicas.keys import keys_of
+from mllm_compile.server.replicas.routing import AHEAD, TIMES, Routing
+from mllm_compile.server.replicas.text import BLOCK, Text
 
 NAMES = ("0", "1", "2")
 SYSTEM = b"s" * 4 * BLOCK
@@ -28,12 +31,18 @@ def loaded(routing: Routing, loads: dict[str, int]) -> ExitStack:
 
 
 def test_blocks_are_those_of_the_texts_begin_alone():
-    whole = blocks_of(text("a", 3))
-    assert blocks_of(text("a", 2)) == whole[:14]
-    assert blocks_of(text("b", 3))[:4] == whole[:4] and blocks_of(text("b", 3))[4] not in whole
-    assert blocks_of(b"x" * (BLOCK - 1)) == []
-    assert blocks_of(b"one", SYSTEM)[0] != blocks_of(b"two", SYSTEM)[0], "an adapter, or a salt, has other pages"
-    assert len(blocks_of(b"x" * 10_000 * BLOCK)) == 4096
+    whole, other = Text.of(text("a", 3)).blocks, Text.of(text("b", 3)).blocks
+    assert Text.of(text("a", 2)).blocks == whole[:14]
+    assert other[:4] == whole[:4] and other[4] not in whole
+    assert Text.of(b"x" * (BLOCK - 1)).blocks == [] and Text.of(b"x" * (BLOCK + 3)).tail_bytes == 3
+    long = Text.of(b"x" * 10_000 * BLOCK)
+    assert len(long.blocks) == 4096 and long.tail_bytes == 0
+
+
+def test_an_adapter_or_a_salt_has_other_blocks():
+    bodies = (json.dumps({"model": model, "prompt": "s" * 2 * BLOCK}).encode() for model in ("one", "two"))
+    one, two = (keys_of("/v1/completions", body, None).text.blocks for body in bodies)
+    assert one[0] != two[0]
 
 
 def test_a_conversation_goes_home_and_new_ones_spread():
@@ -41,12 +50,12 @@ def test_a_conversation_goes_home_and_new_ones_spread():
     with ExitStack() as stack:
         homes = {}
         for name in "abcdef":
-            homes[name] = routing.choose(NAMES, blocks_of(text(name)))
+            homes[name] = routing.choose(NAMES, Text.of(text(name)))
             stack.enter_context(routing.serving(homes[name]))
         assert sorted(homes.values()) == sorted(NAMES * 2), "what all have in common is less than a half"
         for turns in (2, 3):
             for name, home in homes.items():
-                assert routing.choose(NAMES, blocks_of(text(name, turns))) == home
+                assert routing.choose(NAMES, Text.of(text(name, turns))) == home
 
 
 def test_texts_that_begin_alike_spread_and_each_goes_home():
@@ -56,55 +65,102 @@ def test_texts_that_begin_alike_spread_and_each_goes_home():
         routing.started(name, 1 << 22)
     begin = b"s" * 70 * BLOCK
     texts = [begin + f"{number}".encode().ljust(25 * BLOCK, b".") for number in range(30)]
-    homes = [routing.choose(NAMES, blocks_of(one)) for one in texts]
+    homes = [routing.choose(NAMES, Text.of(one)) for one in texts]
     counts = [Counter(homes)[name] for name in NAMES]
     assert min(counts) > 4 and max(counts) < 16
     grown = [one + b"more".ljust(60 * BLOCK, b".") for one in texts]
-    assert [routing.choose(NAMES, blocks_of(one)) for one in grown[::-1]] == homes[::-1]
+    assert [routing.choose(NAMES, Text.of(one)) for one in grown[::-1]] == homes[::-1]
+
+
+def chat(*contents: str) -> tuple[str, bytes]:
+    """A path, and a body with messages of a system and of others by turns."""
+    roles = ("system", *("user", "assistant") * len(contents))
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return "/v1/chat/completions", json.dumps({"model": "tiny", "messages": messages}).encode()
+
+
+def completion(*contents: str) -> tuple[str, bytes]:
+    return "/v1/completions", json.dumps({"prompt": "".join(contents), "model": "tiny"}).encode()
+
+
+@pytest.mark.parametrize("request_of", [chat, completion])
+@pytest.mark.parametrize("begin", [70 * BLOCK, 70 * BLOCK + 300])
+def test_short_questions_behind_one_beginning_spread_and_each_goes_home(request_of, begin):
+    """All of a question may be behind the last whole block: it counts none the less."""
+    routing = Routing(NAMES)
+    for name in NAMES:
+        routing.started(name, 1 << 22)
+
+    def chosen(*contents: str) -> str:
+        return routing.choose(NAMES, keys_of(*request_of("s" * begin, *contents), None).text)
+
+    questions = [f"{number} is how much?" for number in range(30)]
+    homes = [chosen(one) for one in questions]
+    counts = [Counter(homes)[name] for name in NAMES]
+    assert min(counts) > 4 and max(counts) < 16
+    for growth in (("Much.", "Why?"), ("Much.", "Why?", "w" * 900, "More.")):
+        assert [chosen(one, *growth) for one in questions[::-1]] == homes[::-1]
+    assert [chosen(one) for one in questions[::-1]] == homes[::-1], "asked again"
+
+
+def test_a_tail_of_each_length_is_known_until_its_text_is_forgotten():
+    routing = Routing(NAMES)
+    routing.started("0", 600 * BLOCK // 4)
+    texts = [SYSTEM + bytes([number % 256]) * number for number in range(1, BLOCK)]
+    for one in texts:
+        routing.choose(("0",), Text.of(one))
+    with loaded(routing, {"0": 3}):
+        assert routing.choose(NAMES, Text.of(SYSTEM + b"another")) != "0"
+        for one in (texts[0], texts[255], texts[-1]):
+            assert routing.choose(NAMES, Text.of(one + b"more")) == "0"
+        routing.choose(("0",), Text.of(b"y" * 500 * BLOCK))
+        assert len(routing._known["0"].blocks) == 600, "four blocks of the texts are left, and 96 tails"
+        assert routing.choose(NAMES, Text.of(texts[-50] + b"more")) == "0"
+        assert routing.choose(NAMES, Text.of(texts[50] + b"more")) != "0"
 
 
 def test_a_new_text_goes_where_most_of_it_is_unless_that_engine_was_asked_much_more_of_late():
     routing = Routing(NAMES)
     begin = b"s" * 70 * BLOCK
-    (home,) = {routing.choose(NAMES, blocks_of(begin + bytes([number]) * 25 * BLOCK)) for number in range(3)}
+    (home,) = {routing.choose(NAMES, Text.of(begin + bytes([number]) * 25 * BLOCK)) for number in range(3)}
     with loaded(routing, {home: 3}):
-        assert routing.choose(NAMES, blocks_of(begin + b"x" * 25 * BLOCK)) != home, "70 blocks are no three requests"
+        assert routing.choose(NAMES, Text.of(begin + b"x" * 25 * BLOCK)) != home, "70 blocks are no three requests"
     with loaded(routing, {home: 1}):
-        assert routing.choose(NAMES, blocks_of(begin + b"\0" * 40 * BLOCK)) == home, "it goes on from an earlier one"
+        assert routing.choose(NAMES, Text.of(begin + b"\0" * 40 * BLOCK)) == home, "it goes on from an earlier one"
 
 
 def test_short_texts_go_to_each_in_turn():
     routing = Routing(NAMES)
-    assert [routing.choose(NAMES, []) for _ in range(6)] == [*NAMES, *NAMES]
+    assert [routing.choose(NAMES) for _ in range(6)] == [*NAMES, *NAMES]
 
 
 @pytest.mark.parametrize("least", [0, 4, 40])
 def test_an_engine_with_much_more_to_do_is_passed_over_and_the_bound_is_both(least):
     routing = Routing(NAMES)
-    blocks = blocks_of(text("a"))
-    home = routing.choose(NAMES, blocks)
+    prompt = Text.of(text("a"))
+    home = routing.choose(NAMES, prompt)
     other = next(name for name in NAMES if name != home)
     most = int(max(least + AHEAD, least * TIMES))
     loads = dict.fromkeys(NAMES, least + 1) | {other: least}
     with loaded(routing, loads | {home: most}):
-        assert routing.choose(NAMES, blocks) == home
+        assert routing.choose(NAMES, prompt) == home
     with loaded(routing, loads | {home: most + 1}):
-        assert routing.choose(NAMES, blocks) == other
+        assert routing.choose(NAMES, prompt) == other
     with loaded(routing, loads | {home: least + 1}):
-        assert routing.choose(NAMES, blocks) == other, "both have it now: the one with less to do is taken"
+        assert routing.choose(NAMES, prompt) == other, "both have it now: the one with less to do is taken"
     assert set(routing.loads.values()) == {0}
 
 
 def test_a_dead_engine_is_left_and_comes_back_without_its_prefixes():
     routing = Routing(NAMES)
-    blocks = blocks_of(text("a"))
-    assert routing.choose(NAMES, blocks, session="s") == "0"
-    assert routing.choose(("1", "2"), blocks, session="s") == "1"
-    assert routing.choose(NAMES, blocks, session="s") == "1", "a session stays where it has gone"
+    prompt = Text.of(text("a"))
+    assert routing.choose(NAMES, prompt, session="s") == "0"
+    assert routing.choose(("1", "2"), prompt, session="s") == "1"
+    assert routing.choose(NAMES, prompt, session="s") == "1", "a session stays where it has gone"
     routing.started("1", 1 << 20)
-    routing.choose(("2",), blocks)
+    routing.choose(("2",), prompt)
     with loaded(routing, {"0": 20}):
-        assert routing.choose(("0", "1", "2"), blocks) == "2", "the new process has none of it"
+        assert routing.choose(("0", "1", "2"), prompt) == "2", "the new process has none of it"
 
 
 def test_a_session_stays_whatever_its_engine_has_to_do_and_a_hint_yields():
@@ -121,11 +177,11 @@ def test_a_session_leaves_an_engine_that_could_not_keep_its_prefix(has_tiers):
     routing = Routing(NAMES)
     for name in NAMES:
         routing.started(name, 20 * BLOCK // 4, has_tiers)  # twenty blocks
-    home = routing.choose(NAMES, blocks_of(text("a", 3)), session="a")
-    assert routing.choose(NAMES, blocks_of(text("a", 3)), session="a") == home
-    routing.choose((home,), blocks_of(text("b", 3)), session="b")  # makes the other's blocks leave
+    home = routing.choose(NAMES, Text.of(text("a", 3)), session="a")
+    assert routing.choose(NAMES, Text.of(text("a", 3)), session="a") == home
+    routing.choose((home,), Text.of(text("b", 3)), session="b")  # makes the other's blocks leave
     with loaded(routing, {home: 1}):
-        moved = routing.choose(NAMES, blocks_of(text("a", 3)), session="a")
+        moved = routing.choose(NAMES, Text.of(text("a", 3)), session="a")
     assert (moved == home) == has_tiers, "with tiers it may be in the host's memory"
     assert routing.home_of("a") == moved
 
@@ -142,10 +198,11 @@ def test_what_is_known_is_bounded_by_the_engines_cache_and_stays_a_begin():
     routing = Routing(("0",))
     routing.started("0", 20 * BLOCK // 4)  # twenty blocks
     known = routing._known["0"]
-    first, second = blocks_of(text("a", 3)), blocks_of(text("b", 3))
-    routing.choose(("0",), first)
+    texts = [Text.of(text(name, 3)) for name in "ab"]
+    first, second = (one.blocks for one in texts)
+    routing.choose(("0",), texts[0])
     assert known.matched(first[::-1]) == len(first) == 19
-    routing.choose(("0",), second)
+    routing.choose(("0",), texts[1])
     assert len(known.blocks) == 20 and known.matched(second[::-1]) == 19
     assert known.matched(first[::-1]) == 4 + 1, "its later blocks went first"
     assert all(block in known.blocks for block in first[:5]) and not any(block in known.blocks for block in first[5:])
