@@ -1,8 +1,8 @@
 """The choice of a request's engine among several: where its prefix is cached, unless others have much less to do.
 
-What an engine has cached is known from what was sent to it, by blocks of texts (text.py). An engine's blocks are
-forgotten in the order of their last use, the later ones of a text first: so those that are known of a text are always
-its first ones.
+What an engine has cached is known from what was sent to it, by blocks of texts (text.py). An engine's texts are
+forgotten in the order of their last use, each from its end on: so those blocks that are known of a text are always its
+first ones.
 
 A text that goes on from an earlier one, its tail included, goes home. One that only begins as others do, by a system's
 prompt, would find what they have in common on the engine of the first of them, and so would all: sessions pause, and
@@ -12,7 +12,7 @@ that engine is idle whenever the next one begins. So for these an engine's choic
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -37,17 +37,33 @@ _WORTH = 0.5
 _NO_TEXT = Text()
 
 
+class _Block:
+    """A block that an engine has, or the tail of a text, which is one by itself."""
+
+    __slots__ = ("before", "behind", "tails")
+
+    def __init__(self, before: int | None) -> None:
+        self.before = before  # the block before it
+        self.behind = 0  # how many are right behind it
+        self.tails = 0  # a bit for each length of a tail that was right behind it
+
+
 class _Known:
     """The front's knowledge of one engine."""
 
     def __init__(self) -> None:
-        # Of a block a bit for each length of a tail that a text had behind it; that text's hash is an entry, too.
-        self.blocks: OrderedDict[int, int] = OrderedDict()
+        self.blocks: dict[int, _Block] = {}
+        self._last: OrderedDict[int, None] = OrderedDict()  # those with none behind, by their last use
         self.most_blocks = MOST_BLOCKS
         self.has_tiers = False
         self.load = 0
         self.chosen = 0  # the number of the last choice of it
         self._late = 0.0  # at that choice
+
+    def clear(self) -> None:
+        """Has no blocks."""
+        self.blocks.clear()
+        self._last.clear()
 
     def matched(self, last_first: Sequence[int]) -> int:
         """The number of a text's blocks that it has cached, from the text's begin on.
@@ -68,18 +84,39 @@ class _Known:
 
     def take(self, text: Text, last_first: Sequence[int]) -> None:
         """Has a text's blocks from now on."""
-        if not last_first:
+        num_blocks, tail = len(last_first), text.tail_bytes
+        if not num_blocks:
             return
-        num_new, tail = len(last_first) - self.matched(last_first), text.tail_bytes
-        if tail:
-            end = text.hash_to(len(last_first), tail)
-            self.blocks[end] = 0
-            self.blocks.move_to_end(end)
-        self.blocks.update(dict.fromkeys(last_first[:num_new], 0))
-        self.blocks[last_first[0]] |= 1 << tail
-        deque(map(self.blocks.move_to_end, last_first[num_new:]), maxlen=0)
+        for place in range(self.matched(last_first), num_blocks):
+            self._put(text.blocks[place], text.blocks[place - 1] if place else None)
+        last = self.blocks[last_first[0]]
+        last.tails |= 1 << tail
+        end = text.hash_to(num_blocks, tail)
+        if end not in self.blocks:
+            self._put(end, last_first[0])
+        if end in self._last:
+            self._last.move_to_end(end)
         while len(self.blocks) > self.most_blocks:
-            self.blocks.popitem(last=False)
+            self._forget_one()
+
+    def _put(self, name: int, before: int | None) -> None:
+        self.blocks[name] = _Block(before)
+        self._last[name] = None
+        if before is not None:
+            self._last.pop(before, None)
+            self.blocks[before].behind += 1
+
+    def _forget_one(self) -> None:
+        """Forgets a block with none behind, the least recently used; the one before it is the next then."""
+        name, _ = self._last.popitem(last=False)
+        before = self.blocks.pop(name).before
+        if before is None:
+            return
+        block = self.blocks[before]
+        block.behind -= 1
+        if not block.behind:
+            self._last[before] = None
+            self._last.move_to_end(before, last=False)
 
 
 class Routing:
@@ -107,7 +144,7 @@ class Routing:
             has_tiers: what leaves its cache goes to the host's memory; how much stays there is not known here.
         """
         known = self._known[name]
-        known.blocks.clear()
+        known.clear()
         known.has_tiers = has_tiers
         known.most_blocks = max(1, kv_tokens * TOKEN_BYTES // BLOCK)
 
@@ -159,18 +196,21 @@ class Routing:
         return 1 - 1 / (_LATE * max(1, len(self._known)))
 
     def _by_prefix(self, known: Mapping[str, _Known], text: Text, last_first: Sequence[int]) -> str:
-        matched = {name: one.matched(last_first) for name, one in known.items()}
+        most = 0
+        for one in known.values():  # few engines have more than all that were looked at before
+            if most < len(text.blocks) and text.blocks[most] in one.blocks:
+                most = one.matched(last_first)
+        having = {name: one.blocks for name, one in known.items() if not most or text.blocks[most - 1] in one.blocks}
         kept, number = self._kept, self._count + 1
         late = {name: one.late(number, kept) for name, one in known.items()}
         least = min(known, key=lambda name: (known[name].load, late[name]))
-        most = max(matched.values())
-        having = [name for name, count in matched.items() if count == most]
-        homes = _homes_of(text, most, {name: known[name].blocks for name in having}) if most else []
+        homes = _homes_of(text, most, having) if most else []
         best = min(homes or having, key=lambda name: (known[name].load, late[name]))
         is_worth = most > 0 and most >= _WORTH * len(last_first)
-        if not homes:
+        if is_worth and not homes:
+            saved = most - known[least].matched(last_first)
             ahead = known[best].load - known[least].load + (late[best] - late[least]) / _LATE_A_REQUEST
-            is_worth = is_worth and most - matched[least] >= _REQUEST_BLOCKS * ahead
+            is_worth = saved >= _REQUEST_BLOCKS * ahead
         return best if is_worth and not self._is_overloaded(best, known) else least
 
     @staticmethod
@@ -179,18 +219,19 @@ class Routing:
         return known[name].load > max(least + AHEAD, least * TIMES)
 
 
-def _homes_of(text: Text, num_matched: int, having: Mapping[str, Mapping[int, int]]) -> list[str]:
+def _homes_of(text: Text, num_matched: int, having: Mapping[str, Mapping[int, _Block]]) -> list[str]:
     """The engines that had an earlier text which this one begins with all of; of several such texts the longest counts.
 
     Args:
         having: the blocks of engines that have so many of the text's.
     """
-    block = text.blocks[num_matched - 1]
-    lengths = reduce(or_, (blocks[block] for blocks in having.values()))
+    last = text.blocks[num_matched - 1]
+    tails = {name: blocks[last].tails for name, blocks in having.items()}
+    lengths = reduce(or_, tails.values())
     while lengths:
         length = lengths.bit_length() - 1
         end = text.hash_to(num_matched, length)
-        homes = [name for name, blocks in having.items() if blocks[block] >> length & 1 and end in blocks]
+        homes = [name for name, blocks in having.items() if tails[name] >> length & 1 and end in blocks]
         if homes:
             return homes
         lengths -= 1 << length
