@@ -4,12 +4,16 @@ Run: python -m benchmarks.fleet --engines 64 --sessions 10000 --at-once 1024
 
 Router, schedulers and prefix caches are real. Steps take what docs/lab/results has of Qwen3-8B's shape. Sessions come
 from benchmarks.server.agent_trace. A token here stands for --fold tokens, and a step
-of decodes for as many steps.
+of decodes for as many steps. With --parts several runs share the sessions, each in a process and with a seed of its
+own, from empty caches on. What is known so far goes to stderr.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -35,25 +39,36 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=positive, default=KV_TOKENS, help="of each engine")
     parser.add_argument("--fold", type=int, choices=(1, 2, 4, 8, 16, 32, 64), default=32)
     parser.add_argument("--rules", type=names_of(RULES), default=list(RULES), help="with commas between")
+    parser.add_argument("--parts", type=positive, default=1, help="runs that share the sessions (default: 1)")
     args = parser.parse_args()
+    if args.sessions < args.parts:
+        parser.error(f"--parts {args.parts}: there are {args.sessions} sessions; give at most one part for each")
     print(f"{args.sessions} sessions of {args.preset}, {args.at_once} at once, over {args.engines} engines")
     print("| rule | cached | first token p50 | p90 | p99 | call p50 | most busy / mean | out tokens/s | CPU s |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
-    for name in args.rules:
-        began = time.process_time()
-        figures = simulated(name, args)
-        print(f"| {name} | {row_of(figures, args.fold)} | {time.process_time() - began:.0f} |", flush=True)
+    sessions = [args.sessions // args.parts + (part < args.sessions % args.parts) for part in range(args.parts)]
+    with ProcessPoolExecutor(args.parts) as processes:
+        for name in args.rules:
+            running = [processes.submit(simulated, name, args, *part) for part in enumerate(sessions)]
+            runs, seconds = zip(*(one.result() for one in running), strict=True)
+            print(f"| {name} | {row_of(Figures.of_all(runs), args.fold)} | {sum(seconds):.0f} |", flush=True)
 
 
-def simulated(name: str, args) -> Figures:
-    """The run of one rule; the sessions are the same ones for each."""
-    fold, preset = args.fold, PRESETS[args.preset]
+def simulated(name: str, args: Namespace, part: int, sessions: int) -> tuple[Figures, float]:
+    """A run of a rule, of a part of the sessions, and its CPU seconds; the sessions are the same ones for each rule."""
+    fold, preset, began = args.fold, PRESETS[args.preset], time.process_time()
     longest = 2 * preset["limit"]
     costs = StepCosts.measured()
     engines = [SimulatedEngine(costs, args.kv_tokens, longest, fold) for _ in range(args.engines)]
-    generator = Generator(preset, args.seed, 1 / fold, 1.0, 3600.0)
+    generator = Generator(preset, args.seed + part, 1 / fold, 1.0, 3600.0)
     rule = rule_of(name, args.engines, args.kv_tokens, BLOCK // TOKEN_BYTES // fold)
-    return Simulation(engines, rule, generator, args.sessions, args.at_once).run()
+
+    def tell(num_over: int, figures: Figures) -> None:
+        told = f"{name}, part {part}, {num_over} of {sessions} sessions: {row_of(figures, fold)}"
+        print(told, file=sys.stderr, flush=True)
+
+    figures = Simulation(engines, rule, generator, sessions, args.at_once, tell).run()
+    return figures, time.process_time() - began
 
 
 def row_of(figures: Figures, fold: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -48,7 +49,7 @@ class SimulatedEngine:
     def add(self, call: Any, prompt: np.ndarray, answer: np.ndarray) -> None:
         """A call of a prompt's ids, which will be answered by these."""
         size = prompt.size
-        params = SamplingParams(temperature=0.0, max_tokens=answer.size, ignore_eos=True, detokenize=False)
+        params = _params_of(answer.size)
         # The scheduler asks a prompt's list for its length alone where the ids are given as an array.
         ids = cast("list[int]", range(size))
         request = Request(request_id="", prompt_token_ids=ids, prompt_ids=prompt, params=params)
@@ -98,3 +99,8 @@ class SimulatedEngine:
                 first.append((self._answers[request][0], early_ms))
         ended = [(self._answers.pop(one)[0], one.num_cached_tokens) for one in result.finished]
         return first, ended
+
+
+@cache
+def _params_of(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from benchmarks.fleet.engine import SimulatedEngine
 from benchmarks.fleet.rules import Rule
 from benchmarks.server.agent_trace import Call, Generator
 
+_TOLD = 20
 _ID_BITS = 24  # of a token's id those of its place in its message
 
 
@@ -28,7 +29,7 @@ class Figures:
         first_token_s: of each call, from its begin.
         prompt_tokens, cached_tokens: of all calls.
         busy_s: of each engine.
-        clock_s: at the end.
+        clock_s: at the end; of several runs, of all together.
     """
 
     first_token_s: list[float] = field(default_factory=list)
@@ -38,6 +39,20 @@ class Figures:
     new_tokens: int = 0
     busy_s: list[float] = field(default_factory=list)
     clock_s: float = 0.0
+
+    @classmethod
+    def of_all(cls, runs: Sequence[Figures]) -> Figures:
+        """The figures of several runs. The engine that was busiest in one stands beside the busiest ones of others."""
+        both = cls()
+        for run in runs:
+            both.first_token_s += run.first_token_s
+            both.call_s += run.call_s
+            both.prompt_tokens += run.prompt_tokens
+            both.cached_tokens += run.cached_tokens
+            both.new_tokens += run.new_tokens
+            both.clock_s += run.clock_s
+        both.busy_s = [sum(each) for each in zip(*(sorted(run.busy_s) for run in runs), strict=True)]
+        return both
 
 
 @dataclass
@@ -53,11 +68,19 @@ class Simulation:
 
     Args:
         sessions: how many, and how many at once.
+        told: of the sessions that are over, up to _TOLD times.
     """
 
     def __init__(
-        self, engines: list[SimulatedEngine], rule: Rule, generator: Generator, sessions: int, at_once: int
+        self,
+        engines: list[SimulatedEngine],
+        rule: Rule,
+        generator: Generator,
+        sessions: int,
+        at_once: int,
+        told: Callable[[int, Figures], None],
     ) -> None:
+        self._told, self._told_each, self._over = told, -(-sessions // _TOLD), 0
         self._engines, self._rule = engines, rule
         self._starts = _sessions(generator, sessions)
         self._at_once = at_once
@@ -84,6 +107,9 @@ class Simulation:
                 self._step_over(what)
             else:
                 self._begin(what)
+        return self._figures_now()
+
+    def _figures_now(self) -> Figures:
         self.figures.clock_s = self._now
         self.figures.busy_s = [engine.busy_ms / 1e3 for engine in self._engines]
         return self.figures
@@ -161,6 +187,9 @@ class Simulation:
         if not live:
             del self._live[root]
             self._start_session(self._now)
+            self._over += 1
+            if self._over % self._told_each == 0:
+                self._told(self._over, self._figures_now())
         if call["ends_session"]:
             self._conversations.pop(call["session"], None)
 

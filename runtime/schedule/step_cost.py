@@ -149,6 +149,8 @@ class _Fit:
                 best, least = [0.0, 0.0, 0.0], error
                 for i, value in zip(features, part, strict=True):
                     best[i] = value
+                if len(features) == len(best):
+                    break  # no set of fewer has a smaller error
         return best[0], best[1], best[2]
 
 

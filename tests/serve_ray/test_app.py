@@ -25,7 +25,8 @@ from mllm_compile.serve_ray.replica import Asked, Replica, passed_on
 from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.http import Bodies
 from mllm_compile.server.replicas.keys import Keys
-from mllm_compile.server.replicas.routing import BLOCK, Routing
+from mllm_compile.server.replicas.routing import Routing
+from mllm_compile.server.replicas.text import BLOCK, Text
 
 
 def config_of(**runtime: Any) -> EngineConfig:
@@ -68,9 +69,9 @@ def test_a_replica_has_a_gpu_for_each_rank_where_there_are_some():
 
 
 def test_what_the_router_chooses_by_stays_with_it():
-    asked = Asked("POST", "/v1/completions", [("a", "b")], b"{}", Keys([1, 2], "session"))
+    asked = Asked("POST", "/v1/completions", [("a", "b")], b"{}", Keys(Text([1, 2], bytes(2 * BLOCK)), "session"))
     assert pickle.loads(pickle.dumps(asked)) == Asked("POST", "/v1/completions", [("a", "b")], b"{}")
-    assert asked.keys.blocks == [1, 2]
+    assert asked.keys.text.blocks == [1, 2]
 
 
 def test_headers_of_a_connection_stay_with_it():
@@ -202,7 +203,7 @@ def replicas_of(*names: str) -> list[Any]:
 
 
 def pending(number: int, *blocks: int) -> Any:
-    asked = Asked("POST", "/", [], b"", Keys(list(blocks)))
+    asked = Asked("POST", "/", [], b"", Keys(Text(blocks, bytes(BLOCK) * len(blocks))))
     return SimpleNamespace(args=[asked], metadata=SimpleNamespace(internal_request_id=str(number)))
 
 
