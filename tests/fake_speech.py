@@ -29,7 +29,12 @@ END_S = 0.5  # where a window with times says that its text ends
 
 def said_of(samples: np.ndarray) -> str:
     """The text that is written down of a window's samples."""
-    return _said(RequestSource.of_sound(LOG_MEL.window(samples).ravel(), STATES))
+    return said_of_window(LOG_MEL.window(samples))
+
+
+def said_of_window(window: np.ndarray) -> str:
+    """Likewise of a window [bins, frames]."""
+    return _said(RequestSource.of_sound(window.ravel(), STATES))
 
 
 def _said(source: RequestSource) -> str:

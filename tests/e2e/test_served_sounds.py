@@ -33,6 +33,8 @@ def test_sounds_over_http_are_the_engines(tmp_path: Path) -> None:
     with Engine(config) as engine:
         for timestamps in (False, True):
             expected += engine.transcribe(wav, timestamps=timestamps, temperature=0.0)
+        told = {"sequential": True, "condition_on_previous_text": True}
+        (walked,) = engine.transcribe(wav, prompt="w50 w51", temperature=0.0, **told)
     (tmp_path / "whisper.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "mllm_compile", "serve", str(tmp_path / "whisper.yaml"), "--port", "0"]
     with (
@@ -40,12 +42,17 @@ def test_sounds_over_http_are_the_engines(tmp_path: Path) -> None:
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
     ):
         plain = client.audio.transcriptions.create(file=("talk.wav", wav), model="")
-        told = client.audio.transcriptions.create(file=("talk.wav", wav), model="", response_format="verbose_json")
+        with_times = client.audio.transcriptions.create(
+            file=("talk.wav", wav), model="", response_format="verbose_json"
+        )
+        form: Any = {"prompt": "w50 w51", "response_format": "verbose_json", "extra_body": told}
+        one_by_one = client.audio.transcriptions.create(file=("talk.wav", wav), model="", **form)
         events = list(client.audio.transcriptions.create(file=("talk.wav", wav), model="", stream=True))
     assert plain.text == expected[0].text
     assert events[-1].text == expected[0].text  # type: ignore[union-attr]
     shown = expected[1].as_form("verbose_json")
-    found = told.model_dump()
+    found = with_times.model_dump()
+    assert one_by_one.text == walked.text and len(one_by_one.segments) == len(walked.segments) > 1  # type: ignore[attr-defined]
     assert [one["tokens"] for one in found["segments"]] == [one["tokens"] for one in shown["segments"]]
     for one, other in zip(found["segments"], shown["segments"], strict=True):
         assert one["avg_logprob"] == pytest.approx(other["avg_logprob"], abs=1e-4)

@@ -20,8 +20,8 @@ from mllm_compile.engine.speech.answers import (
 )
 from mllm_compile.engine.speech.cuts import cut
 from mllm_compile.engine.speech.doubt import TEMPERATURES, is_doubted, is_silent, is_unlikely, temperatures_of
-from mllm_compile.engine.speech.sequential import Walk
-from mllm_compile.engine.speech.tokens import SECONDS_OF_A_TOKEN, SpeechTokens
+from mllm_compile.engine.speech.sequential import Walk, most_told
+from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
@@ -94,10 +94,11 @@ class SpeechMethods:
             languages = speech.languages(samples)
         earlier = ids_of_prompt(speech.tokenizer, prompt)
         if sequential:
-            most = self.config.runtime.max_model_len // 2 - 1 if condition_on_previous_text else 0
-            told = [] if most else earlier  # else it is the first of the text so far
-            beginnings = [tokens.beginning(one, task, True, told) for one in languages]
-            walked = speech.walked(samples, beginnings, params, earlier if most else [], most)
+            most = most_told(self.config.runtime.max_model_len) if condition_on_previous_text else 0
+            beginnings = [tokens.beginning(one, task, True, earlier) for one in languages]
+            if most:  # the prompt is the first of the text so far
+                beginnings = [tokens.beginning(one, task, True, []) for one in languages]
+            walked = speech.walked(samples, beginnings, params, earlier, most)
         else:
             beginnings = [tokens.beginning(one, task, timestamps, earlier) for one in languages]
             walked = speech.segments(samples, beginnings, params)
@@ -180,33 +181,21 @@ class _Speech:
         Args:
             earlier: tokens ahead of the text so far; most_earlier: those of it that a window is told.
         """
-        frames, first_time = self.log_mel.frames, self.tokens.no_timestamps + 1
-        walks = [Walk(self._mel(one), most_earlier, [earlier] if earlier else []) for one in samples]
+        frames = self.log_mel.frames
+        walks = [Walk.of(one, self.log_mel, earlier, most_earlier) for one in samples]
         found: list[list[Segment]] = [[] for _ in walks]
         while left := [place for place, walk in enumerate(walks) if not walk.is_at_end]:
             prompts = []
             for place in left:
                 source = self.decoder.source_of_window(walks[place].window(frames).ravel())
-                told = walks[place].told(first_time)
-                beginning = [*([self.tokens.previous, *told] if told else []), *beginnings[place]]
-                prompts.append(self._prompt_of(source, beginning))
+                prompts.append(self._prompt_of(source, walks[place].beginning(self.tokens, beginnings[place])))
             for place, answer in zip(left, self._believed(prompts, params), strict=True):
                 if answer is None:
                     walks[place].skip(frames)
                     continue
-                at, ids = walks[place].seconds, self._without_end(answer.output)
-                for part in walks[place].take(ids, first_time, frames, answer.temperature):
-                    text_ids = [one for one in part.token_ids if one < first_time]
-                    if text := self.tokenizer.decode(text_ids, skip_special_tokens=True):
-                        start, end = (at + time * SECONDS_OF_A_TOKEN for time in (part.start, part.end))
-                        found[place].append(Segment(start, end, text, text_ids, _mean(answer), answer.temperature))
+                ids, by = self._without_end(answer.output), (self.tokens, self.tokenizer)
+                found[place] += walks[place].segments(ids, *by, frames, _mean(answer), answer.temperature)
         return found
-
-    def _mel(self, samples: np.ndarray) -> np.ndarray:
-        """Frames of a whole sound; of one that is no longer than a window those of a window."""
-        if samples.size <= self.log_mel.samples:
-            return self.log_mel.window(samples)
-        return self.log_mel.whole(samples)
 
     def _without_end(self, output: RequestOutput) -> Sequence[int]:
         is_ended = output.finish_reason == "stop" and output.token_ids

@@ -11,6 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mllm_compile.engine.speech.answers import SpeechTokenizer
+from mllm_compile.engine.speech.tokens import SECONDS_OF_A_TOKEN, SpeechTokens
+from mllm_compile.engine.speech.transcripts import Segment
+from mllm_compile.media.log_mel import LogMel
+
 _FRAMES_OF_A_TIME = 2
 _FRAME_S, _TIME_S = 0.01, 0.02
 _SURE = 0.5  # of temperatures below, text is told to the next window
@@ -40,6 +45,18 @@ class Walk:
     earlier: list[list[int]] = field(default_factory=list)
     frame: int = 0
     is_sure: bool = True
+
+    @classmethod
+    def of(cls, samples: np.ndarray, log_mel: LogMel, earlier: list[int], most_earlier: int) -> Walk:
+        """The beginning of a sound; of one that is no longer than a window frames of a window.
+
+        Args:
+            samples: [N] float32.
+            earlier: tokens ahead of the text so far, if windows are told it.
+        """
+        is_short = samples.size <= log_mel.samples
+        mel = log_mel.window(samples) if is_short else log_mel.whole(samples)
+        return cls(mel, most_earlier, [earlier] if most_earlier and earlier else [])
 
     @property
     def is_at_end(self) -> bool:
@@ -77,6 +94,34 @@ class Walk:
         self.frame, self.is_sure = self.frame + ahead, temperature < _SURE
         return parts
 
+    def beginning(self, tokens: SpeechTokens, of_sound: list[int]) -> list[int]:
+        """The ids that the next window's answer follows: `of_sound`, behind what it is told."""
+        told = self.told(tokens.no_timestamps + 1)
+        return [*([tokens.previous, *told] if told else []), *of_sound]
+
+    def segments(
+        self,
+        ids: Sequence[int],
+        tokens: SpeechTokens,
+        tokenizer: SpeechTokenizer,
+        frames: int,
+        logprob: float | None,
+        temperature: float,
+    ) -> list[Segment]:
+        """As `take`, segments of text.
+
+        Args:
+            ids: without the end.
+            logprob: the mean of the answer's tokens.
+        """
+        at, first_time, found = self.seconds, tokens.no_timestamps + 1, []
+        for part in self.take(ids, first_time, frames, temperature):
+            text_ids = [one for one in part.token_ids if one < first_time]
+            if text := tokenizer.decode(text_ids, skip_special_tokens=True):
+                start, end = (at + time * SECONDS_OF_A_TOKEN for time in (part.start, part.end))
+                found.append(Segment(start, end, text, text_ids, logprob, temperature))
+        return found
+
     def skip(self, frames: int) -> None:
         """On to the next window of so many frames, behind one in which nobody speaks."""
         self.frame += frames
@@ -105,6 +150,11 @@ def parts_of(ids: Sequence[int], first_time: int, frames: int) -> tuple[list[Par
         begin = end
     ahead = frames if is_closed else (ids[begin - 2] - first_time) * _FRAMES_OF_A_TIME
     return parts, ahead or frames  # a window that ends where it begins is behind us all the same
+
+
+def most_told(max_model_len: int) -> int:
+    """Tokens of the text so far that a window is told at most."""
+    return max_model_len // 2 - 1
 
 
 def _without_second_time(ids: list[int], first_time: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from mllm_compile.engine.speech.answers import SpeechTokenizer, segments_of, transcript_of
 from mllm_compile.engine.speech.tokens import SpeechTokens
@@ -25,6 +26,14 @@ def headers_of(form: TranscriptForm) -> Headers:
     if form in ("json", "verbose_json"):
         return JSON
     return _VTT if form == "vtt" else _TEXT
+
+
+def whole_transcript(transcript: Transcript, form: TranscriptForm) -> bytes:
+    """The body of an answer."""
+    shown = transcript.as_form(form)
+    if isinstance(shown, str):
+        return shown.encode()
+    return encode(shown | {"usage": {"type": "duration", "seconds": math.ceil(transcript.duration)}})
 
 
 class TranscriptAnswers:
@@ -69,10 +78,7 @@ class TranscriptAnswers:
 
     def whole(self, job: Job) -> bytes:
         self._read(job)
-        shown = self._transcript().as_form(self._form)
-        if isinstance(shown, str):
-            return shown.encode()
-        return encode(shown | {"usage": {"type": "duration", "seconds": math.ceil(self._duration)}})
+        return whole_transcript(self._transcript(), self._form)
 
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error.body + b"\n\n" + DONE
@@ -92,20 +98,32 @@ class TranscriptAnswers:
         return transcript_of(self._segments, self._language, self._duration, self._task)
 
 
-class LanguageAnswer(WholeAnswers):
-    """The answer to a sound's first window, which the server itself has asked for.
+class Written(NamedTuple):
+    """The tokens of a window's answer without its end, and the mean log-probability of all."""
+
+    ids: list[int]
+    logprob: float | None
+
+
+class WindowAnswer(WholeAnswers):
+    """The answer to one window, which the server itself has asked for.
 
     Args:
-        names: of languages, by token.
-        over: takes the language, or the error.
+        ends: tokens that end an answer.
+        over: takes the answer, or the error.
     """
 
-    def __init__(self, names: Mapping[int, str], over: Callable[[str | ApiError], None]) -> None:
-        self._names, self._over = names, over
+    def __init__(self, ends: Collection[int], over: Callable[[Written | ApiError], None]) -> None:
+        self._ends, self._over = ends, over
 
     def whole(self, job: Job) -> bytes:
-        ids = job.choices[0].token_ids
-        self._over(self._names[ids[0]] if ids else ApiError(503, "the server has ended the request", code=ABORTED))
+        choice = job.choices[0]
+        if choice.finish_reason not in ("stop", "length"):
+            self._over(ApiError(503, "the server has ended the request", code=ABORTED))
+            return b""
+        ids = list(choice.token_ids)
+        logprob = sum(one.logprob for one in choice.scores) / len(ids) if choice.scores else None
+        self._over(Written(ids[:-1] if ids[-1:] and ids[-1] in self._ends else ids, logprob))
         return b""
 
     def refusal(self, error: ApiError) -> bytes:

@@ -35,7 +35,9 @@ class AudioFields(msgspec.Struct, kw_only=True):
     temperature: float = 0.0
     stream: bool = False
     timestamp_granularities: list[Literal["segment", "word"]] = []
-    chunking_strategy: Literal["auto"] | None = None  # long sounds are always cut where they are quiet
+    chunking_strategy: Literal["auto"] | None = None  # long sounds are cut where they are quiet, unless `sequential`
+    sequential: bool = False  # as Engine.transcribe's, and the next
+    condition_on_previous_text: bool = False
     priority: int | None = None
     request_id: str | None = None
     user: str | None = None
@@ -43,9 +45,14 @@ class AudioFields(msgspec.Struct, kw_only=True):
     content_type: ClassVar[str] = KIND
 
     @property
-    def has_times(self) -> bool:
+    def shows_times(self) -> bool:
         """True if the answer shows when segments begin and end."""
         return self.response_format in ("srt", "vtt", "verbose_json")
+
+    @property
+    def has_times(self) -> bool:
+        """True if the model is to mark them."""
+        return self.shows_times or self.sequential
 
     def of_prompts(self) -> SoundFields:
         """The fields that all requests have which generate."""
@@ -119,5 +126,11 @@ def _check(fields: AudioFields) -> None:
         raise bad_request(
             f"timestamp_granularities: expected it with response_format verbose_json, got {fields.response_format}"
         )
-    if fields.stream and fields.has_times:
+    if fields.condition_on_previous_text and not fields.sequential:
+        raise bad_request("condition_on_previous_text: it is of windows one after another. Set sequential too")
+    if fields.sequential and fields.stream:
+        raise bad_request("stream: expected it without sequential, whose text comes whole. Leave one out")
+    if fields.sequential and fields.chunking_strategy:
+        raise bad_request("chunking_strategy: expected it without sequential, whose windows begin at times")
+    if fields.stream and fields.shows_times:
         raise bad_request(f"stream: expected it with response_format json or text, got {fields.response_format}")

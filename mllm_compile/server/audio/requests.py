@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
-from mllm_compile.engine.speech.answers import ids_of_prompt, params_of_language, params_of_text
+from mllm_compile.engine.speech.answers import ids_of_prompt, params_of_text
 from mllm_compile.engine.speech.cuts import cut
 from mllm_compile.engine.speech.methods import speech_of
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
 from mllm_compile.media.sound import read_samples
+from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
 from mllm_compile.server.api.interfaces import AnswerPlan
 from mllm_compile.server.api.prompts import Prompt
-from mllm_compile.server.audio.answers import LanguageAnswer, TranscriptAnswers, headers_of
+from mllm_compile.server.audio.answers import TranscriptAnswers, WindowAnswer, Written, headers_of
 from mllm_compile.server.audio.fields import AudioFields, SoundFields, Task
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import AnswerFormat
@@ -111,25 +112,33 @@ class _WindowsRequest:
         self.fields: SoundFields = sound.fields.of_prompts()
 
 
-class LanguageRequest(_WindowsRequest):
-    """Asks for a sound's language, by its first window.
+class WindowRequest(_WindowsRequest):
+    """Asks for one window of a sound, for the server itself.
 
     Args:
-        over: takes the language, or the error.
+        ids: that the answer follows.
+        params: of an engine's facts.
+        over: takes the answer, or the error.
+        request_id: the client's own name of it.
     """
 
-    def __init__(self, sound: Sound, window: bytes, over: Callable[[str | ApiError], None]) -> None:
+    def __init__(
+        self,
+        sound: Sound,
+        window: bytes,
+        ids: list[int],
+        params: Callable[[EngineFacts], SamplingParams],
+        over: Callable[[Written | ApiError], None],
+        request_id: str | None = None,
+    ) -> None:
         super().__init__(sound, [])
-        self.fields = SoundFields(model=self.fields.model, priority=self.fields.priority)
-        self._window, self._over = window, over
+        self.fields = SoundFields(model=self.fields.model, priority=self.fields.priority, request_id=request_id)
+        self._window, self._ids, self._params, self._over = window, ids, params, over
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
-        tokens = self._sound.speech.tokens
-        names = {one: name for name, one in tokens.languages.items()}
-        prompt = Prompt([tokens.start], decoder_ids=[tokens.start], window=self._window)
-        params = params_of_language(tokens)
-        kept, over = self._sound.num_bytes, self._over
-        return AnswerPlan([prompt], params, lambda head: LanguageAnswer(names, over), kept_bytes=kept, has_text=False)
+        prompt = Prompt(self._ids, decoder_ids=self._ids, window=self._window)
+        kept, answer = self._sound.num_bytes, WindowAnswer(frozenset(facts.hello.eos_token_ids), self._over)
+        return AnswerPlan([prompt], self._params(facts), lambda head: answer, kept_bytes=kept, has_text=False)
 
 
 class TextRequest(_WindowsRequest):

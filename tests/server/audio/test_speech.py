@@ -15,10 +15,11 @@ import openai
 import pytest
 
 from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.engine.speech.sequential import Walk
 from mllm_compile.media.sound import read_wav
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.audio.requests import Speech
-from tests.fake_speech import END_S, LANGUAGE, said_of
+from tests.fake_speech import END_S, LANGUAGE, LOG_MEL, said_of, said_of_window
 from tests.server.audio.test_form import TYPE, form_of
 from tests.server.harness import Answer, Server, eventually, fake_server
 from tests.sounds import RATE, tone, wav_of
@@ -92,6 +93,46 @@ def test_a_stream_has_the_windows_in_their_order(client: openai.OpenAI) -> None:
     assert {one.type for one in events[:-1]} == {"transcript.text.delta"}
     assert "".join(one.delta for one in events[:-1]) == TEXT  # type: ignore[union-attr]
     assert (events[-1].type, events[-1].text) == ("transcript.text.done", TEXT)  # type: ignore[union-attr]
+
+
+BOTH = ("sequential", "true"), ("condition_on_previous_text", "true")
+
+
+def walked_of(wav: bytes) -> list[tuple[float, str]]:
+    """The begin, and the text, of windows one after another; the fake's answers are closed by a time."""
+    walk, found = Walk.of(read_wav(wav)[0], LOG_MEL, [], 0), []
+    while not walk.is_at_end:
+        found.append((walk.seconds, said_of_window(walk.window(LOG_MEL.frames))))
+        walk.skip(LOG_MEL.frames)
+    return found
+
+
+def test_windows_one_after_another_are_an_answer_like_others(server: Server) -> None:
+    walked = walked_of(WAV)
+    assert len(walked) == 3
+    parts = ("file", WAV), ("sequential", "true"), ("request_id", "mine"), ("something", "new")
+    told = send(server, *parts, ("response_format", "verbose_json"), ("condition_on_previous_text", "true"))
+    assert told.json["text"] == "".join(text for _, text in walked).strip()
+    assert [(one["start"], one["end"]) for one in told.json["segments"]] == [(at, at + END_S) for at, _ in walked]
+    assert told.json["language"] == LANGUAGE and told.json["usage"] == {"type": "duration", "seconds": 3}
+    assert (told.headers["x-request-id"], told.headers["x-mllm-ignored"]) == ("transcript-mine", "something")
+    assert send(server, *parts, ("response_format", "text")).body.decode().strip() == told.json["text"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((("condition_on_previous_text", "true"),), "Set sequential too"),
+        ((("sequential", "true"), ("stream", "true")), "whose text comes whole"),
+        ((("sequential", "true"), ("chunking_strategy", "auto")), "whose windows begin at times"),
+        ((("sequential", "true"), ("prompt", "<|en|>")), "the model's own token"),
+        ((*BOTH, ("prompt", "<|en|>")), "the model's own token"),
+        ((("sequential", "1000 times"),), "sequential"),
+    ],
+)
+def test_what_does_not_go_with_windows_one_after_another_is_refused(server: Server, parts: Any, said: str) -> None:
+    refused = send(server, ("file", SHORT), *parts)
+    assert refused.status == 400 and said in refused.error["message"]
 
 
 def with_header(wav: bytes, at: int, number: int, form: str = "<I") -> bytes:
@@ -176,11 +217,11 @@ def test_the_model_is_listed_and_texts_are_refused_by_name(server: Server) -> No
     assert list(described) == ["multipart/form-data"]
 
 
-@pytest.mark.parametrize("language", ["en", ""])
-def test_a_client_that_leaves_ends_its_windows(server: Server, stuck: Path, language: str) -> None:
+@pytest.mark.parametrize(("language", "sequential"), [("en", "false"), ("", "false"), ("en", "true")])
+def test_a_client_that_leaves_ends_its_windows(server: Server, stuck: Path, language: str, sequential: str) -> None:
     stuck.touch()
     try:
-        body = form_of(("file", wav_of(np.tile(SOUND, 4))), ("language", language))
+        body = form_of(("file", wav_of(np.tile(SOUND, 4))), ("language", language), ("sequential", sequential))
         head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE}\r\ncontent-length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)
