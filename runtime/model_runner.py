@@ -236,6 +236,7 @@ class ModelRunner(RunnerPools, RunnerBatches):
             *pools,
             self.device,
             weights=() if live is None else live.tensors.values(),
+            short_prompts=self.model.sources is not None,  # a decoder's
         )
         self.attn_backend: AttentionBackend = make()
         self.source_attention: SourceAttention | None = None

@@ -96,6 +96,7 @@ def _load_kernels_of(
             for name, of_layer in kernels.items()
         },
         most_decodes=most_decodes,
+        short_prompts=bool(program.cross_layers),
     )
     _build_together(wrappers, getattr(torch, config.model.dtype), reporter)
     wrappers.load()

@@ -36,12 +36,14 @@ def make_attention_backend(
     device: torch.device,
     part: int = 0,
     most_decodes: int | None = None,
+    short_prompts: bool = False,
 ) -> AttentionBackend:
     """The backend that config.runtime.attention_backend names.
 
     Args:
         part: which part of steps it is for, where parts run beside each other.
         most_decodes: rows of a batch at most, where batches are decodes alone; None: they have prompts, too.
+        short_prompts: prompts are of few tokens, and never captured.
 
     Raises:
         ConfigError: no backend has that name, or it cannot compute in the model's dtype.
@@ -86,6 +88,7 @@ def make_attention_backend(
             divide_prefix=runtime.takes("divide_prefix"),
             part=part,
             most_decodes=most_decodes,
+            short_prompts=short_prompts,
         )
         return FlashInferAttnBackend(wrappers)
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

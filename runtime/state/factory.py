@@ -40,18 +40,21 @@ def make_backend(
     device: torch.device,
     part: int = 0,
     weights: Iterable[torch.Tensor] = (),
+    short_prompts: bool = False,
 ) -> AttentionBackend:
     """The backend that computes a model's attention, and its layers with a state.
 
     Args:
-        part: as make_attention_backend has it.
+        part, short_prompts: as make_attention_backend has them.
         weights: as HeldStates has them.
 
     Raises:
         ConfigError, DeviceError: as make_attention_backend.
         UnsupportedModelError: the model has a layer that it cannot do, or not in the deterministic mode.
     """
-    make_attention = partial(make_attention_backend, config, model, req_to_token_pool, device, part)
+    make_attention = partial(
+        make_attention_backend, config, model, req_to_token_pool, device, part, short_prompts=short_prompts
+    )
     if not model.state_layers:
         return make_attention()
     is_deterministic = config.runtime.deterministic

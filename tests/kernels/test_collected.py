@@ -107,9 +107,10 @@ def test_a_build_that_fails_is_told_by_what_loads_the_kernel(library: Library, j
 
 
 @pytest.mark.parametrize("without", [(), ("split_decode",)], ids=["own decodes", "FlashInfer's"])
-def test_layers_that_attend_to_sources_have_decodes_alone(
-    library: Library, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
+def test_layers_that_attend_to_sources_have_decodes_alone_and_the_decoders_prompts_no_fa3(
+    library: Library, jit: Jit, without: tuple[str, ...]
 ) -> None:
+    jit.prebuilt = ("fa2",)
     config = resolved(H200, runtime={"without": list(without), "max_running_requests": 8})
     config = on_cpu(config)
     program = Program(steps=(), layers=(OWN,), cross_layers=(CROSS,), weights=(), output="logits")
@@ -120,6 +121,7 @@ def test_layers_that_attend_to_sources_have_decodes_alone(
     assert asked.count(DECODE) == (2 if without else 0)
     of_sources = asked[asked.index(DECODE, 1) :] if without else []
     assert PREFILL in asked and PREFILL not in of_sources
+    assert not jit.built and {options["backend"] for name, options in library.asked if name == PREFILL} == {"fa2"}
 
 
 def on_cpu(config: ResolvedConfig) -> ResolvedConfig:

@@ -212,10 +212,12 @@ class GroupPrefill:
         device: torch.device,
         copies: CopySpace | None = None,
         merge: Callable[..., None] | None = None,
+        takes_fa3: bool = True,
     ) -> None:
         """
         Args:
             options: plan()'s keyword arguments.
+            takes_fa3: fa3 serves prompts too, on Hopper.
             copies: where keys and values may be copied to; None: they never are.
             merge: flashinfer.merge_state_in_place; None: what is before a chunk is never divided.
         """
@@ -228,7 +230,7 @@ class GroupPrefill:
         self._device = device
         properties = torch.cuda.get_device_properties(device)
         self._num_sms = properties.multi_processor_count
-        self._is_hopper = properties.major == 9
+        self._is_hopper = properties.major == 9 and takes_fa3
         self._space = PlanSpace(device)
         self._copies = copies
         self._most_copied = 0

@@ -67,6 +67,7 @@ class GroupWrappers:
         divide_prefix: bool = True,
         part: int = 0,
         most_decodes: int | None = None,
+        short_prompts: bool = False,
     ) -> None:
         """
         Args:
@@ -83,6 +84,7 @@ class GroupWrappers:
             part: which part of steps they serve, where parts run beside each other.
             most_decodes: rows of a batch at most, where batches are decodes alone: nothing is made for prompts. None: a
                 batch has max_requests decodes at most, and prompts.
+            short_prompts: prompts are of few tokens, and never captured: fa3 would be one more kernel for nothing.
 
         Raises:
             DeviceError: FlashInfer is not installed, or `device` is no CUDA device.
@@ -103,6 +105,7 @@ class GroupWrappers:
         self._most_decodes = max_requests if most_decodes is None else most_decodes
         self.req_to_token = req_to_token
         self.deterministic = deterministic
+        self._takes_fa3 = not short_prompts
 
         self.num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_requests, self.num_sms)
@@ -142,7 +145,7 @@ class GroupWrappers:
     def has_fa3(self, group: PlanGroup) -> bool:
         """True if a group's prompts may be fa3's."""
         is_hopper = torch.cuda.get_device_properties(self.device).major == 9
-        return COPYING_PREFILL.name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)
+        return self._takes_fa3 and COPYING_PREFILL.name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)
 
     def make_prefill(self, group: PlanGroup) -> GroupPrefill:
         """FlashInfer's prefills of a group, with buffers of their own, for one step with the others."""
@@ -165,6 +168,7 @@ class GroupWrappers:
             self.device,
             self._copies,
             self._merge,
+            self._takes_fa3,
         )
 
     def _make_decodes(
