@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,7 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
 
 if TYPE_CHECKING:
-    from mllm_compile.server.options import ServeOptions
+    from mllm_compile.server.options import ModelsOptions, ServeOptions
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _PLACES = 4  # for adapters
@@ -214,7 +215,6 @@ def serve_command(
     with imports_unseen():
         from mllm_compile.server.options import ModelsOptions, ServeOptions, bytes_of, seconds_of
         from mllm_compile.server.replicas.devices import devices_of
-        from mllm_compile.server.serve import run_models, run_replicas, run_server
 
     options = ServeOptions(
         model="" if are_several else models[0],
@@ -263,12 +263,24 @@ def serve_command(
         _print_checks(sources, reporter)
         return
     start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
-    if of_several is not None:
-        run_models(options, of_several)
-    elif devices:
-        run_replicas(options, devices)
-    else:
-        run_server(options)
+    _run(options, of_several, devices)
+
+
+def _run(options: ServeOptions, of_several: ModelsOptions | None, devices: tuple[str | None, ...]) -> None:
+    """Serves until a signal ends it; the engine of a single model is started beside the server's imports."""
+    from mllm_compile.server.engine_process import early_engine
+
+    is_single = of_several is None and not devices
+    with early_engine(options) if is_single else nullcontext() as early:
+        with imports_unseen():
+            from mllm_compile.server.serve import run_models, run_replicas, run_server
+
+        if of_several is not None:
+            run_models(options, of_several)
+        elif devices:
+            run_replicas(options, devices)
+        else:
+            run_server(options, early=early)
 
 
 def _check_packages() -> None:

@@ -1,81 +1,39 @@
-"""One process with an engine, as the front sees it: its channel, its frames, its end."""
+"""One process with an engine, as the front sees it: its frames, its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from mllm_compile.process import child_python
-from mllm_compile.process.group import ProcessGroup
-from mllm_compile.server.kept_memory import KeptMemory
-from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.engine_process import EngineProcess
 from mllm_compile.server.wire import messages
-from mllm_compile.server.wire.channel import Channel
 from mllm_compile.server.wire.messages import Close, Command, EngineEvent
 
-_MODULE = "mllm_compile.server.backend.process"
 _COMMANDS_AT_ONCE = 16  # about a step's prompts: the engine begins with them while the next ones are read
 _CLOSE_S = 10.0  # to end a step, and give the memory back
 
-CommandLine = Callable[[str], Sequence[str]]
-
-
-def command_line(options: ServeOptions) -> CommandLine:
-    """The command that serves a model to a channel's descriptor."""
-    given = (
-        options.speculative or "",
-        json.dumps(options.lora),
-        json.dumps(dict(options.runtime)),
-        options.name_in_log,
-    )
-    return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
-
 
 class EngineLink:
-    """A process with an engine, started now; for one event loop.
+    """A process with an engine, whose owner it is from now on; for one event loop.
 
     Args:
-        command_of: makes its command line of the number of a descriptor, its end of the channel.
         on_step: takes the frames of steps.
         on_event: takes all else that it tells.
-        kept: memory that outlives it.
-        environment: its variables, beside this process's.
     """
 
     def __init__(
-        self,
-        command_of: CommandLine,
-        on_step: Callable[[bytes], None],
-        on_event: Callable[[EngineEvent], None],
-        kept: KeptMemory,
-        environment: Mapping[str, str],
+        self, started: EngineProcess, on_step: Callable[[bytes], None], on_event: Callable[[EngineEvent], None]
     ) -> None:
+        self._started = started
+        self._channel, self._process = started.channel, started.process
         self._on_step = on_step
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self.exited = asyncio.Event()
         self._is_over = False
         self._unsent: list[Command] = []
-        end, its_end = socket.socketpair()
-        self._channel = Channel(end)
-        try:
-            with its_end:
-                descriptor = its_end.fileno()
-                command = command_of(str(descriptor))
-                self._process = ProcessGroup(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    env={**child_python.environment(), **kept.environment, **environment},
-                    pass_fds=[descriptor, kept.descriptor],
-                )
-        except BaseException:
-            self._channel.close()
-            raise
         self._loop.add_reader(self._channel.fileno(), self._read)
         self._exit = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._exit, self._exited)
@@ -142,11 +100,9 @@ class EngineLink:
         if self._is_over:
             return
         self._is_over = True
-        self._process.kill_group()
-        self._process.wait()
         self._loop.remove_reader(self._channel.fileno())
+        self._started.kill()
         if not self.exited.is_set():
             self._loop.remove_reader(self._exit)
             self.exited.set()
         os.close(self._exit)
-        self._channel.close()

@@ -19,7 +19,7 @@ from mllm_compile.server.api.fields import check_request_id
 from mllm_compile.server.api.interfaces import AnswerPlan, ApiRequest
 from mllm_compile.server.client_sessions import SessionCalls
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_link import CommandLine
+from mllm_compile.server.engine_process import CommandLine, EarlyEngine
 from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
@@ -69,6 +69,7 @@ class Front:
         events: publishes KV events, or None.
         landlord: shares the device out among engines of several models.
         memory: of the requests of all models.
+        early: the first engine's process, which was started ahead.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Front:
         events: KVEventPublisher | None = None,
         landlord: Landlord | None = None,
         memory: Memory | None = None,
+        early: EarlyEngine | None = None,
     ) -> None:
         self.options = options
         self._events = events
@@ -112,6 +114,7 @@ class Front:
             landlord=landlord,
             name=options.name_in_log,
             environment=options.environment,
+            early=early,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)

@@ -26,7 +26,7 @@ from mllm_compile.kv_events.installed import make_publisher
 from mllm_compile.server.app import App, make_app, make_engines_app
 from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_link import CommandLine, command_line
+from mllm_compile.server.engine_process import CommandLine, EarlyEngine, command_line
 from mllm_compile.server.front import Front
 from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.front import ModelsFront
@@ -42,11 +42,12 @@ _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close firs
 _BACKLOG = 4096
 
 
-def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> None:
+def run_server(options: ServeOptions, command_of: CommandLine | None = None, early: EarlyEngine | None = None) -> None:
     """Serves until a signal ends it.
 
     Args:
         command_of: the engine's command line, where it is not the usual one.
+        early: the engine's process, which was started ahead.
 
     Raises:
         MllmError: the port cannot be had, or the engine cannot be started.
@@ -55,7 +56,7 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
         events = None if options.kv_events is None else make_publisher(options.kv_events, options.kv_event_ranks)
         try:
-            front = Front(options, command_of or command_line(options), tracing, events)
+            front = Front(options, command_of or command_line(options), tracing, events, early=early)
             await _serve(front, make_app(front), listener, _tell_ready(front, _url(options, listener)))
         finally:
             if events is not None:

@@ -15,7 +15,8 @@ from mllm_compile.errors import MllmError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_link import CommandLine, EngineLink
+from mllm_compile.server.engine_link import EngineLink
+from mllm_compile.server.engine_process import CommandLine, EarlyEngine, EngineProcess
 from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.wire.messages import (
     AdapterCard,
@@ -83,6 +84,7 @@ class Supervisor:
         landlord: shares the device out; None: it is the engine's alone.
         name: of the model, where a server has several.
         environment: variables of the engine's process.
+        early: the first engine's process, which was started ahead; None: it was not.
 
     Attributes:
         failure: why there will be no engine.
@@ -112,8 +114,10 @@ class Supervisor:
         landlord: Landlord | None = None,
         name: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
+        early: EarlyEngine | None = None,
     ) -> None:
         self._command_of = command_of
+        self._early = early
         self._sleep_after_s = sleep_after_s
         self._stuck_after_s = stuck_after_s
         self._on_step = on_step
@@ -254,10 +258,12 @@ class Supervisor:
         Raises:
             EngineFailedError: the engine cannot be started.
         """
-        failed_starts, kept = 0, KeptMemory()
+        failed_starts = 0
+        started, kept = (None, KeptMemory()) if self._early is None else self._early.take()
         try:
             while not self._is_closing.is_set():
-                if await self._live(kept):
+                process, started = started, None
+                if await self._live(kept, process or EngineProcess(self._command_of, kept, self._environment)):
                     failed_starts = 0
                     continue
                 if self._is_closing.is_set():
@@ -271,17 +277,19 @@ class Supervisor:
                 logger.error("%s has not started: %s. Trying again.", self._engine, message)
                 await self._wait(self._is_closing, 2.0**failed_starts)
         finally:
+            if started is not None:
+                started.kill()
             kept.close()
             self.state = ENDED
             self._ready.set()
 
-    async def _live(self, kept: KeptMemory) -> bool:
+    async def _live(self, kept: KeptMemory, process: EngineProcess) -> bool:
         """One engine, from its start to its end; False: it was never ready."""
         self._enter(STARTING)
         self.stage, self.stage_since_s = "start", time.monotonic()
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
-        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event, kept, self._environment)
+        self._link = link = EngineLink(process, self._on_step, self._on_event)
         link.send(Begin(None if self.facts is None else self._adapters(), self._landlord is not None))
         try:
             if not await self._started(link, self._hello):

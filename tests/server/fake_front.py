@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.server import supervisor
+from mllm_compile.server import engine_process, supervisor
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_server
 
@@ -37,11 +37,18 @@ def main() -> None:
     if "MLLM_FAKE_LEAPS" in os.environ:
         leap_while_there(Path(os.environ["MLLM_FAKE_LEAPS"]))
     start_log(logging.INFO, options.get("log", "text"), "%(message)s")
+    served = ServeOptions(model="fake", **options)
+
+    def command_of(descriptor: str) -> list[str]:
+        return [sys.executable, "-m", "tests.server.fake_backend", descriptor, settings]
+
     try:
-        run_server(
-            ServeOptions(model="fake", **options),
-            lambda descriptor: [sys.executable, "-m", "tests.server.fake_backend", descriptor, settings],
-        )
+        if "MLLM_FAKE_EARLY" not in os.environ:
+            run_server(served, command_of)
+            return
+        engine_process.command_line = lambda options: command_of
+        with engine_process.early_engine(served) as early:
+            run_server(served, command_of, early)
     except MllmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,7 +17,7 @@ from mllm_compile.server.api.fields import members_of
 from mllm_compile.server.audio import endpoints as audio
 from mllm_compile.server.audio.fields import model_of
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_link import CommandLine
+from mllm_compile.server.engine_process import CommandLine
 from mllm_compile.server.http import Scope, header
 from mllm_compile.server.models.broker import Broker
 from mllm_compile.server.models.engines import EnginesFront

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mllm_compile.server.api.errors import ApiError
-from mllm_compile.server.engine_link import CommandLine
+from mllm_compile.server.engine_process import CommandLine
 from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.front import Front
 from mllm_compile.server.models.engines import ServedEngine

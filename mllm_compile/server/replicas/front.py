@@ -11,7 +11,7 @@ from typing import Any
 from mllm_compile.server.api.errors import not_ready
 from mllm_compile.server.client_sessions import own_name
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_link import CommandLine
+from mllm_compile.server.engine_process import CommandLine
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import Scope, header
 from mllm_compile.server.models.engines import EnginesFront, ServedEngine

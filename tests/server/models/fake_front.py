@@ -12,7 +12,7 @@ import sys
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.server import engine_link
+from mllm_compile.server import engine_process
 from mllm_compile.server.options import ModelsOptions, ServeOptions
 from mllm_compile.server.serve import run_models
 from tests.server.models.forked import ForkedGroup
@@ -21,7 +21,7 @@ from tests.server.models.forked import ForkedGroup
 def main() -> None:
     options, models, settings = map(json.loads, sys.argv[1:])
     start_log(logging.INFO, "text", "%(message)s")
-    engine_link.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
+    engine_process.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
     several = ModelsOptions(sources={name: name for name in settings}, **models)
     try:
         run_models(

@@ -11,7 +11,7 @@ import sys
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process.log_lines import start_log
-from mllm_compile.server import engine_link
+from mllm_compile.server import engine_process
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_replicas
 from tests.server.models.forked import ForkedGroup
@@ -21,7 +21,7 @@ def main() -> None:
     options, count, settings = map(json.loads, sys.argv[1:])
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     start_log(logging.INFO, "text", "%(message)s")
-    engine_link.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
+    engine_process.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
     try:
         run_replicas(
             ServeOptions(model="fake", **options),

@@ -15,6 +15,7 @@ from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import KVEventsSection
 from mllm_compile.server.engine_link import EngineLink
+from mllm_compile.server.engine_process import EngineProcess
 from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.replicas import devices
@@ -90,13 +91,8 @@ def test_an_engines_process_sees_its_gpus_alone(tmp_path):
 
     async def work() -> None:
         options, kept = ServeOptions(model="", devices="5,7"), KeptMemory()
-        link = EngineLink(
-            lambda descriptor: [sys.executable, "-c", script],
-            lambda frame: None,
-            lambda event: None,
-            kept,
-            options.environment,
-        )
+        started = EngineProcess(lambda descriptor: [sys.executable, "-c", script], kept, options.environment)
+        link = EngineLink(started, lambda frame: None, lambda event: None)
         await link.exited.wait()
         link.kill()
         kept.close()

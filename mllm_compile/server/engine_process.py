@@ -1,0 +1,112 @@
+"""The process with an engine, and this end of its channel. `serve` starts the first one beside its own imports.
+
+Free of what a server imports. engine_link.py talks to it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from mllm_compile.process import child_python
+from mllm_compile.process.group import ProcessGroup
+from mllm_compile.server.kept_memory import KeptMemory
+from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.wire.channel import Channel
+
+_MODULE = "mllm_compile.server.backend.process"
+
+CommandLine = Callable[[str], Sequence[str]]
+
+
+def command_line(options: ServeOptions) -> CommandLine:
+    """The command that serves a model to a channel's descriptor."""
+    given = (
+        options.speculative or "",
+        json.dumps(options.lora),
+        json.dumps(dict(options.runtime)),
+        options.name_in_log,
+    )
+    return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
+
+
+class EngineProcess:
+    """A process with an engine, started now. It imports, and waits for its first command.
+
+    Attributes:
+        channel: this end of its channel.
+        process: the process, and all that it starts.
+
+    Args:
+        command_of: makes its command line of the number of a descriptor, its end of the channel.
+        kept: memory that outlives it.
+        environment: its variables, beside this process's.
+
+    Raises:
+        OSError: there is no room for a process.
+    """
+
+    def __init__(self, command_of: CommandLine, kept: KeptMemory, environment: Mapping[str, str]) -> None:
+        end, its_end = socket.socketpair()
+        self.channel = Channel(end)
+        try:
+            with its_end:
+                descriptor = its_end.fileno()
+                self.process = ProcessGroup(
+                    command_of(str(descriptor)),
+                    stdin=subprocess.DEVNULL,
+                    env={**child_python.environment(), **kept.environment, **environment},
+                    pass_fds=[descriptor, kept.descriptor],
+                )
+        except BaseException:
+            self.channel.close()
+            raise
+
+    def kill(self) -> None:
+        """Ends the process and all that it has started, at once."""
+        self.process.kill_group()
+        self.process.wait()
+        self.channel.close()
+
+
+class EarlyEngine:
+    """The first engine's process, which is started ahead of the server that takes it."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._kept = KeptMemory()
+        self._process: EngineProcess | None = None
+        try:
+            self._process = EngineProcess(command_line(options), self._kept, options.environment)
+        except BaseException:
+            self._kept.close()
+            raise
+
+    def take(self) -> tuple[EngineProcess, KeptMemory]:
+        """The process and the memory that outlives it, which are the caller's now. Once.
+
+        Raises:
+            RuntimeError: they were taken before.
+        """
+        if self._process is None:
+            raise RuntimeError("the engine that was started early is another's")
+        process, self._process = self._process, None
+        return process, self._kept
+
+    def close(self) -> None:
+        """Ends the process, if nobody has taken it."""
+        if self._process is not None:
+            self._process.kill()
+            self._kept.close()
+
+
+@contextmanager
+def early_engine(options: ServeOptions) -> Iterator[EarlyEngine]:
+    """Starts a server's engine, and ends it if no server takes it."""
+    early = EarlyEngine(options)
+    try:
+        yield early
+    finally:
+        early.close()
