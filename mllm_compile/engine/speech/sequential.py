@@ -108,7 +108,7 @@ class Walk:
         logprob: float | None,
         temperature: float,
     ) -> list[Segment]:
-        """As `take`, segments of text.
+        """The segments of text in the window's answer, and on to the next.
 
         Args:
             ids: without the end.
