@@ -89,7 +89,8 @@ class WeightUpdate:
             byte_sum: weights/sums.py's, as its sender computed it.
 
         Raises:
-            WeightUpdateError: it cannot be taken, holds NaN or inf, or has another sum.
+            WeightUpdateError: it cannot be taken, or has another sum. NaN and inf are seen by `prepare`: to look for them
+                in each tensor, the host would wait for the device as often.
             DeviceMemoryError: there is no room for a copy of the weights.
         """
         tensor = tensor.detach()
@@ -220,8 +221,6 @@ class WeightUpdate:
     def _fill(self, found: Found, tensor: torch.Tensor) -> None:
         tensor = tensor.to(self._device)
         plain = [use for use in found.uses if use.part.quantised is None]
-        if self._is_direct and plain and not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
-            raise WeightUpdateError(f"tensor {found.name!r} holds NaN or inf. The update is refused.")
         quantising = Quantising()
         places = [self._place(use, found.name) for use in plain]
         for use, place in zip(plain, places, strict=True):

@@ -261,7 +261,7 @@ def test_a_swap_whose_caller_was_interrupted_does_not_happen(live, monkeypatch):
 
         def interrupted(function):
             left.append(beside(while_still, function))
-            until(lambda: engine.core._inbox)
+            until(lambda: engine.core._inbox or engine.core._commands)  # where it stays while a step is held
             raise KeyboardInterrupt
 
         while_still = engine.core.while_still
@@ -314,6 +314,17 @@ def test_a_direct_update_that_breaks_off_leaves_the_engine_torn_until_one_is_who
     engine.update_weights(tensors_of(9).items(), direct=mended_directly)
     engine.resume()
     assert len(rest(stream, tokens)) == 200
+    assert engine.generate(PROMPT, SHORT)[0].token_ids == expected_tokens(PROMPT, 8, with_key(9))
+
+
+@pytest.mark.parametrize("first", ["key", "b"])
+def test_a_direct_update_with_nan_is_refused_by_name_at_its_end_and_leaves_the_engine_torn(engine, first):
+    new = tensors_of(7) | {"b": torch.full((1, 3), float("nan"))}
+    order = [first, *(name for name in new if name != first)]
+    with pytest.raises(WeightUpdateError, match="tensor 'b' holds NaN or inf in 3 of its 3"):
+        engine.update_weights([(name, new[name]) for name in order], direct=True)
+    assert engine.state == "torn" and engine.weights.epoch == 0
+    engine.update_weights(tensors_of(9).items(), direct=True)
     assert engine.generate(PROMPT, SHORT)[0].token_ids == expected_tokens(PROMPT, 8, with_key(9))
 
 
