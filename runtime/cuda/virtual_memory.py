@@ -7,14 +7,18 @@ cuda.h ("CUDA Driver API", Virtual Memory Management).
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from mllm_compile.runtime.cuda import host_pages
 from mllm_compile.runtime.cuda.driver import call
-from mllm_compile.runtime.errors import DeviceError
+from mllm_compile.runtime.errors import DeviceError, DeviceMemoryError
 
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_…, CU_MEM_LOCATION_TYPE_…, CU_MEM_ACCESS_FLAGS_…
 _GRANULE = 2 << 20  # bytes of a page, on every GPU that has kernels
@@ -96,8 +100,7 @@ class VirtualMemory:
         where = _Location(_DEVICE, self._index)
         kind = _Allocation(_PINNED, 0, where)
         try:
-            for offset in range(0, self.num_bytes, _PART):
-                num_bytes = min(_PART, self.num_bytes - offset)
+            for offset, num_bytes in _parts(self.num_bytes):
                 self._map_part(self._address + offset, num_bytes, kind)
                 if restores:
                     self._open(self._address + offset, num_bytes, where)
@@ -135,7 +138,7 @@ class VirtualMemory:
         call("cuMemsetD8Async", self._index, "filling memory", address, ctypes.c_ubyte(0), size, _DEFAULT_STREAM)
 
     def pin_copy(self) -> None:
-        """Takes pinned memory of the host for a copy, once or often. From any thread.
+        """Takes pinned memory of the host for a copy, once or often; it stays. From any thread.
 
         Raises:
             DeviceMemoryError: the host has too little.
@@ -147,13 +150,16 @@ class VirtualMemory:
         """Copies its bytes to the host."""
         self.pin_copy()
         assert self._copy is not None, "it has just been taken"
-        address, size = self._whole
-        call("cuMemcpyDtoH_v2", self._index, "a copy to the host", self._copy.address, address, size)
+        for offset, size in _parts(self.num_bytes):
+            to, source = ctypes.c_void_p(self._copy.address + offset), ctypes.c_uint64(self._address + offset)
+            doing = "a copy to the host"
+            call("cuMemcpyDtoHAsync_v2", self._index, doing, to, source, ctypes.c_size_t(size), _DEFAULT_STREAM)
+        call("cuStreamSynchronize", self._index, "waiting for a copy", _DEFAULT_STREAM)
 
     def _restore(self, offset: int, num_bytes: int) -> None:
         """Begins to copy a part of them back."""
-        assert self._copy is not None and self._copy.address.value, "what was saved is restored"
-        to, source = ctypes.c_uint64(self._address + offset), ctypes.c_void_p(self._copy.address.value + offset)
+        assert self._copy is not None, "what was saved is restored"
+        to, source = ctypes.c_uint64(self._address + offset), ctypes.c_void_p(self._copy.address + offset)
         self._is_restoring = True
         doing, size = "a copy to the device", ctypes.c_size_t(num_bytes)
         call("cuMemcpyHtoDAsync_v2", self._index, doing, to, source, size, _DEFAULT_STREAM)
@@ -164,15 +170,37 @@ class VirtualMemory:
 
 
 class _HostMemory:
-    """Pinned memory of the host; given back with the object."""
+    """Pinned memory of the host, in parts: no copy may reach from one into the next. Given back with the object.
+
+    Attributes:
+        address: where it begins.
+    """
 
     def __init__(self, num_bytes: int, device: int) -> None:
-        self.address = ctypes.c_void_p()
-        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(0)
-        call(
-            "cuMemHostAlloc", device, f"pinning {num_bytes} bytes of the host", ctypes.byref(self.address), size, flags
-        )
-        weakref.finalize(self, _unpin, device, self.address).atexit = False
+        doing, registered = f"pinning {num_bytes} bytes of the host", list[int]()
+        try:
+            memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DeviceMemoryError(f"the system answers {error.strerror} to {doing}") from error
+        start = self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        weakref.finalize(self, _unpin, device, registered, memory).atexit = False
+        host_pages.prefer_large(start, num_bytes)
+        with ThreadPoolExecutor(host_pages.THREADS, thread_name_prefix="mllm-pages") as makers:
+            made = [makers.submit(host_pages.make, start + offset, size) for offset, size in _parts(num_bytes)]
+            try:
+                for (offset, size), pages in zip(_parts(num_bytes), made, strict=True):
+                    pages.result()
+                    part = ctypes.c_void_p(start + offset), ctypes.c_size_t(size), ctypes.c_uint(0)
+                    call("cuMemHostRegister_v2", device, doing, *part)
+                    registered.append(start + offset)
+            except BaseException:
+                makers.shutdown(cancel_futures=True)
+                raise
+
+
+def _parts(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where parts begin, and their bytes."""
+    return ((offset, min(_PART, num_bytes - offset)) for offset in range(0, num_bytes, _PART))
 
 
 def _unmap(device: int, mapped: _Parts) -> None:
@@ -191,6 +219,11 @@ def _free(device: int, address: int, num_bytes: int, mapped: _Parts) -> None:
         call("cuMemAddressFree", device, "giving addresses back", *whole)
 
 
-def _unpin(device: int, address: ctypes.c_void_p) -> None:
+def _unpin(device: int, registered: list[int], memory: mmap.mmap) -> None:
+    """
+    Args:
+        memory: goes when nothing holds it, behind this.
+    """
     with suppress(DeviceError):
-        call("cuMemFreeHost", device, "giving memory back", address)
+        while registered:
+            call("cuMemHostUnregister", device, "giving memory back", ctypes.c_void_p(registered.pop()))

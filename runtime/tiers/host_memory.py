@@ -15,20 +15,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 
 import numpy as np
 import torch
 
-from mllm_compile.runtime.cuda import driver
+from mllm_compile.runtime.cuda import driver, host_pages
 from mllm_compile.runtime.device.memory import check_fits
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
-_POPULATE_WRITE = 23  # MADV_…, since Linux 5.14
-_POPULATORS = 4
 
 
 def check_host_memory(num_bytes: int) -> None:
@@ -93,7 +90,7 @@ class HostMemory:
         else:
             memory, start = kept.map, kept.data_start
         self.data = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size, offset=start))
-        self._advise(mmap.MADV_HUGEPAGE, 0, size)  # fewer pages are registered sooner
+        host_pages.prefer_large(self.data.data_ptr(), size)
         self._num_registered = 0  # bytes, from the first on
         self._more = threading.Condition()
         self._fault: Exception | None = None
@@ -167,7 +164,7 @@ class HostMemory:
             DeviceMemoryError: the system has too little.
         """
         starts = np.cumsum([0, *self._chunks[:-1]]).tolist()
-        with ThreadPoolExecutor(_POPULATORS, thread_name_prefix="mllm-tier-pages") as populators:
+        with ThreadPoolExecutor(host_pages.THREADS, thread_name_prefix="mllm-tier-pages") as populators:
             populated = populators.map(self._populate, starts, self._chunks)
             try:
                 for start, count, _ in zip(starts, self._chunks, populated, strict=True):
@@ -184,14 +181,10 @@ class HostMemory:
                 raise
 
     def _populate(self, start: int, count: int) -> None:
-        """Has the system give the pages of a part now; where it does not, the driver has it do so."""
+        """Has the system make the pages of a part now."""
         if not self._is_closing:
             self._reserve(start, count)
-            self._advise(_POPULATE_WRITE, start, count)
-
-    def _advise(self, advice: int, start: int, count: int) -> None:
-        """Calls madvise, without the interpreter's lock; what the system does not know is left."""
-        _libc().madvise(ctypes.c_void_p(self.data.data_ptr() + start), ctypes.c_size_t(count), ctypes.c_int(advice))
+            host_pages.make(self.data.data_ptr() + start, count)
 
     def _call(self, name: str, start: int, *arguments: ctypes.c_size_t | ctypes.c_uint) -> None:
         address = ctypes.c_void_p(self.data.data_ptr() + start)
@@ -208,8 +201,3 @@ def file_in_memory(size: int) -> int:
         os.close(file)
         raise
     return file
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

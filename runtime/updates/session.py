@@ -89,8 +89,8 @@ class WeightUpdate:
             byte_sum: weights/sums.py's, as its sender computed it.
 
         Raises:
-            WeightUpdateError: it cannot be taken, or has another sum. NaN and inf are seen by `prepare`: to look for them
-                in each tensor, the host would wait for the device as often.
+            WeightUpdateError: it cannot be taken, or has another sum. `prepare` finds NaN and inf: to look for them in
+                each tensor, the host would wait for the device as often.
             DeviceMemoryError: there is no room for a copy of the weights.
         """
         tensor = tensor.detach()

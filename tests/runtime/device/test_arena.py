@@ -78,7 +78,7 @@ class PlayedDriver:
         self.handles: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.reserved: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        self.pinned: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.pinned: dict[int, int] = {}  # bytes of a part
         self.left, self._fails = left, fails
         self.depth = 0  # of contexts that were pushed
         self.opened: list[tuple[int, int]] = []
@@ -143,24 +143,29 @@ class PlayedDriver:
         ctypes.memset(address.value, value.value, size.value)
         return 0
 
-    def cuMemHostAlloc(self, address, size, flags) -> int:
-        memory = ctypes.create_string_buffer(size.value)
-        address._obj.value = ctypes.addressof(memory)
-        self.pinned[address._obj.value] = memory
+    def cuMemHostRegister_v2(self, address, size, flags) -> int:
+        self.pinned[address.value] = size.value
         return 0
 
-    def cuMemFreeHost(self, address) -> int:
+    def cuMemHostUnregister(self, address) -> int:
         del self.pinned[address.value]
         return 0
 
-    def cuMemcpyDtoH_v2(self, to, source, size) -> int:
+    def is_pinned(self, address: int, size: int) -> bool:
+        """True if a copy stays within one part."""
+        return any(start <= address and address + size <= start + count for start, count in self.pinned.items())
+
+    def cuMemcpyDtoHAsync_v2(self, to, source, size, stream) -> int:
+        assert self.is_pinned(to.value, size.value)
         ctypes.memmove(to.value, source.value, size.value)
         return 0
 
     def cuMemcpyHtoDAsync_v2(self, to, source, size, stream) -> int:
         assert any(0 <= to.value - start < count for start, count in self.opened), "it may be written"
+        assert self.is_pinned(source.value, size.value)
         self.copies_up.append(size.value)
-        return self.cuMemcpyDtoH_v2(to, source, size)
+        ctypes.memmove(to.value, source.value, size.value)
+        return 0
 
 
 @pytest.fixture
@@ -195,9 +200,9 @@ def test_memory_goes_and_comes_behind_the_same_addresses(play):
         memory.map(restores=True)
     assert played.copies_up == [4 * MIB, 4 * MIB, 2 * MIB], "each part is copied when it is there"
     assert len(played.mapped) == 3 and content(memory) == bytes(memory.num_bytes)
-    assert memory.__cuda_array_interface__ == interface and len(played.pinned) == 1
+    assert memory.__cuda_array_interface__ == interface and list(played.pinned.values()) == [4 * MIB, 4 * MIB, 2 * MIB]
     memory.pin_copy()
-    assert len(played.pinned) == 1, "the host's memory stays for the next copy"
+    assert len(played.pinned) == 3, "the host's memory stays for the next copy"
     del memory
     gc.collect()
     assert not (played.mapped or played.reserved or played.pinned), "all goes with the last tensor"
@@ -223,16 +228,32 @@ def test_memory_that_is_full_leaves_nothing_behind(play, left):
     assert len(played.mapped) == 3
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_host_s_memory_is_given_back_with_the_arena_or_where_the_driver_refuses_a_part(play, fails):
+    played = play(PlayedDriver())
+    memory = VirtualMemory(10 * MIB, torch.device("cuda"))
+    if fails:
+        took = played.cuMemHostRegister_v2
+        played.cuMemHostRegister_v2 = lambda *part: OUT_OF_MEMORY if played.pinned else took(*part)
+        with pytest.raises(DeviceMemoryError, match=rf"\(2\) to pinning {10 * MIB} bytes of the host"):
+            memory.pin_copy()
+    else:
+        memory.pin_copy()
+        del memory
+    gc.collect()
+    assert not played.pinned
+
+
 def test_memory_that_is_full_amid_a_copy_waits_for_it(play):
     played = play(PlayedDriver())
     memory = VirtualMemory(10 * MIB, torch.device("cuda"))
     memory.save()
     memory.unmap()
-    assert not played.waits
+    waits = played.waits
     played.left = 2
     with pytest.raises(DeviceMemoryError):
         memory.map(restores=True)
-    assert played.waits == 1 and not played.mapped and played.copies_up == [4 * MIB, 4 * MIB]
+    assert played.waits == waits + 1 and not played.mapped and played.copies_up == [4 * MIB, 4 * MIB]
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
