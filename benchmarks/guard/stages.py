@@ -77,8 +77,8 @@ def trace(tree: Tree) -> Round:
 
 
 def passes(tree: Tree) -> Round:
-    """All passes over a trace of the embedded model's layers."""
-    from mllm_compile.compiler.lowering import rewrite_graph
+    """All passes over a trace of the embedded model's layers, and the program of what they leave."""
+    from mllm_compile.compiler.lowering import rewrite
     from mllm_compile.model.trace import trace_model
 
     config, built = _built(tree, 4)
@@ -87,7 +87,7 @@ def passes(tree: Tree) -> Round:
     def fresh() -> tuple[Any]:
         return (replace(traced, graph_module=copy.deepcopy(traced.graph_module)),)
 
-    return Round(lambda graph: rewrite_graph(config, built, graph), fresh)
+    return Round(lambda graph: rewrite(config, built, graph), fresh)
 
 
 def scheduler_step(tree: Tree) -> Round:

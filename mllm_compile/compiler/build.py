@@ -33,17 +33,13 @@ from mllm_compile.compiler.draft_model import (
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.compiler.lora import with_lora
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import (
-    build_model,
-    lower,
-    plan_lowered_weights,
-    private_inductor_cache,
-    write_pieces,
-)
+from mllm_compile.compiler.lowering import build_model, lower, private_inductor_cache
 from mllm_compile.compiler.media import with_media
+from mllm_compile.compiler.pieces import write_pieces
 from mllm_compile.compiler.pooling import lower_pooling
 from mllm_compile.compiler.sources import with_source
 from mllm_compile.compiler.target import Target
+from mllm_compile.compiler.weight_plan import plan_lowered_weights
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig

@@ -80,7 +80,8 @@ def start_early_pieces(
     Returns:
         Pieces by name; none where it would not pay, or the copy cannot be made, traced or rewritten.
     """
-    from mllm_compile.compiler.lowering import rewrite, write_pieces
+    from mllm_compile.compiler.lowering import rewrite
+    from mllm_compile.compiler.pieces import write_pieces
     from mllm_compile.model.trace import trace_model
 
     try:

@@ -17,11 +17,9 @@ import torch
 
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import pass_target, rewrite_graph
-from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ConfigError
-from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.experts_hook import is_of_interface
 from mllm_compile.model.hf_model import tied_head
 from mllm_compile.model.refusals import refusing
@@ -100,11 +98,7 @@ def _rewritten(config: ResolvedConfig, built: BuiltModel, trace: Trace, wish: Lo
     from mllm_compile.passes.base import LORA
 
     trace.graph_module.meta[LORA] = wish
-    graph, reports, left_out = rewrite_graph(config, built, trace)
-    program = build_program(graph)
-    if pass_target(config).compiles_cuda:
-        program = replace(program, kernels=kernels_of(graph, program))
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), ())
+    return lowered_of(config, built, rewrite_graph(config, built, trace))
 
 
 def _is_alike(one: LoraLayout, other: LoraLayout) -> bool:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.compiler.graph_text import GraphDumper
-from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import pass_target, rewrite_graph
-from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -43,7 +41,7 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     """
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 
-    hf_model, device = lowered.hf_model, config.runtime.device
+    built, hf_model, device = lowered.built, lowered.hf_model, config.runtime.device
     found = _adapters(hf_model, reporter)
     if found and config.runtime.pipeline_parallel_size > 1:
         reporter.announce("its text is served without images and sounds: runtime.pipeline_parallel_size is set")
@@ -59,8 +57,9 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     not_of_towers = {name: "it is for language models" for name in pass_names() if name not in OF_TOWERS}
     rewriting = refusing(f"images of {hf_model.model.config.model_type!r} models cannot be rewritten")
     with reporter.stage("passes of images"), gc_paused(), rewriting:
-        with_features = _rewrite(config, lowered.built, text, {})
-        of_towers = [_rewrite(config, lowered.built, trace, not_of_towers) for _, trace in traced]
+        with_features = lowered_of(config, built, rewrite_graph(config, built, text))
+        rewritten = [rewrite_graph(config, built, trace, not_of_towers) for _, trace in traced]
+        of_towers = [lowered_of(config, built, one) for one in rewritten]
     if with_features.cuts != lowered.cuts:
         other = next(iter(set(with_features.cuts.items()) ^ set(lowered.cuts.items())))[0]
         reporter.announce(
@@ -123,11 +122,3 @@ def _text_trace(config: ResolvedConfig, adapter: TowerAdapter, hf_model: HFModel
 
 def _nouns(adapters: Sequence[TowerAdapter]) -> str:
     return " and ".join(f"{one.facts.noun}s" for one in adapters)
-
-
-def _rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, left_out: dict[str, str]) -> Lowered:
-    graph, reports, left_out = rewrite_graph(config, built, trace, left_out)
-    program = build_program(graph)
-    if pass_target(config).compiles_cuda:
-        program = replace(program, kernels=kernels_of(graph, program))
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), ())

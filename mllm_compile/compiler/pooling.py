@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import lower, pass_target, rewrite_graph
-from mllm_compile.compiler.program_builder import build_program, packed_operands, size_symbols
+from mllm_compile.compiler.lowering import lower
+from mllm_compile.compiler.pieces import packed_operands
+from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sentence_files import read_sentence_files
-from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.kernels.text_attention import add_text_attention
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
@@ -78,11 +78,10 @@ def _rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace) -> Lowered
     from mllm_compile.passes.pipeline import OF_TEXTS, pass_names
 
     not_of_texts = {name: "it is for models that generate" for name in pass_names() if name not in OF_TEXTS}
-    graph, reports, left_out = rewrite_graph(config, built, trace, not_of_texts)
-    program, written = add_text_attention(config, build_program(graph), packed_operands(graph))
-    if pass_target(config).compiles_cuda:
-        program = replace(program, kernels=kernels_of(graph, program))
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+    rewritten = rewrite_graph(config, built, trace, not_of_texts)
+    return lowered_of(
+        config, built, rewritten, lambda graph, program: add_text_attention(config, program, packed_operands(graph))
+    )
 
 
 def _ids_of(tokens: tuple[str, str], model: ModelFolder) -> tuple[int, int]:

@@ -8,12 +8,10 @@ from typing import Any
 
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
-from mllm_compile.compiler.lowering import pass_target, rewrite_graph
-from mllm_compile.compiler.program_builder import build_program, packed_operands, size_symbols
+from mllm_compile.compiler.pieces import packed_operands
+from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.kernels.cuda import kernels_of
-from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.text_attention import add_text_attention
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
@@ -68,14 +66,12 @@ def with_source(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, report
 def _rewrite(
     config: ResolvedConfig, built: BuiltModel, trace: Any, left_out: dict[str, str], is_sound: bool
 ) -> Lowered:
-    graph, reports, left_out = rewrite_graph(config, built, trace, left_out)
-    program = build_program(graph)
-    written: tuple[WrittenPiece, ...] = ()
-    if not is_sound:  # windows of sound are the same length, and have no bias
-        program, written = add_text_attention(config, program, packed_operands(graph))
-    if pass_target(config).compiles_cuda:
-        program = replace(program, kernels=kernels_of(graph, program))
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+    rewritten = rewrite_graph(config, built, trace, left_out)
+    if is_sound:  # windows of sound are the same length, and have no bias
+        return lowered_of(config, built, rewritten)
+    return lowered_of(
+        config, built, rewritten, lambda graph, program: add_text_attention(config, program, packed_operands(graph))
+    )
 
 
 def _sharing_pages(

@@ -25,7 +25,7 @@ def add_text_attention(
     """Adds pieces for attention over packed rows to the program of texts, where Triton's kernels run; returns them too.
 
     Args:
-        operands: layer → its q, k, v, and what it has that depends on distances (program_builder.packed_operands).
+        operands: layer → its q, k, v, and what it has that depends on distances (compiler/pieces.packed_operands).
     """
     if not config.runtime.device.startswith("cuda") or config.compile.backend == "eager":
         return program, ()

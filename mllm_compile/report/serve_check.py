@@ -157,8 +157,9 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
         UnsupportedModelError, CheckpointError: it cannot be.
     """
     from mllm_compile.compiler.lora import with_lora
-    from mllm_compile.compiler.lowering import build_model, plan_lowered_weights, private_inductor_cache
+    from mllm_compile.compiler.lowering import build_model, private_inductor_cache
     from mllm_compile.compiler.pooling import lower_any
+    from mllm_compile.compiler.weight_plan import plan_lowered_weights
 
     with TemporaryDirectory(prefix="mllm-check-") as name, private_inductor_cache(Path(name)):
         scratch = Path(name)

@@ -12,7 +12,8 @@ from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.compiler import early_pieces
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.compiler.lowering import build_model, lower, write_pieces
+from mllm_compile.compiler.lowering import build_model, lower
+from mllm_compile.compiler.pieces import write_pieces
 from mllm_compile.compiler.target import find_target
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceJob

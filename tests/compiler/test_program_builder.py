@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
-from mllm_compile.compiler.program_builder import build_program, layers_with_made_constants, weight_shapes
+from mllm_compile.compiler.pieces import layers_with_made_constants
+from mllm_compile.compiler.program_builder import build_program, weight_shapes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.program.spec import ExpertWeight, Program

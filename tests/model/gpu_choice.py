@@ -86,7 +86,7 @@ def _rewritten(hf_model: HFModel, trace: Trace) -> Program:
     config = resolve(EngineConfig.from_dict(sections), ModelFolder(Path("m"), {"dtype": "bfloat16"}, ()), H100)
     with (
         mock.patch.object(decode_attention, "can_compile_kernels", lambda device: False),
-        mock.patch("mllm_compile.compiler.lowering.can_compile_kernels", lambda device: False),
+        mock.patch("mllm_compile.compiler.rewriting.can_compile_kernels", lambda device: False),
     ):
         return rewrite(config, BuiltModel(hf_model, None, WeightSchemes({})), trace).program
 

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.compiler.pieces import size_symbols
+from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes import rotate_in_attention

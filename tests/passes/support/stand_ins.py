@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
-from mllm_compile.compiler import lowering
+from mllm_compile.compiler import rewriting
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pack_linears import PackLinears
@@ -52,8 +52,8 @@ def only_kernel_passes(patch: pytest.MonkeyPatch, *passes: type[GraphPass]) -> N
         "hopper_decode": True,
         "has_panels": False,
     }
-    real = lowering.pass_target
-    patch.setattr(lowering, "pass_target", lambda config: replace(real(config), **facts))
+    real = rewriting.pass_target
+    patch.setattr(rewriting, "pass_target", lambda config: replace(real(config), **facts))
     for graph_pass in PASSES:
         if graph_pass.needs and graph_pass not in passes:
             patch.setattr(graph_pass, "obstacle", classmethod(lambda cls, target: "its kernels need a GPU"))
