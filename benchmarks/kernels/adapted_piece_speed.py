@@ -35,8 +35,6 @@ _HEAD = """
 import torch
 from torch.nn.functional import linear
 
-OPS = torch.ops.mllm
-
 def norm(x, weight):
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -45,21 +43,21 @@ PLAIN = f"""{_HEAD}
 class Piece(torch.nn.Module):
     def forward(self, x, residual, first, second, o, gate_up, down, qkv):
         h = residual + linear(x, o)
-        h = h + linear(OPS.gated_linear.default(norm(h, first), gate_up), down)
+        h = h + linear(torch.ops.mllm.gated_linear.default(norm(h, first), gate_up), down)
         return h, linear(norm(h, second), qkv)
 """
 ADAPTED = f"""{_HEAD}
 def added(x, weight, a, b, slots, *parts):
-    shrunk = OPS.lora_shrink.default(x, a, slots, False, True)
-    return OPS.lora_expand.default(linear(x, weight), shrunk, b, slots, *parts, False, True)
+    shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, False, True)
+    return torch.ops.mllm.lora_expand.default(linear(x, weight), shrunk, b, slots, *parts, False, True)
 
 class Piece(torch.nn.Module):
     def forward(self, x, residual, first, second, o, gate_up, down, qkv, slots,
                 o_a, o_b, gate_up_a, gate_up_b, down_a, down_b, qkv_a, qkv_b):
         h = residual + added(x, o, o_a, o_b, slots, [0], [{HIDDEN}])
         normed = norm(h, first)
-        shrunk = OPS.lora_shrink.default(normed, gate_up_a, slots, False, False).squeeze(0)
-        product = OPS.gated_linear_lora.default(normed, gate_up, shrunk, gate_up_b, slots)
+        shrunk = torch.ops.mllm.lora_shrink.default(normed, gate_up_a, slots, False, False).squeeze(0)
+        product = torch.ops.mllm.gated_linear_lora.default(normed, gate_up, shrunk, gate_up_b, slots)
         h = h + added(product, down, down_a, down_b, slots, [0], [{HIDDEN}])
         parts = [0, 4096, 5120], [4096, 1024, 1024]
         return h, added(norm(h, second), qkv, qkv_a, qkv_b, slots, *parts)

@@ -104,18 +104,17 @@ import torch
 
 class Piece(torch.nn.Module):
     def forward(self, x, o, residual, weight, gate_up, a_o, b_o, a_gate_up, b_gate_up, a_down, slots):
-        op = torch.ops.mllm
-        shrunk = op.lora_shrink.default(x, a_o, slots, True, True)
-        h = residual + op.lora_expand.default(o, shrunk, b_o, slots, [0], [4096], True, True)
-        out, scaled, squares, products = op.lora_expand_norm.default(
+        shrunk = torch.ops.mllm.lora_shrink.default(x, a_o, slots, True, True)
+        h = residual + torch.ops.mllm.lora_expand.default(o, shrunk, b_o, slots, [0], [4096], True, True)
+        out, scaled, squares, products = torch.ops.mllm.lora_expand_norm.default(
             o, shrunk, b_o, slots, residual, weight, False, a_gate_up)
         parts = [0, 12288], [12288, 12288]
         norm = squares, 1e-6, 4096
-        gated = op.lora_expand_gated.default(gate_up, products, b_gate_up, slots, *parts, True, True, *norm)
-        again, last = op.lora_expand_gated_chained.default(
+        gated = torch.ops.mllm.lora_expand_gated.default(gate_up, products, b_gate_up, slots, *parts, True, True, *norm)
+        again, last = torch.ops.mllm.lora_expand_gated_chained.default(
             gate_up, products, b_gate_up, slots, *parts, *norm, a_down)
-        of_gated = op.lora_shrink.default(gated, a_down, slots, True, True)
-        of_scaled = op.lora_shrink.default(scaled, a_gate_up, slots, True, True)
+        of_gated = torch.ops.mllm.lora_shrink.default(gated, a_down, slots, True, True)
+        of_scaled = torch.ops.mllm.lora_shrink.default(scaled, a_gate_up, slots, True, True)
         return h, out, scaled, squares, gated, again, products, of_scaled, last, of_gated
 """
 

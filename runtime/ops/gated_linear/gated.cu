@@ -64,7 +64,6 @@ struct Work : Tokens {
 };
 
 #if RANK
-constexpr int NO_SLOT = 1 << 30;  // above all
 constexpr int B_COLUMNS = 16, B_BOX_BYTES = COPY_ROWS * B_COLUMNS * 2, B_PART_BYTES = COPIES * B_BOX_BYTES;
 constexpr int B_BYTES = 2 * RANK / B_COLUMNS * B_PART_BYTES;  // of a slot and a tile: gates' and ups'
 static_assert(RANK % B_COLUMNS == 0 && B_BYTES <= W_BYTES, "in the place of a stage of the weight");
@@ -79,20 +78,36 @@ __device__ __forceinline__ int slot_again(const int* from) {
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
-// Slots of tokens `token` to `end`, a tile's.
+// Slots of tokens `token` to `end`, a tile's; `next` gives each once, to all lanes of a warp. They are found 32 at a
+// time, as asking for a tile's takes a microsecond.
 struct TileSlots {
   const int* slots;
-  int token, end;
+  int token, end, base = 0, most;
+  u32 left;  // of those from `base` on
+
+  __device__ __forceinline__ TileSlots(const int* slots, int token, int end) : slots(slots), token(token), end(end) {
+    find();
+  }
   __device__ __forceinline__ int of(int its) const { return its < end ? slot_again(slots + its) : -1; }
-  // The least one above another, by all lanes of a warp; NO_SLOT: none.
-  __device__ __forceinline__ int next(int before) const {
-    int least = NO_SLOT;
-#pragma unroll
+  // The least one that was not given; -1: none is left.
+  __device__ __forceinline__ int next() {
+    while (!left && most >= base + 32) base += 32, find();
+    if (!left) return -1;
+    const int slot = base + __ffs(left) - 1;
+    left &= left - 1;
+    return slot;
+  }
+
+ private:
+  __device__ __forceinline__ void find() {
+    left = 0, most = -1;
+#pragma unroll 4  // registers spill with 8
     for (int i = threadIdx.x % 32; i < TILE_UNITS * UNIT_ROWS; i += 32) {
-      const int slot = of(token + i);
-      least = slot > before ? min(least, slot) : least;
+      const int slot = of(token + i), place = slot - base;
+      left |= 0 <= place && place < 32 ? 1u << place : 0;
+      most = max(most, slot);
     }
-    return __reduce_min_sync(~0u, least);
+    left = __reduce_or_sync(~0u, left), most = __reduce_max_sync(~0u, most);
   }
 };
 // 16 columns of B of a part, zeros for rows of the other: `first_eight` counts eights of rows of all slots. Gates are
@@ -110,9 +125,9 @@ __device__ __forceinline__ u64 narrow_matrix(u32 address) {
 }
 // Adds to `sums` what adapters add to a tile's outputs, as its further stages arrive; `token` is the lane's first.
 __device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUMS], const u32* shrunk,
-                                                  const TileSlots& slots, u32 ring, u32 full, u32 empty_of_one,
-                                                  Place& place, int token, int lane) {
-  for (int slot = slots.next(-1); slot != NO_SLOT; slot = slots.next(slot)) {
+                                                  TileSlots slots, u32 ring, u32 full, u32 empty_of_one, Place& place,
+                                                  int token, int lane) {
+  for (int slot = slots.next(); slot >= 0; slot = slots.next()) {
     wait_for(full + 8 * place.slot, place.phase);
 #pragma unroll 1
     for (int column = 0; column < 2 * RANK; column += B_COLUMNS) {
@@ -178,8 +193,8 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       place.go_on();
     }
 #if RANK
-    const TileSlots slots = {adapters.slots, tile.token, tile.token + tokens};
-    for (int slot = slots.next(-1); slot != NO_SLOT; slot = slots.next(slot), place.go_on()) {
+    TileSlots slots(adapters.slots, tile.token, tile.token + tokens);
+    for (int slot = slots.next(); slot >= 0; slot = slots.next(), place.go_on()) {
       if (!is_one) continue;
       wait_for(empty + 8 * place.slot, place.phase ^ 1);
       const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
@@ -266,7 +281,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
       else
         multiply<0>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
 #if RANK
-      const TileSlots slots = {adapters.slots, tile.token, work.end_of(tile)};
+      const TileSlots slots(adapters.slots, tile.token, work.end_of(tile));
       multiply_adapters(sums, adapters.shrunk, slots, ring, full, empty_of_one, place, tile.token + my_token, lane);
 #endif
       finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));

@@ -32,16 +32,32 @@ def kernels(monkeypatch):
     return shrink, expand, chained
 
 
-@pytest.fixture(params=["slots", "loops", "many", "whole", "through"])
+@pytest.fixture(params=["slots", "loops", "many"])
 def is_few(kernels, monkeypatch, request) -> bool:
-    """Of each form of the kernels: blocks of few tokens with a slot each, and those that go through slots; of many
-    with a slot each, all inputs, or going through slots."""
+    """Of each form of the kernels: blocks of few tokens with a slot each, those that go through slots, and of many."""
     for module in kernels[:2]:
-        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param in ("loops", "through") else SLOTS)
-    if request.param == "through":
-        monkeypatch.setattr(shapes, "_MOST_RANKS", 0)
-    monkeypatch.setattr(kernels[0], "WHOLE_TOKENS", 20 if request.param == "whole" else 1 << 20)
-    return request.param in ("slots", "loops")
+        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param == "loops" else SLOTS)
+    return request.param != "many"
+
+
+@interpreted
+def test_blocks_of_many_tokens_give_the_same_bits_however_they_go_through_slots_and_inputs(kernels, monkeypatch):
+    shrink, expand, _ = kernels
+    starts, rows, tokens = [0, HALF], [HALF, HALF], 71
+    y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
+    slots = torch.arange(tokens, dtype=torch.int32) % (SLOTS + 1) - 1
+    found = []
+    for most_slots, whole_tokens, most_ranks in ((SLOTS, 1 << 20, 256), (SLOTS, 20, 256), (0, 1 << 20, 0)):
+        monkeypatch.setattr(shrink, "MOST_SLOTS", most_slots)
+        monkeypatch.setattr(shrink, "WHOLE_TOKENS", whole_tokens)
+        monkeypatch.setattr(shapes, "_MOST_RANKS", most_ranks)
+        shrunk = shrink.lora_shrink(x, a, slots, False, True)
+        out = expand.lora_expand(y, shrunk, b, slots, starts, rows, False, True)
+        found.append((shrunk[0, slots >= 0], out))
+    (shrunk, out), *others = found
+    assert all(torch.equal(shrunk, one) and torch.equal(out, other) for one, other in others)
+    exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
+    assert torch.allclose(out.float(), exact, rtol=2e-3, atol=1e-2)
 
 
 @interpreted
