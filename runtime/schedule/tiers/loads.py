@@ -21,7 +21,7 @@ from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
 _MOST = 2  # at once: they share the link
 # Of a request: what came may be gone before it is admitted, or be no more than others' part of its path.
-_MOST_TRIES = 4
+_MOST_TRIES = 8
 
 
 @dataclass(slots=True, eq=False)
