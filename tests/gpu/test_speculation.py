@@ -43,7 +43,7 @@ def answers(
     sections = {
         "model": {"path": str(TINY), "dtype": "bfloat16"},
         "cudagraph": {"mode": mode},
-        "runtime": {"device": "cuda"} | runtime,
+        "runtime": {"device": "cuda", "max_total_tokens": 20000} | runtime,
         "speculative": {"method": method} | ({} if method == "none" else {"num_speculative_tokens": 4}),
         "cache": {"dir": str(cache)},
     }
