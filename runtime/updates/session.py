@@ -126,7 +126,7 @@ class WeightUpdate:
         with torch.inference_mode(), _room():
             uses = self._places.uses(name, self._names)
             if not self._is_told_by_a_tie(name, indices, values):
-                scatters = list(scatters_of(name, uses, indices, values, self._live))
+                scatters = scatters_of(name, uses, indices, values, self._live)
                 for use in uses:
                     self._claim(use.box, name)
                 self._scatters += scatters

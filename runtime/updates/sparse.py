@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +46,10 @@ class Scatter:
 
 def scatters_of(
     name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.Tensor, live: LiveWeights
-) -> Iterator[Scatter]:
+) -> list[Scatter]:
     """The values where they go in each weight.
+
+    Beside steps that run, each wait of the host for the device lasts as long as one. So there is a single one.
 
     Args:
         indices: [n] int32 or int64.
@@ -56,7 +58,8 @@ def scatters_of(
     Raises:
         WeightUpdateError: an index is beyond the tensor or there twice, a value is NaN or inf, or it is quantised.
     """
-    check_values(name, uses, indices, values)
+    _check_kinds(name, uses, indices, values)
+    found, faults = list[Scatter](), _faults_of(name, uses, indices)
     for use in uses:
         served = live.tensors[use.spec.name]
         flat, new = indices.to(served.device, torch.int64), values.to(served.device)
@@ -68,9 +71,13 @@ def scatters_of(
         new = new.to(served.dtype)
         if use.part.factor is not None:
             new = new * live.factors[use.part.factor]
-        if not bool(new.isfinite().all()):
-            raise WeightUpdateError(f"values of {name!r} hold NaN or inf as {served.dtype}. The update is refused.")
-        yield Scatter(use.spec.name, places[is_there], new[is_there])
+        none = f"values of {name!r} hold NaN or inf as {served.dtype}. The update is refused."
+        faults.append((~new.isfinite().all(), none))
+        if is_there is not None:
+            places, new = places[is_there], new[is_there]
+        found.append(Scatter(use.spec.name, places, new))
+    _refuse(faults)
+    return found
 
 
 def check_values(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -81,6 +88,15 @@ def check_values(name: str, uses: Sequence[Use], indices: torch.Tensor, values: 
     Raises:
         WeightUpdateError: as scatters_of, but for numbers that are none.
     """
+    _check_kinds(name, uses, indices, values)
+    _refuse(_faults_of(name, uses, indices))
+
+
+_Fault = tuple[torch.Tensor, str]  # [] bool: it is there; how it is told
+
+
+def _check_kinds(name: str, uses: Sequence[Use], indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Checks what the host knows; raises as check_values."""
     if indices.dim() != 1 or indices.shape != values.shape or indices.dtype not in _INDEX_DTYPES:
         raise WeightUpdateError(
             f"values of {name!r}: expected indices [n] of int32 or int64 and values [n], got {list(indices.shape)} of "
@@ -92,11 +108,31 @@ def check_values(name: str, uses: Sequence[Use], indices: torch.Tensor, values: 
         raise WeightUpdateError(f"{name!r} is quantised in memory, where no single value changes. Send it whole.")
     if any(step[0] != "narrow" and step[0] not in _MOVES for use in uses for step in use.part.steps):
         raise WeightUpdateError(f"{name!r} is in memory in another order of rows. Send it whole.")
-    count = math.prod(uses[0].part.shape) if uses else 0
-    if uses and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
-        raise WeightUpdateError(f"an index of {name!r} is beyond its {count} values.")
-    if indices.unique().numel() != indices.numel():
-        raise WeightUpdateError(f"an index of {name!r} is there twice. Send each value once.")
+
+
+def _faults_of(name: str, uses: Sequence[Use], indices: torch.Tensor) -> list[_Fault]:
+    """What may be wrong with indices."""
+    if not indices.numel():
+        return []
+    in_order, faults = indices.sort().values, list[_Fault]()
+    if uses:
+        count = math.prod(uses[0].part.shape)
+        is_beyond = (in_order[0] < 0) | (in_order[-1] >= count)
+        faults.append((is_beyond, f"an index of {name!r} is beyond its {count} values."))
+    is_twice = (in_order[1:] == in_order[:-1]).any()
+    return [*faults, (is_twice, f"an index of {name!r} is there twice. Send each value once.")]
+
+
+def _refuse(faults: Sequence[_Fault]) -> None:
+    """
+    Raises:
+        WeightUpdateError: one is there.
+    """
+    device = faults[-1][0].device if faults else None
+    are_there = torch.stack([one.to(device) for one, _ in faults]).tolist() if faults else []
+    for (_, message), is_there in zip(faults, are_there, strict=True):
+        if is_there:
+            raise WeightUpdateError(message)
 
 
 def _unravelled(flat: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
@@ -114,15 +150,16 @@ def _raveled(at: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
     return flat
 
 
-def _through(part: WeightPart, at: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Where the part's views put the places, and which of them they leave."""
-    is_there, shape = torch.ones_like(at[0], dtype=torch.bool), part.shape
+def _through(part: WeightPart, at: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Where the part's views put the places, and which of them they leave; None: all."""
+    is_there, shape = None, part.shape
     for step in part.steps:
         name, *args = step
         if name == "narrow":
             dim, start, length = (int(one) for one in args)
             at[dim] = at[dim] - start
-            is_there &= (at[dim] >= 0) & (at[dim] < length)
+            is_within = (at[dim] >= 0) & (at[dim] < length)
+            is_there = is_within if is_there is None else is_there & is_within
         else:
             at = _MOVES[str(name)](at, shape, [int(one) for one in args])
         shape = view_shape(shape, (step,))
