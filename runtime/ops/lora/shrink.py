@@ -25,9 +25,10 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
     INPUTS_OF_SPLIT,
+    LONG_TOKENS,
     MANY_TOKENS,
     MOST_SLOTS,
-    WHOLE_TOKENS,
+    SPLITS_OF_LONG,
     num_splits,
     padded_rank,
 )
@@ -100,14 +101,14 @@ def loop_kernel(
     x_ptr: tl.tensor,
     a_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_tokens: tl.tensor,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    SPLITS_OF_LONG: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -117,23 +118,24 @@ def loop_kernel(
     """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum and slot).
 
     A block goes through the slots of its tokens. With SLOTS it has one of these, as neighbours may have others. From
-    WHOLE_TOKENS on there are blocks enough: one has all slots and inputs, and adds up as sum_kernel does.
+    LONG_TOKENS on blocks are enough without that, and for SPLITS_OF_LONG of the sums each, which it adds up.
     """
-    is_whole = num_tokens >= WHOLE_TOKENS
-    if is_whole & (tl.program_id(2) > 0):
+    is_long = num_tokens >= LONG_TOKENS
+    if is_long & (tl.program_id(2) * SPLITS_OF_LONG * INPUTS >= K):
         return
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_token, is_row = first + tokens < num_tokens, rows < ROWS
-    split = tl.program_id(2) // SLOTS
-    start = split * INPUTS
-    end = tl.where(is_whole, K, tl.minimum(start + INPUTS, K))
+    index = tl.where(is_long, tl.program_id(2), tl.program_id(2) // SLOTS)
+    inputs = tl.where(is_long, SPLITS_OF_LONG * INPUTS, INPUTS)
+    start = index * inputs
+    end = tl.minimum(start + inputs, K)
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
     if SLOTS > 1:
-        slots = tl.where(is_whole | (slots == tl.program_id(2) % SLOTS), slots, -1)
+        slots = tl.where(is_long | (slots == tl.program_id(2) % SLOTS), slots, -1)
     x_places = x_ptr + first * K
     out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
@@ -155,11 +157,8 @@ def loop_kernel(
             part = tl.where(is_end, 0.0, part)
         out = tl.where((slots == slot)[:, None], total, out)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
-    of_block = tokens[:, None] * ROWS + rows[None, :]
-    mask = (slots >= 0)[:, None] & is_row[None, :]
-    of_split = sums_ptr + (split.to(tl.int64) * num_tokens + first) * ROWS
-    tl.store(of_split + of_block, out, mask=mask & (is_whole == 0))
-    tl.store(out_ptr + first * ROWS + of_block, out.to(out_ptr.dtype.element_ty), mask=mask & is_whole)
+    of_block = out_ptr + (index.to(tl.int64) * num_tokens + first) * ROWS
+    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -169,22 +168,27 @@ def sum_kernel(
     num_tokens: tl.tensor,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    SPLITS_OF_LONG: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK numbers of the SPLITS sums of each, where loop_kernel has not added them up; any bits without a slot."""
+    """BLOCK numbers, which have SPLITS sums each, added up in loop_kernel's order; any bits without a slot."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    if num_tokens >= WHOLE_TOKENS:
-        return
+    is_long = num_tokens >= LONG_TOKENS
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = places < num_tokens * ROWS
-    total = tl.load(sums_ptr + places, mask=is_there, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        further = tl.full((), split * ROWS, tl.int64) * num_tokens
-        total += tl.load(sums_ptr + further + places, mask=is_there, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(0, SPLITS, SPLITS_OF_LONG):
+        of_split = tl.where(is_long, split // SPLITS_OF_LONG, split).to(tl.int64) * ROWS * num_tokens
+        part = tl.load(sums_ptr + of_split + places, mask=is_there, other=0.0)
+        for at in tl.static_range(1, SPLITS_OF_LONG):
+            if split + at < SPLITS:
+                further = tl.full((), (split + at) * ROWS, tl.int64) * num_tokens
+                part += tl.load(sums_ptr + further + places, mask=is_there & (is_long == 0), other=0.0)
+        total += part
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
@@ -215,28 +219,17 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
         )
         return out
     shared |= {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
-    if is_few:
-        grid = num_blocks, blocks_of_rows, splits
-        wrap_triton(loop_kernel)[grid](x, a, slots, out, out, num_tokens, SLOTS=1, WHOLE_TOKENS=NO_SLOT.value, **shared)
-        return out
-    slots_apart = num_slots if num_slots <= MOST_SLOTS else 1
+    long = {"LONG_TOKENS": NO_SLOT.value if is_few else LONG_TOKENS, "SPLITS_OF_LONG": SPLITS_OF_LONG}
+    slots_apart = num_slots if num_slots <= MOST_SLOTS and not is_few else 1
     grid = num_blocks, blocks_of_rows, splits * slots_apart
-    whole = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
-    wrap_triton(loop_kernel)[grid](
-        x, a, slots, out, whole, num_tokens, SLOTS=slots_apart, WHOLE_TOKENS=WHOLE_TOKENS, **shared
-    )
-    wrap_triton(sum_kernel)[(triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)](
-        out,
-        whole,
-        num_tokens,
-        ROWS=rows,
-        SPLITS=splits,
-        WHOLE_TOKENS=WHOLE_TOKENS,
-        BLOCK=_SUMS_OF_BLOCK,
-        EARLY=shared["EARLY"],
-        num_warps=4,
-    )
-    return whole
+    wrap_triton(loop_kernel)[grid](x, a, slots, out, num_tokens, SLOTS=slots_apart, **long, **shared)
+    if is_few:
+        return out
+    summed = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)
+    of_sums = {"ROWS": rows, "SPLITS": splits, "BLOCK": _SUMS_OF_BLOCK, "EARLY": shared["EARLY"]}
+    wrap_triton(sum_kernel)[grid](out, summed, num_tokens, **of_sums, **long, num_warps=4)
+    return summed
 
 
 def _shared(x: torch.Tensor, rows: int, block_t: int) -> dict[str, Any]:
