@@ -111,7 +111,7 @@ def _check_kinds(name: str, uses: Sequence[Use], indices: torch.Tensor, values: 
 
 
 def _faults_of(name: str, uses: Sequence[Use], indices: torch.Tensor) -> list[_Fault]:
-    """What may be wrong with indices."""
+    """Faults that indices may have."""
     if not indices.numel():
         return []
     in_order, faults = indices.sort().values, list[_Fault]()
