@@ -74,7 +74,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     PackProjections,  # q, k, v and gate, up as one GEMM each
     AddLora,  # of a program for adapters: linears add what their tokens' adapters change
     PadLinears,  # of towers: rows that tensor cores read at their full rate
-    FuseGelu,  # of towers: a product that ends with its activation
+    FuseGelu,  # of packed rows: a product that ends with its activation
     UnrepeatKeys,  # of recurrences, whose kernels read a key head for several value heads
     GateInRecurrences,  # recurrences make their gates of what projections give
     NormInRecurrences,  # and norm what they give
