@@ -18,6 +18,8 @@ from tests.runtime.cuda_graph.played_cases import Model
 from tests.runtime.runner_cases import HIDDEN
 from tests.runtime.state.state_cases import layer_of, operands_of, tokens_of
 from tests.runtime.step import test_captured_verify as captured
+from tests.runtime.step import test_draft_chain as chains
+from tests.runtime.step import test_hidden_drafter as hidden
 from tests.runtime.step.test_captured_verify import AUTO, FEW, MOST, ahead_steps, compare, decodes_with_drafts
 from tests.runtime.step.test_verify_steps import PROMPTS, seen
 
@@ -132,3 +134,43 @@ def test_steps_whose_states_are_not_those_of_decodes_are_left_out_at_the_start(p
     assert (runner.graph_runner.verifies is not None) is is_right, fault
     assert fault is None if is_right else "states of 1 requests differ by" in fault
     assert not any(runner.state_pool.get_state(layer.state_id)[1:].any() for layer in runner.model.state_layers)
+
+
+class TellsItsTokens(Stateful):
+    """The likeliest token follows from a token and its position, which it tells; log-probabilities, from states."""
+
+    def body(self, inputs, all_rows=None):
+        return torch.cat([hidden.Model.body(self, inputs), super().body(inputs)], 1)
+
+    def head(self, body, logits_indices):
+        told, x = body[logits_indices].split((2, HIDDEN), 1)
+        return hidden.logits_of(hidden.next_token(*told.unbind(-1))) + torch.tanh(x @ self.head_weight.T)
+
+    def hidden_states(self, body, num_tokens):
+        return body[:num_tokens, :2]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.5}])
+def test_a_head_drafts_behind_steps_of_layers_with_a_state(played, shift, params):
+    """Its passes are in the graph that takes the states on by what is accepted."""
+    requests = [{"prompt": prompt, "max_tokens": 30 + i, "logprobs": 1} | params for i, prompt in enumerate(PROMPTS)]
+    options = {"model": TellsItsTokens, "max_running_requests": 4}
+    drafted = chains.compare(requests, hidden.Head(shift), **options)
+    ours, theirs = (
+        [score.logprob for request in loop.requests for score in request.output_logprobs]
+        for loop in (drafted, chains.serve(requests, **options))
+    )
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    num_drafted, num_accepted = chains.counts(drafted)
+    assert ahead_steps(drafted) > 3
+    assert num_drafted > 60
+    if not params:
+        assert num_accepted == 0 if shift else num_drafted - num_accepted <= chains.MOST * len(requests)
+
+
+def test_a_head_drafts_for_requests_with_states_that_are_preempted(played):
+    requests = [{"prompt": [1, 2, 3, 4, 5, 6], "max_tokens": 20, "seed": i, "temperature": 0.6} for i in range(4)]
+    drafted = chains.compare(requests, hidden.Head(), model=TellsItsTokens, num_pages=16)
+    assert drafted.scheduler.stats().preemptions > 0
+    assert chains.counts(drafted)[1] > 10

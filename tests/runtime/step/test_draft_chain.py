@@ -41,8 +41,8 @@ class TellsItsTokens(PlayedModel, hidden.Model):
     body, head, hidden_states = hidden.Model.body, hidden.Model.head, hidden.Model.hidden_states
 
 
-def chained_runner(head: BlockHead, section: SpeculativeSection, **options):
-    runner = make_runner(TellsItsTokens(), draft_model=head, **options)
+def chained_runner(head: BlockHead, section: SpeculativeSection, model: type[PlayedModel] = TellsItsTokens, **options):
+    runner = make_runner(model(), draft_model=head, **options)
     runner.config = replace(runner.config, speculative=section)
     runner.drafter.config = replace(runner.drafter.config, most_chained=64)
     capture_on_cpu(runner.drafter, SIZES)
@@ -103,10 +103,11 @@ def serve(requests: Sequence[dict], head: BlockHead | None = None, joining: int 
     """Serves requests; each further `joining` steps one more joins. Without a head nothing is drafted."""
     section = options.pop("section", SpeculativeSection(method="dflash", num_speculative_tokens=MOST))
     prefix_cache, speculation = options.pop("prefix_cache", False), None
+    model = options.pop("model", TellsItsTokens)
     if head is None:
-        runner = played_runner(TellsItsTokens(), **options)
+        runner = played_runner(model(), **options)
     else:
-        runner = chained_runner(head, section, **options)
+        runner = chained_runner(head, section, model, **options)
         verifies = runner.graph_runner.verifies
         speculation = make_speculation(section, VOCAB, None, verifies.most_requests, verifies.chain.keys_ahead)
     loop = TimedLoop(runner, prefix_cache, speculation)
