@@ -20,8 +20,10 @@ import yaml
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from mllm_compile.ranks import nodes
+from mllm_compile.ranks.admission import WrongSecretError, admit
 from tests.e2e.test_ranks import PROMPTS, tokens
-from tests.hang_guard import HANG_S
+from tests.hang_guard import HANG_S, until
 from tests.tiny_model import tiny_config
 
 SECRET = {"MLLM_NODES_SECRET": "a secret that both nodes have"}
@@ -55,14 +57,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def node_1(cache: Path, port: int, of_compile: Any = None) -> Iterator[subprocess.Popen[str]]:
-    """The other node's command."""
+def node_1(
+    cache: Path, port: int, of_compile: Any = None, secret: dict[str, str] = SECRET
+) -> Iterator[subprocess.Popen[str]]:
+    """The other node's command, with a process group of its own."""
     config = config_of(cache, nnodes=1).model_dump(mode="json", exclude_unset=True)
     config["compile"] |= of_compile or {}
     (cache / "node.yaml").write_text(yaml.safe_dump(config))
     options = ["--nnodes", "2", "--node-rank", "1", "--master-port", str(port)]
     command = [sys.executable, "-m", "mllm_compile", "serve", str(cache / "node.yaml"), *options]
-    process = subprocess.Popen(command, env=os.environ | SECRET, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=os.environ | secret, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -70,9 +76,9 @@ def node_1(cache: Path, port: int, of_compile: Any = None) -> Iterator[subproces
         process.communicate()
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(pid: int) -> list[int]:
     """The processes of a node's ranks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = [child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
     return [int(child) for child in children if b"ranks.follower" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
@@ -86,7 +92,7 @@ def test_two_nodes_give_one_ranks_tokens_until_one_is_lost_which_is_told_by_name
             assert tokens(engine) == expected
             drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True, logprobs=2)
             assert all(output.error is None for output in engine.generate(PROMPTS, drawn))
-            (rank,) = ranks_of(other)
+            (rank,) = ranks_of(other.pid)
             os.kill(rank, signal.SIGSTOP)  # so no request can end before it
             endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
             streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
@@ -141,6 +147,39 @@ def test_a_node_of_another_runtime_ends_both_starts_by_naming_what_differs(cache
             Engine(config_of(caches[0], master_port=port))
         _, said = other.communicate(timeout=HANG_S)
         assert other.returncode != 0 and "node 1 runs something else than node 0" in said
+        assert_nothing_is_left_of(other)
+
+
+def assert_nothing_is_left_of(command: subprocess.Popen[str]) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.killpg(command.pid, 0)
+
+
+@pytest.mark.slow
+def test_a_node_with_another_secret_is_told_and_leaves_nothing(caches):
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with node_1(caches[1], port, secret={"MLLM_NODES_SECRET": "a secret that one node has"}) as other:
+            connection, _ = listener.accept()
+            with pytest.raises(WrongSecretError):
+                admit(connection, SECRET["MLLM_NODES_SECRET"].encode())
+            _, said = other.communicate(timeout=HANG_S)
+            assert other.returncode != 0 and "node 0 has another MLLM_NODES_SECRET" in said
+            assert_nothing_is_left_of(other)
+            connection.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["is taken", "node 1 did not come"])
+def test_a_node_0_that_cannot_begin_leaves_none_of_its_ranks(caches, monkeypatch, why):
+    monkeypatch.setattr(nodes, "NODES_S", 1.0)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        if why != "is taken":
+            listener.close()
+        with pytest.raises(DeviceError, match=why):
+            Engine(config_of(caches[0], master_port=port, tensor_parallel_size=2))
+    until(lambda: not ranks_of(os.getpid()), "the end of its other rank")
 
 
 @pytest.mark.parametrize(
