@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mllm_compile.model
-from mllm_compile import Engine
+from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.process.timeline import Timeline
 
@@ -50,6 +50,17 @@ def engine_of_pages(config: EngineConfig, num_pages: int | None) -> Engine:
     from mllm_compile.engine.assemble import assemble
 
     return Engine.from_parts(assemble(config, Timeline(), num_pages=num_pages))
+
+
+def tokens_with_ngrams(config: EngineConfig, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """An engine's answers, with drafts of the text's own words."""
+    sections = config.model_dump(mode="json")
+    sections["speculative"] = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = engine_of_pages(EngineConfig.from_dict(sections), None)
+    try:
+        return [list(output.token_ids) for output in engine.generate(prompts, params)]
+    finally:
+        engine.close()
 
 
 class Reference:

@@ -20,7 +20,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.runtime.memory_pool import KVPool
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.sample import slow_but_a_sample
-from tests.tiny_model import engine_of_pages
+from tests.tiny_model import engine_of_pages, tokens_with_ngrams
 
 TOP, PAGE, CHUNK, MAX_TOKENS = 8, 4, 32, 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -170,10 +170,4 @@ def test_a_cache_in_eight_bits_chooses_as_float32_of_the_rounded_keys_does(serve
 
 
 def test_drafts_of_the_text_s_own_words_change_no_token(served, expected):
-    sections = served.config().model_dump(mode="json")
-    sections["speculative"] = {"method": "ngram", "num_speculative_tokens": 3}
-    engine = engine_of_pages(EngineConfig.from_dict(sections), None)
-    try:
-        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
-    finally:
-        engine.close()
+    assert tokens_with_ngrams(served.config(), served.prompts, GREEDY) == expected

@@ -23,7 +23,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.sample import slow_but_a_sample
-from tests.tiny_model import engine_of_pages
+from tests.tiny_model import engine_of_pages, tokens_with_ngrams
 
 PROMPT_LENGTHS = (1, 2, 3, 4, 7, 16, 23, 40)
 MAX_TOKENS = 12
@@ -192,13 +192,7 @@ def test_in_deterministic_mode_numbers_do_not_depend_on_the_batch(served, expect
 
 
 def test_drafts_of_the_text_s_own_words_change_no_token(served, expected):
-    sections = served.config().model_dump(mode="json")
-    sections["speculative"] = {"method": "ngram", "num_speculative_tokens": 3}
-    engine = engine_of_pages(EngineConfig.from_dict(sections), None)
-    try:
-        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
-    finally:
-        engine.close()
+    assert tokens_with_ngrams(served.config(), served.prompts, GREEDY) == expected
 
 
 def test_states_in_bfloat16_answer_nearly_alike_or_are_refused(served, tmp_path):
