@@ -50,6 +50,8 @@ def kept_bytecode() -> Iterator[None]:
                 with contextlib.suppress(ConfigError, OSError):
                     ours = _folder()
                     sys.pycache_prefix, sys.dont_write_bytecode = ours, False
+        elif _is_own(sys.pycache_prefix):  # as the process has it that has started this one
+            _keep_ours()
     try:
         yield
     finally:
@@ -100,10 +102,29 @@ def _keep_ours() -> None:
     sys.path_hooks.insert(0, find_ours)
     for path in [path for path in sys.path_importer_cache if path.startswith(root)]:
         del sys.path_importer_cache[path]
+    if sys.pycache_prefix is not None and not sys.dont_write_bytecode:
+        for module in list(sys.modules.values()):
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec.cached and (spec.origin or "").startswith(root + os.sep):
+                with contextlib.suppress(OSError):
+                    _go_by_hash(spec.name, spec.origin, spec.cached)
+
+
+def _go_by_hash(name: str, source: str, kept: str) -> None:
+    """Has bytecode that Python has written by its source's time and size go by its hash."""
+    loader = SourceFileLoader(name, source)
+    data, now = loader.get_data(kept), os.stat(source)
+    by_time = importlib.util.MAGIC_NUMBER + b"".join(
+        (number & 0xFFFFFFFF).to_bytes(4, "little") for number in (0, int(now.st_mtime), now.st_size)
+    )
+    if data.startswith(by_time):
+        loader.set_data(kept, _HEAD + importlib.util.source_hash(loader.get_data(source)) + data[len(by_time) :])
 
 
 @cache
 def _folder_or_none() -> str | None:
+    if sys.pycache_prefix is not None and _is_own(sys.pycache_prefix):
+        return sys.pycache_prefix
     with contextlib.suppress(ConfigError, OSError):
         return _folder()
     return None
@@ -214,6 +235,11 @@ def _is_up_to_date(source: str) -> bool:
         return os.stat(importlib.util.cache_from_source(source)).st_mtime >= os.stat(source).st_mtime
     except OSError:
         return False
+
+
+def _is_own(prefix: str) -> bool:
+    """True of a folder that `_folder` names, of whatever versions."""
+    return os.path.dirname(prefix) == str(bytecode_cache(auto_cache_dir()[0]))
 
 
 def _folder() -> str:

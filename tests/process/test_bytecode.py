@@ -159,6 +159,32 @@ def test_where_torchs_is_not_there_either_the_projects_own_goes_by_its_hash(pack
         assert kept[name].read_bytes()[4] == flags, name
 
 
+# A process that is started as this project's are.
+STARTED = """
+import os, subprocess, sys
+from mllm_compile.process import bytecode
+bytecode._is_kept_beside = lambda package: package == "mllm_compile"
+with bytecode.kept_bytecode():
+    program = "from mllm_compile.process.bytecode import kept_bytecode\\nwith kept_bytecode():"
+    program += "\\n    import mllm_compile.runtime.sampling.params, stands_for_torch.part"
+    subprocess.run([sys.executable, "-c", program], env=os.environ | bytecode.environment(), check=True)
+"""
+
+
+def test_a_process_that_is_started_keeps_the_projects_own_by_its_hash_and_takes_it(package, tmp_path):
+    times = []
+    for _ in range(2):
+        run(package, tmp_path / "cache", STARTED, PYTHONDONTWRITEBYTECODE="1")
+        (prefix,) = (tmp_path / "cache" / "bytecode").iterdir()
+        assert {"params", "bytecode", "errors"} <= {path.name.partition(".")[0] for path in prefix.rglob("*.pyc")}
+        ours = str(prefix) + str(Path(__file__).parents[2])
+        flags = {str(path): path.read_bytes()[4] for path in prefix.rglob("*.pyc")}
+        assert {flag for path, flag in flags.items() if path.startswith(ours)} == {3}
+        assert flags[str(next(prefix.rglob("part.*.pyc")))] == 0, "others' are as Python has them"
+        times.append({path: Path(path).stat().st_mtime_ns for path in flags})
+    assert times[0] == times[1]
+
+
 def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
     for _ in range(2):
         told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="")
