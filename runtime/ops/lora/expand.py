@@ -22,6 +22,7 @@ from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
     MOST_PARTS,
     MOST_SLOTS,
+    SHORT_TOKENS,
     STRETCH_TOKENS,
     WRITTEN_TOKENS,
     block_of_columns,
@@ -354,10 +355,11 @@ def lora_expand(
     if not is_few:
         for name in ("SPLITS", "SLOTS"):
             del shared[name]
-        grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS)
-        shared["ALL_RANKS"] = ranks_of_slots(b.shape[0], b.shape[2])
+        further = SHORT_TOKENS // WRITTEN_TOKENS - SHORT_TOKENS // STRETCH_TOKENS  # of a short step
+        grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS) + further
+        shared |= {"ALL_RANKS": ranks_of_slots(b.shape[0], b.shape[2]), "STAGES": _STAGES}
         wrap_triton(stretch_kernel)[grid](
-            y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, STAGES=_STAGES, **shared
+            y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, SHORT_TOKENS=SHORT_TOKENS, **shared
         )
         return out
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](

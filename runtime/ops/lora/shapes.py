@@ -11,7 +11,7 @@ from collections.abc import Sequence
 MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
-STRETCH_TOKENS = 128  # that a block of many writes, so many at a time
+STRETCH_TOKENS, SHORT_TOKENS = 128, 1024  # that a block of many writes, so many at a time; of steps of more
 LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on a block of many that read has so many splits
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of some hundred

@@ -87,6 +87,7 @@ def stretch_kernel(
     ROWS_3: tl.constexpr,
     ALL_RANKS: tl.constexpr,
     STRETCH: tl.constexpr,
+    SHORT_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -94,7 +95,13 @@ def stretch_kernel(
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK_N outputs, all in one part or in none, of STRETCH tokens, BLOCK_T at a time: program (outputs, stretch)."""
+    """BLOCK_N outputs, all in one part or in none, of STRETCH tokens, BLOCK_T at a time: program (outputs, stretch).
+
+    Of fewer than SHORT_TOKENS a stretch is BLOCK_T tokens, as blocks would be few.
+    """
+    length = tl.where(num_tokens < SHORT_TOKENS, BLOCK_T, STRETCH)
+    if (tl.program_id(1) > 0) & (tl.program_id(1) * length >= num_tokens):
+        return
     first = tl.program_id(0) * BLOCK_N
     in_0 = (first >= START_0) & (first < START_0 + ROWS_0)
     in_1 = (first >= START_1) & (first < START_1 + ROWS_1)
@@ -106,20 +113,21 @@ def stretch_kernel(
     b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
     b_rows = b_first + tl.arange(0, BLOCK_N)
     columns = first + tl.arange(0, BLOCK_N)
-    stretch = tl.program_id(1).to(tl.int64) * STRETCH
+    stretch = tl.program_id(1).to(tl.int64) * length
     every = stretch + tl.arange(0, STRETCH)
     of_part = shrunk_ptr + tl.maximum(part, 0) * RANK
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    slots = tl.load(slots_ptr + every, mask=(every < num_tokens) & (part >= 0), other=-1)
+    is_own = (every < num_tokens) & (every < stretch + length)
+    slots = tl.load(slots_ptr + every, mask=is_own & (part >= 0), other=-1)
     most, least = tl.max(slots), tl.min(tl.where(slots >= 0, slots, NO_SLOT))
     tokens = tl.arange(0, BLOCK_T)
     places = tokens[:, None] * N + columns[None, :]
     if least >= most:
         slot = tl.maximum(most, 0)
         b = load_b(b_ptr, slot, b_rows, 0, most >= 0, B_ROWS, RANK, BLOCK_R)
-        for at in tl.range(0, STRETCH, BLOCK_T, num_stages=STAGES):
+        for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
             block = stretch + at
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
@@ -136,7 +144,7 @@ def stretch_kernel(
         is_used = tl.max((slots[:, None] == of_slot[None, :]).to(tl.int32), 0) > 0
         b_places = b_ptr + of_slot[:, None].to(tl.int64) * B_ROWS * RANK + b_rows[None, :] * RANK + rank[:, None]
         of_slots = tl.load(b_places, mask=is_used[:, None], other=0.0)
-        for at in tl.range(0, STRETCH, BLOCK_T, num_stages=STAGES):
+        for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
             block = stretch + at
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
@@ -147,7 +155,7 @@ def stretch_kernel(
             out = y.to(tl.float32) + added
             tl.store(out_ptr + block * N + places, out.to(y.dtype), mask=is_token[:, None])
     else:
-        for at in range(0, STRETCH, BLOCK_T):
+        for at in range(0, length, BLOCK_T):
             block = stretch + at
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)

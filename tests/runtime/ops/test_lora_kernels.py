@@ -47,10 +47,12 @@ def test_blocks_of_many_tokens_give_the_same_bits_however_they_go_through_slots_
     y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
     slots = torch.arange(tokens, dtype=torch.int32) % (SLOTS + 1) - 1
     found = []
-    for most_slots, long_tokens, most_ranks in ((SLOTS, 1 << 20, 256), (SLOTS, 20, 256), (0, 1 << 20, 0)):
+    forms = (SLOTS, 1 << 20, 256, 256), (SLOTS, 20, 256, 0), (0, 1 << 20, 0, 256), (0, 20, 0, 0)
+    for most_slots, long_tokens, most_ranks, short_tokens in forms:
         monkeypatch.setattr(shrink, "MOST_SLOTS", most_slots)
         monkeypatch.setattr(shrink, "LONG_TOKENS", long_tokens)
         monkeypatch.setattr(shapes, "_MOST_RANKS", most_ranks)
+        monkeypatch.setattr(expand, "SHORT_TOKENS", short_tokens)
         shrunk = shrink.lora_shrink(x, a, slots, False, True)
         out = expand.lora_expand(y, shrunk, b, slots, starts, rows, False, True)
         found.append((shrunk[0, slots >= 0], out))
