@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.adapters.tiny_adapters import Adapters
 from tests.server.harness import running
 from tests.tiny_model import engine_of_pages
 from tests.tiny_model import tiny_config as config_of
+from tests.tiny_sounds import FRAMES, Sound, save_sound_model, sound_prompt
 from tests.tiny_vision import image, media_prompt, save_vision_model, vision_engine_config
 
 ROOT = Path(__file__).parents[2]
@@ -141,9 +142,25 @@ def test_an_adapters_pages_are_its_own(eager_cache: Path, tmp_path: Path) -> Non
             assert answer.token_ids == adapters.expected(PROMPT[:40], name, 6)
 
 
+def image_prompt(seed: int) -> Any:
+    return media_prompt([3, 4, 5, 6, 7], image(seed, (1, 4, 4)), [8, 9] * 12)
+
+
+def heard_prompt(seed: int) -> Any:
+    return sound_prompt("qwen2_audio", [3, 4, 5, 6, 7], Sound(seed, 2 * FRAMES), [8, 9] * 12)
+
+
 @pytest.mark.slow
-def test_an_images_pages_are_its_own(tmp_path: Path) -> None:
-    save_vision_model("qwen2_5_vl", tmp_path / "model")
+@pytest.mark.parametrize(
+    ("save", "kind", "prompt_of"),
+    [(save_vision_model, "qwen2_5_vl", image_prompt), (save_sound_model, "qwen2_audio", heard_prompt)],
+    ids=["images", "sounds"],
+)
+def test_an_images_pages_are_its_own(
+    save: Callable[[str, Path], Any], kind: str, prompt_of: Callable[[int], Any], tmp_path: Path
+) -> None:
+    """And a sound's."""
+    save(kind, tmp_path / "model")
     with ExitStack() as opened:
         engines = tuple(
             opened.enter_context(
@@ -152,7 +169,7 @@ def test_an_images_pages_are_its_own(tmp_path: Path) -> None:
             for role in ("kv_producer", "kv_consumer")
         )
         for seed in (1, 2):
-            prompt = media_prompt([3, 4, 5, 6, 7], image(seed, (1, 4, 4)), [8, 9] * 12)  # type: ignore[arg-type]
+            prompt = prompt_of(seed)
             answer = handed(engines, prompt, GREEDY)  # type: ignore[arg-type]
             assert answer.num_disk_tokens > 0
             assert answer.token_ids == alone(engines[0], prompt, GREEDY).token_ids
