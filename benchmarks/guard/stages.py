@@ -18,6 +18,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
+from benchmarks.guard.launches import launches
 from benchmarks.guard.stage import Round, Stage, Tree, cpu_clock
 
 REQUESTS = 256
@@ -303,4 +304,5 @@ STAGES = (
     Stage("server front", server_front, rounds=6),
     Stage("warm start", warm_start, rounds=5),
     Stage("decode step", decode_step, rounds=12),
+    Stage("launches", launches, rounds=24),
 )

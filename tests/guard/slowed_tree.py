@@ -29,6 +29,7 @@ SLOWED = {
     "server front": Slowed("mllm_compile/server/generate.py", "endpoint", 0.003),
     "warm start": Slowed("mllm_compile/engine/assemble.py", "_load", 1.5),
     "decode step": Slowed("runtime/step/runner.py", "submit", 0.02),
+    "launches": Slowed("runtime/ops/stream_linear/streamed_ops.py", "_launch", 0.0001),
 }
 WORK = "import time as _t; _e = _t.thread_time() + {seconds}\n{indent}while _t.thread_time() < _e: pass\n{indent}"
 
