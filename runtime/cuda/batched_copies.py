@@ -41,18 +41,15 @@ def copy_batch(
         DeviceError: the driver refuses one.
     """
     arrays = [np.ascontiguousarray(one, dtype=np.uint64) for one in (targets, sources, sizes)]
-    attributes = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+    firsts, width = [one.ctypes.data for one in arrays], arrays[0].itemsize
+    behind = (
+        ctypes.byref(_Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)),
+        ctypes.byref(ctypes.c_size_t(0)),  # the first copy with these attributes: all
+        ctypes.c_size_t(1),
+        ctypes.byref(ctypes.c_size_t()),
+        ctypes.c_void_p(stream),
+    )
     for start in range(0, sizes.size, at_once):
-        parts = [one[start : start + at_once] for one in arrays]
-        call(
-            "cuMemcpyBatchAsync",
-            device,
-            "copies beside the steps",
-            *(ctypes.c_void_p(one.ctypes.data) for one in parts),
-            ctypes.c_size_t(parts[0].size),
-            ctypes.byref(attributes),
-            ctypes.byref(ctypes.c_size_t(0)),  # the first copy with these attributes: all
-            ctypes.c_size_t(1),
-            ctypes.byref(ctypes.c_size_t()),
-            ctypes.c_void_p(stream),
-        )
+        parts = [ctypes.c_void_p(first + start * width) for first in firsts]
+        count = ctypes.c_size_t(min(at_once, sizes.size - start))
+        call("cuMemcpyBatchAsync", device, "copies beside the steps", *parts, count, *behind)

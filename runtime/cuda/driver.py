@@ -264,12 +264,12 @@ def call(name: str, device: int, doing: str, *arguments: Any) -> None:
         DeviceMemoryError: there is too little memory.
         DeviceError: the driver refuses it.
     """
-    driver = _driver()
-    _check(driver.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
+    within_the_lock = _driver_within_the_lock()  # a thread that copies would have to wait for it three times, not once
+    _check(within_the_lock.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
     try:
-        _check(getattr(driver, name)(*arguments), doing)
+        _check(getattr(_driver(), name)(*arguments), doing)
     finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        within_the_lock.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _use(device: int) -> None:
