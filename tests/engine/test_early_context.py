@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine import early_context as module
 from mllm_compile.engine.early_context import early_context
 from mllm_compile.process.timeline import Timeline
+from tests.config.resolving import H200, resolved
 
 LOADING = "CUDA_MODULE_LOADING"
 
@@ -91,6 +93,13 @@ def test_no_thread_begins_where_this_process_will_have_no_gpu_of_its_own(driver,
     assert start(config(**runtime)) == []
     assert driver.loading is None
     assert LOADING not in os.environ
+
+
+def test_a_runtime_s_folder_says_its_gpu(driver, tmp_path):
+    told = resolved(H200, runtime={"device": "cuda:0"}).model_dump(mode="json")
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": told}))
+    assert start(tmp_path) == ["device context"]
+    assert driver.retained == [100]
 
 
 def test_a_folder_that_is_no_runtime_is_left_to_who_opens_it(driver, tmp_path):
