@@ -127,6 +127,10 @@ __device__ __forceinline__ u64 narrow_matrix(u32 address) {
 __device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUMS], const u32* shrunk,
                                                   TileSlots slots, u32 ring, u32 full, u32 empty_of_one, Place& place,
                                                   int token, int lane) {
+  u32 own[GROUP_UNITS];  // slots of a unit's two tokens, 16 bits each: as asking for them takes as long as asking for u
+#pragma unroll
+  for (int m = 0; m < GROUP_UNITS; m++)
+    own[m] = (slots.of(token + m * UNIT_ROWS) & 0xffff) | (u32)slots.of(token + m * UNIT_ROWS + 8) << 16;
   for (int slot = slots.next(); slot >= 0; slot = slots.next()) {
     wait_for(full + 8 * place.slot, place.phase);
 #pragma unroll 1
@@ -138,7 +142,7 @@ __device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUM
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int its = m * UNIT_ROWS + i % 2 * 8;
-          u[m][i] = slots.of(token + its) == slot ? mine[its * RANK + column / 2 + i / 2 * 4] : 0;
+          u[m][i] = (own[m] >> i % 2 * 16 & 0xffff) == slot ? mine[its * RANK + column / 2 + i / 2 * 4] : 0;
         }
       const u64 b = narrow_matrix(ring + place.slot * STAGE_BYTES + column / B_COLUMNS * B_PART_BYTES);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
