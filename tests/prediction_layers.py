@@ -146,7 +146,8 @@ class TransformersDrafts:
         hidden = self.model(input_ids=ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
         if len(self.layer.layers) > 1:
             positions = torch.arange(1, ids.shape[1])[None]
-            return self.layer(ids[:, 1:], hidden, None, positions, None)[0][0, :count].tolist()
+            mask = torch.ones_like(ids[:, 1:])  # which versions before 5.23 ask for
+            return self.layer(ids[:, 1:], hidden, mask, positions, None)[0][0, :count].tolist()
         drafted: list[int] = []
         for _ in range(count):
             shifted = torch.cat([ids[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=1)
