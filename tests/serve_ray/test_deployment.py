@@ -105,7 +105,7 @@ def write(config: Path, cache: Path, **runtime: Any) -> None:
 def test_prompts_stick_to_a_replica_and_a_killed_one_loses_no_whole_answer(serving):
     serving.deploy(min_replicas=2, max_replicas=2)
     for name in ("Alpha ", "Beta ", "Gamma ", "Delta "):
-        usages = [serving.ask(name.ljust(8) * 66 + str(i))["usage"] for i in range(4)]
+        usages = [serving.ask(name.ljust(8) * (66 + i))["usage"] for i in range(4)]
         assert all(one["prompt_tokens_details"]["cached_tokens"] for one in usages[1:]), "the first one's KV is found"
     with ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(serving.ask, f"Word {i} " * 10, max_tokens=60) for i in range(40)]
