@@ -37,8 +37,8 @@ class FuseGelu(GraphPass):
 
         y = aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-    Requires: a canonical graph; values of 16 bits on a GPU, whose products take GELU by tanh; a bias; patches in rows, or
-        texts in one.
+    Requires: a canonical graph; values of 16 bits on a GPU, whose products take GELU by tanh; a bias; patches in rows,
+        or texts in one.
     Preserves: every value, except for one rounding less ahead of the activation. In bfloat16 GELU by erf becomes one by
         tanh, off by 5e-4 at most: of all-MiniLM-L6-v2's embeddings an eighth of what rounding does to them, which both
         together leave as it is (docs/lab/encoders.md).

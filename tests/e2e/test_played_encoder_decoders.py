@@ -1,5 +1,5 @@
 """An encoder-decoder whose steps are captured, on a CPU: graphs are played, and attention to sources is by the backend
-of a GPU over kernels in plain torch. Tokens are those of an engine without either."""
+of a GPU over kernels in plain torch. An engine without either gives the same tokens."""
 
 from __future__ import annotations
 
