@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,14 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import IS_CONSTANT, WEIGHT_SCHEMES, WeightSchemes
-from mllm_compile.passes.match.nodes import is_attention, is_call, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import is_attention, is_call, is_weight
 from mllm_compile.passes.sharding.calls import COMPLEX, POINTWISE, VIEWS, Product, name_of
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
+from mllm_compile.passes.sharding.parameters import Parameters
 from mllm_compile.passes.sharding.states import is_state, label_state, operands_of
+from mllm_compile.passes.sharding.values import Values
 from mllm_compile.runtime.ops.experts.shapes import takes_part
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-
-_TOKENS, _ROWS = 3, 2  # in place of T and S
-_MOST_TRACED = 1 << 20  # elements of a parameter whose places are followed through calls
 
 Labels = np.ndarray
 
@@ -34,6 +33,8 @@ class Labelling:
 
     Attributes:
         cells: their classes.
+        values: the graph's values, with a few tokens.
+        parameters: the parameters that calls work on, element by element.
         labels: node → its labels; for a call that gives several tensors a list; None: whole.
         uses: weight → for each of its uses, dimension → labels of what is along it.
         columns, rows: products whose outputs are cells; and those that are sums over ranks, with their input's labels.
@@ -48,6 +49,8 @@ class Labelling:
 
     def __init__(self, gm: fx.GraphModule, num_ranks: int, whole: frozenset[str], means: frozenset[fx.Node]) -> None:
         self.cells = Cells()
+        self.values = Values(gm)
+        self.parameters = Parameters(self.values)
         self.labels: dict[fx.Node, Any] = {}
         self.uses: dict[str, list[dict[int, Labels]]] = defaultdict(list)
         self.columns: dict[fx.Node, Product] = {}
@@ -64,27 +67,13 @@ class Labelling:
         self._heads = np.empty(0, dtype=np.int64)  # cells that attention reads
         self._num_ranks = num_ranks
         self._whole = whole
-        self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
-        self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
         self._weight_schemes: WeightSchemes = gm.meta.get(WEIGHT_SCHEMES, WeightSchemes({}))
-        self._sizes = _sizes_of(gm)
         for node in gm.graph.nodes:
             self._label(node)
-        self._note_met()
+        for name, use in self.parameters.uses(self.cells):
+            self.uses[name].append(use)
 
     # Values -----------------------------------------------------------------------------------------------------------
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """The shape of a value, with a few tokens."""
-        return tuple(self.number(size) for size in node.meta["val"].shape)
-
-    def number(self, value: Any) -> Any:
-        """A size as a number."""
-        if not is_symbolic(value):
-            return value
-        expr = value.node.expr
-        return int(expr.subs({symbol: self._sizes.get(str(symbol), _TOKENS) for symbol in expr.free_symbols}))
 
     def of(self, node: fx.Node) -> Any:
         """The labels of a value, whole ones as WHOLE; None where all are."""
@@ -99,10 +88,6 @@ class Labelling:
         classes = self.cells.find(labels.ravel()).reshape(labels.shape)
         return np.where(classes == WHOLE, WHOLE, labels) if (classes != WHOLE).any() else None
 
-    def parameter_of(self, node: fx.Node) -> str | None:
-        """The parameter that a value is made of, element by element."""
-        return self._places[node][0] if node in self._places else None
-
     def are_cut(self, node: fx.Node) -> bool:
         """True if ranks have different parts of the value."""
         labels = self.of(node)
@@ -110,42 +95,14 @@ class Labelling:
             return any(self._fresh(one) is not None for one in labels)
         return labels is not None
 
-    def run(self, node: fx.Node, operand: Callable[[fx.Node], np.ndarray], args: Any = None, target: Any = None) -> Any:
-        """Runs a view on integers in its operands' places."""
-
-        def argument(one: fx.Node) -> Any:
-            val = one.meta["val"]
-            if isinstance(val, torch.Size | tuple | list) and not any(isinstance(v, torch.Tensor) for v in val):
-                return type(val)(self.number(size) for size in val)
-            if isinstance(val, torch.Tensor):
-                return torch.from_numpy(np.ascontiguousarray(operand(one)))
-            if isinstance(val, tuple | list):
-                return [torch.from_numpy(np.ascontiguousarray(part)) for part in operand(one)]
-            return self.number(val)
-
-        args = fx.map_arg(node.args if args is None else args, argument)
-        kwargs = fx.map_arg(node.kwargs, argument)
-        target = node.target if target is None else target
-        result = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
-        return [part.numpy() for part in result] if isinstance(result, tuple | list) else result.numpy()
-
-    def zeros(self, node: fx.Node) -> Any:
-        """Labels of a whole value."""
-        val = node.meta["val"]
-        if isinstance(val, tuple | list):
-            return [np.zeros([self.number(size) for size in one.shape], dtype=np.int64) for one in val]
-        return np.zeros(self.shape(node), dtype=np.int64)
-
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def _label(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            if is_weight(node) and math.prod(node.meta["val"].shape) <= _MOST_TRACED:
-                shape = tuple(node.meta["val"].shape)
-                self._shapes[node.meta["weight_name"]] = shape
-                if node.meta.get(IS_CONSTANT):
+            if is_weight(node):
+                self.parameters.add(node)
+                if node.meta.get(IS_CONSTANT) and self.parameters.parameter_of(node) is not None:
                     self._use_whole(node)
-                self._places[node] = (node.meta["weight_name"], np.arange(math.prod(shape)).reshape(shape))
             return
         if node.op == "output":
             for arg in node.all_input_nodes:
@@ -167,7 +124,9 @@ class Labelling:
         elif is_call(node, torch.nn.functional.embedding) and self._is_lookup(node, cut):
             self._label_lookup(node)
         elif not cut:
-            self._follow_parameters(node, tensors)
+            if not self.parameters.follow(node, tensors):
+                for one in tensors:
+                    self._use_whole(one)
         else:
             try:
                 self._label_call(node, tensors, cut)
@@ -184,10 +143,8 @@ class Labelling:
 
     def _use_whole(self, node: fx.Node) -> None:
         """Notes that a call reads all of a parameter."""
-        if node in self._places:
-            self.uses[self._places[node][0]].append({})
-        elif is_weight(node):
-            self.uses[node.meta["weight_name"]].append({})
+        if (name := self.parameters.read_by(node)) is not None:
+            self.uses[name].append({})
 
     def _label_call(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
         name = name_of(node)
@@ -199,7 +156,7 @@ class Labelling:
         elif name in VIEWS:
             if cut != [node.args[0]]:
                 raise ValueError("an index is cut")
-            self.labels[node] = self.run(node, self._operand)
+            self.labels[node] = self.values.run(node, self._operand)
         elif name in COMPLEX:
             self.labels[node] = self._of_pairs(self.labels[node.args[0]], name)  # type: ignore[index]
         elif name == "mean":
@@ -224,7 +181,7 @@ class Labelling:
 
     def _operand(self, node: fx.Node) -> Any:
         labels = self.labels.get(node)
-        return self.zeros(node) if labels is None else labels
+        return self.values.zeros(node) if labels is None else labels
 
     def _label_product(self, node: fx.Node, product: Product, cut: list[fx.Node]) -> None:
         name = product.weight.meta["weight_name"]
@@ -258,7 +215,7 @@ class Labelling:
             dim = product.bias.meta["val"].dim() - 1
             self.uses[product.bias.meta["weight_name"]].append({dim: cells})
         along = cells[:, None] if product.is_from_left else cells
-        self.labels[node] = np.broadcast_to(along, self.shape(node)).copy()
+        self.labels[node] = np.broadcast_to(along, self.values.shape(node)).copy()
 
     def _of_features(self, node: fx.Node) -> Labels | None:
         """The labels along the last dimension, all tokens' joined."""
@@ -325,7 +282,7 @@ class Labelling:
         heads = of_q[:, 0]
         if shared and not self._is_enough(heads):
             self.shared |= shared
-        self.labels[node] = np.broadcast_to(heads[None, :, None], self.shape(node)).copy()
+        self.labels[node] = np.broadcast_to(heads[None, :, None], self.values.shape(node)).copy()
         if sinks is not None:
             self.uses[sinks.meta["weight_name"]].append({0: heads})  # type: ignore[union-attr]
 
@@ -335,15 +292,14 @@ class Labelling:
         heads, following = label_state(name, labels, self.cells, self._num_ranks)
         self._heads = np.concatenate([self._heads, heads])
         self.following |= following
-        shape = self.shape(node)
+        shape = self.values.shape(node)
         self.labels[node] = np.broadcast_to(heads.reshape(1, -1, *[1] * (len(shape) - 2)), shape).copy()
         for key in constants & operands.keys():
             one = operands[key]
-            if one not in self._places:
+            if self.parameters.parameter_of(one) is None:
                 raise ValueError(f"{key} is no parameter, element by element")
-            weight, places = self._places[one]
-            along = heads.reshape(-1, *[1] * (places.ndim - 1))
-            self._met[weight].append((places, np.broadcast_to(along, places.shape)))
+            places = self.parameters.places(one)
+            self.parameters.meet(one, places.shape, heads.reshape(-1, *[1] * (places.ndim - 1)))
 
     def _weights_of_several(self, of_k: Labels) -> set[str]:
         """The weights whose cells several heads of keys have."""
@@ -366,32 +322,32 @@ class Labelling:
     def _joined(self, node: fx.Node, cut: list[fx.Node]) -> Labels:
         """Labels of a concatenation; a whole part is taken for as its neighbours are, along the other dimensions."""
         parts: Any = node.args[0]
-        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(self.shape(node))  # type: ignore[operator]
-        is_beside_whole = any(one not in cut and math.prod(self.shape(one)) for one in parts)
+        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(self.values.shape(node))  # type: ignore[operator]
+        is_beside_whole = any(one not in cut and math.prod(self.values.shape(one)) for one in parts)
         if is_beside_whole and name_of(node) == "stack":
             raise ValueError("whole parts are stacked")
         if is_beside_whole:
             pattern = self.labels[cut[0]].take([0], axis=dim)
             for one in cut:  # a part of what is joined would be between whole parts
                 self.cells.join(
-                    np.broadcast_to(self.labels[one].take([0], axis=dim), self.shape(one)), self.labels[one]
+                    np.broadcast_to(self.labels[one].take([0], axis=dim), self.values.shape(one)), self.labels[one]
                 )
             for one in parts:
                 if one not in cut and self._is_spread(one, pattern):
                     self.spread.add(one)
-                    self.labels[one] = np.broadcast_to(pattern, self.shape(one)).copy()
-            joined: Labels = self.run(
-                node, lambda one: self.labels[one] if one in cut else np.broadcast_to(pattern, self.shape(one))
+                    self.labels[one] = np.broadcast_to(pattern, self.values.shape(one)).copy()
+            joined: Labels = self.values.run(
+                node, lambda one: self.labels[one] if one in cut else np.broadcast_to(pattern, self.values.shape(one))
             )
         else:
-            joined = self.run(node, self._operand)
+            joined = self.values.run(node, self._operand)
         return joined
 
     def _is_spread(self, node: fx.Node, pattern: Labels) -> bool:
         """True for an expansion that nothing else reads, of a value that is one along all that the pattern cuts."""
         if name_of(node) != "expand" or len(node.users) != 1:
             return False
-        source = self.shape(node.args[0])  # type: ignore[arg-type]
+        source = self.values.shape(node.args[0])  # type: ignore[arg-type]
         source = (1,) * (pattern.ndim - len(source)) + source
         return all(source[dim] == 1 or (pattern == pattern.take([0], axis=dim)).all() for dim in range(pattern.ndim))
 
@@ -405,7 +361,7 @@ class Labelling:
             return  # a sum over ranks, which every rank has
         labels = self.labels[source]
         dims = _dims_of(node.args[1] if len(node.args) > 1 else node.kwargs["dim"], labels.ndim)
-        self.labels[node] = self._reduced(node, labels, dims).reshape(self.shape(node))
+        self.labels[node] = self._reduced(node, labels, dims).reshape(self.values.shape(node))
 
     def _label_norm(self, node: fx.Node, name: str) -> None:
         source: Any = node.args[0]
@@ -429,7 +385,7 @@ class Labelling:
         return rows[:, 0].reshape([1 if dim in dims else size for dim, size in enumerate(labels.shape)])
 
     def _label_pointwise(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
-        shape = self.shape(node)
+        shape = self.values.shape(node)
         result = np.zeros(shape, dtype=np.int64)
         for one in cut:
             labels = np.broadcast_to(self.of(one), shape)
@@ -438,57 +394,10 @@ class Labelling:
             result = np.where(result == WHOLE, labels, result)
         self.labels[node] = result
         for one in tensors:
-            if one not in cut and one in self._places:
-                name, places = self._places[one]
-                self._met[name].append((np.broadcast_to(places, shape), result))
+            if one not in cut and self.parameters.parameter_of(one) is not None:
+                self.parameters.meet(one, shape, result)
             elif one not in cut:
                 self._use_whole(one)
-
-    # Parameters that calls work on ------------------------------------------------------------------------------------
-
-    def _follow_parameters(self, node: fx.Node, tensors: list[fx.Node]) -> None:
-        """Follows what is made of one parameter alone, element by element; any other call reads all of it."""
-        name = name_of(node)
-        if len(tensors) == 1 and tensors[0] in self._places and isinstance(node.meta["val"], torch.Tensor):
-            weight, places = self._places[tensors[0]]
-            if name in VIEWS:
-                self._places[node] = (weight, self.run(node, lambda one: places))
-                return
-            if name in POINTWISE and self.shape(node) == places.shape:
-                self._places[node] = (weight, places)
-                return
-        for one in tensors:
-            self._use_whole(one)
-
-    def _note_met(self) -> None:
-        """Turns what parameters' elements have met into labels along their dimensions."""
-        for name, met in self._met.items():
-            shape = self._shapes[name]
-            labels = np.full(math.prod(shape), -1, dtype=np.int64)
-            is_one = np.ones(math.prod(shape), dtype=bool)
-            for places, met_labels in met:
-                order = places.ravel()
-                classes = self.cells.find(met_labels.ravel())
-                np.maximum.at(labels, order, classes)
-                is_one &= ~_differs(order, classes, labels)
-            if (labels < 0).any() or not is_one.all():
-                self.uses[name].append({})  # an element that several classes meet, or none
-                continue
-            grid = labels.reshape(shape)
-            by_dim = {}
-            for dim in range(grid.ndim):
-                along = np.moveaxis(grid, dim, 0).reshape(grid.shape[dim], -1)
-                if np.unique(along[0]).size == 1 or grid.ndim == 1:
-                    by_dim[dim] = along[:, 0]
-            by_dim = {dim: one for dim, one in by_dim.items() if np.unique(one).size > 1}
-            self.uses[name].append(by_dim if len(by_dim) == 1 else {})
-
-
-def _differs(order: np.ndarray, classes: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """True for the elements with a class that is not their label."""
-    differs = np.zeros(labels.size, dtype=bool)
-    np.logical_or.at(differs, order, classes != labels[order])
-    return differs
 
 
 def _each(labels: Any) -> Iterator[Labels]:
@@ -516,12 +425,3 @@ def _is_of_input_ids(node: Any) -> bool:
             return False
         node = node.args[0]
     return isinstance(node, fx.Node) and node.meta.get("input_name") == "input_ids"
-
-
-def _sizes_of(gm: fx.GraphModule) -> dict[str, int]:
-    """The number in place of each symbol."""
-    sizes: dict[str, int] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if node.meta.get("input_name") == "logits_indices":
-            sizes[str(node.meta["val"].shape[0].node.expr)] = _ROWS
-    return sizes

@@ -47,6 +47,7 @@ class ShardPlan:
         self.calls: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = {}
         self.gathers: dict[fx.Node, int] = {}
         self._labelling, self._owners = labelling, owners
+        self._values, self._parameters = labelling.values, labelling.parameters
         self._boxes: dict[fx.Node, list[list[Box]]] = {}  # of each tensor of a value, by rank
         self.refused = labelling.cells.weights_of(owners.undealt) | labelling.cells.whole_weights()
         if self.refused:
@@ -71,7 +72,7 @@ class ShardPlan:
             elif wanted[0]:
                 self.cuts[name] = wanted[0]
         for node in gm.graph.nodes:
-            name = self._labelling.parameter_of(node) or ""
+            name = self._parameters.parameter_of(node) or ""
             if name in self.cuts and node.op != "placeholder" and name_of(node) not in _KEEP_SIZES:
                 self._refuse([labels for use in self._labelling.uses[name] for labels in use.values()])
 
@@ -118,7 +119,7 @@ class ShardPlan:
             labels: Any = self._labelling.labels.get(node)
             parts = labels if isinstance(labels, list) else [labels]
             if labels is None:
-                zeros = self._labelling.zeros(node)
+                zeros = self._values.zeros(node)
                 parts = zeros if isinstance(zeros, list) else [zeros]
             self._boxes[node] = [self._boxes_of(part) for part in parts]
         return self._boxes[node]
@@ -154,14 +155,14 @@ class ShardPlan:
             self._plan_view(node, name)
 
     def _check_operands(self, node: fx.Node, boxes: list[Box]) -> None:
-        shape = self._labelling.shape(node)
+        shape = self._values.shape(node)
         joined = None
         if name_of(node) == "cat":
             joined = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
         for one in node.all_input_nodes:
-            if not isinstance(one.meta["val"], torch.Tensor) or self._labelling.parameter_of(one) in self.cuts:
+            if not isinstance(one.meta["val"], torch.Tensor) or self._parameters.parameter_of(one) in self.cuts:
                 continue
-            whole, skip = self._labelling.shape(one), len(shape) - one.meta["val"].dim()
+            whole, skip = self._values.shape(one), len(shape) - one.meta["val"].dim()
             if not np.prod(whole):
                 continue  # the empty part of a split: a rank's is empty too
             for dim, size in enumerate(whole):
@@ -173,7 +174,7 @@ class ShardPlan:
 
     def _check_reduction(self, node: fx.Node) -> None:
         source: Any = node.args[0]
-        shape, kept = self._labelling.shape(source), self.local_shape(source)
+        shape, kept = self._values.shape(source), self.local_shape(source)
         if name_of(node) in ("rms_norm", "layer_norm"):
             dims = range(len(shape) - len(node.args[1]), len(shape))  # type: ignore[arg-type]
         else:
@@ -200,7 +201,7 @@ class ShardPlan:
 
     def _check_state(self, node: fx.Node) -> None:
         name, operands, constants = operands_of(node)
-        if any(self._labelling.parameter_of(operands[key]) not in self.cuts for key in constants & operands.keys()):
+        if any(self._parameters.parameter_of(operands[key]) not in self.cuts for key in constants & operands.keys()):
             raise NotCutError("a constant of the layer is whole")
         together = [operands[key] for key in TOGETHER[name] if key in operands]
         self._check_together([node, *together])
@@ -237,7 +238,7 @@ class ShardPlan:
     def _check_view(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
         """Checks that a view of a rank's parts is the rank's part of the view."""
         for rank in (0, self._owners.num_ranks - 1):
-            made = self._labelling.run(node, lambda one: self._part(one, rank), args=args, target=target)  # noqa: B023
+            made = self._values.run(node, lambda one: self._part(one, rank), args=args, target=target)  # noqa: B023
             wanted = self._part(node, rank)
             pairs = zip(made, wanted, strict=True) if isinstance(wanted, list) else [(made, wanted)]
             if not all(np.array_equal(one, other) for one, other in pairs):
@@ -246,7 +247,7 @@ class ShardPlan:
     def _part(self, node: fx.Node, rank: int) -> Any:
         labels = self._labelling.labels.get(node)
         if labels is None:
-            return self._labelling.zeros(node)
+            return self._values.zeros(node)
         parts = [one[np.ix_(*boxes[rank])] for one, boxes in zip(_as_list(labels), self.boxes(node), strict=True)]
         return parts if isinstance(labels, list) else parts[0]
 
@@ -269,7 +270,7 @@ class ShardPlan:
     def _split(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         source: Any = args[0]
         dim = (args[2] if len(args) > 2 else node.kwargs.get("dim", 0)) % source.meta["val"].dim()
-        if self._labelling.shape(source)[dim] == self.local_shape(source)[dim]:
+        if self._values.shape(source)[dim] == self.local_shape(source)[dim]:
             return node.target, args
         sizes = [len(boxes[0][dim]) for boxes in self.boxes(node)]
         is_chunk = name_of(node) == "chunk"
@@ -284,7 +285,7 @@ class ShardPlan:
         given = _elements(args[1:]) if name_of(node) in ("view", "reshape", "expand") else []
         sizes: list[Any] = list(local)
         for dim in dims:
-            is_whole = local[dim] == self._labelling.shape(node)[dim]  # else it is of tokens' heads
+            is_whole = local[dim] == self._values.shape(node)[dim]  # else it is of tokens' heads
             is_said = len(given) == val.dim() and (isinstance(given[dim], fx.Node) or given[dim] == -1)
             sizes[dim] = given[dim] if is_said and is_whole else -1
         if sum(isinstance(size, int) and size == -1 for size in sizes) > 1 and name_of(node) != "expand":
@@ -295,7 +296,7 @@ class ShardPlan:
         source: Any = node.args[0]
         index: Any = node.args[1]
         items = list(index) if isinstance(index, tuple) else [index]
-        shape, kept = self._labelling.shape(source), self.local_shape(source)
+        shape, kept = self._values.shape(source), self.local_shape(source)
         left_out = len(shape) - sum(item is not None and item is not Ellipsis for item in items)
         place = next((place for place, item in enumerate(items) if item is Ellipsis), None)
         if place is not None:
@@ -328,7 +329,7 @@ class ShardPlan:
     def _plan_mean(self, node: fx.Node) -> None:
         """A mean over parts of equal sizes is the mean of their means."""
         source: Any = node.args[0]
-        shape, kept = self._labelling.shape(source), self.local_shape(source)
+        shape, kept = self._values.shape(source), self.local_shape(source)
         cut = [dim for dim, size in enumerate(shape) if kept[dim] != size]
         dims = {one % len(shape) for one in _as_list(node.args[1])}
         held = [
@@ -339,7 +340,7 @@ class ShardPlan:
             raise NotCutError("parts of a mean are not alike")
 
     def _plan_output(self, node: fx.Node) -> None:
-        shape = self._labelling.shape(node)
+        shape = self._values.shape(node)
         boxes = self.boxes(node)[0]
         (dim,) = (dim for dim in range(len(shape)) if len(boxes[0][dim]) != shape[dim])
         if tuple(_ranges(box[dim]) for box in boxes) != _equal_parts(shape[dim], len(boxes)):
