@@ -226,10 +226,10 @@ class RadixCache:
     def _start_of(self, run: PageRun, token_ids: np.ndarray) -> PageRun:
         """The run's pages that these tokens begin with, at least its first: the whole run, or the first of the two runs
         that it becomes."""
-        count = run.token_ids.size
-        if run.token_ids.tobytes() == token_ids[:count].tobytes():  # of short runs in half of numpy's time
+        count = min(run.token_ids.size, token_ids.size)
+        # Of short runs in half of numpy's time, and of long ones no later.
+        if count == run.token_ids.size and run.token_ids.tobytes() == token_ids[:count].tobytes():
             return run
-        count = min(count, token_ids.size)
         unlike = (run.token_ids[:count] != token_ids[:count]).nonzero()[0]
         num_pages = (int(unlike[0]) if unlike.size else count) // self.page_size
         return run if num_pages == run.pages.size else self._divide(run, num_pages)
