@@ -41,3 +41,15 @@ def test_what_has_come_is_not_late_and_stopping_ends_the_thread():
     overdue.stop()
     until(lambda: not watchers(), "its thread ends")
     assert not ended.is_set()
+
+
+def test_a_shorter_deadline_behind_a_longer_one_that_came_is_seen():
+    ended = threading.Event()
+    overdue = Overdue(ended.set, "late")
+    overdue.expect(3600)  # as joining a group
+    until(lambda: overdue._looks_at > 0, "its thread waits")
+    overdue.expect(0.05)  # as a broadcast
+    overdue.came()
+    assert ended.wait(HANG_S)
+    overdue.stop()
+    until(lambda: not watchers(), "its thread ends")
