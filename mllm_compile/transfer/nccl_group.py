@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from mllm_compile.runtime.collectives.nccl_library import (
     Config,
     UniqueId,
     check,
+    end_beside,
     library,
 )
 from mllm_compile.transfer.opcodes import Made, read_pickle
@@ -123,8 +125,7 @@ class NcclGroup:
         self._overdue.stop()
         written, self._written = self._written, {}
         if handle is not None:
-            ending = handle, self._stream, written
-            threading.Thread(target=_end, args=ending, name="nccl-abort", daemon=True).start()
+            end_beside(handle, partial(_give_back, self._stream, written))
 
     def _begin(
         self, tensor: torch.Tensor, doing: str, most_s: float, call: Callable[[ctypes.c_void_p], int]
@@ -207,9 +208,8 @@ def id_in(pickled: bytes) -> bytes:
     return next((one for one in state if isinstance(one, bytes)), b"") if isinstance(state, tuple) else b""
 
 
-def _end(handle: ctypes.c_void_p, stream: torch.cuda.Stream, written: dict[int, torch.Tensor]) -> None:
-    """Ends a group; what it was about to write to is free when it does so no more."""
-    library().ncclCommAbort(handle)
+def _give_back(stream: torch.cuda.Stream, written: dict[int, torch.Tensor]) -> None:
+    """Frees what an ended group was about to write to, when it does so no more."""
     with suppress(RuntimeError):  # of a device that does not answer any more
         stream.synchronize()
     written.clear()

@@ -22,7 +22,16 @@ from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.gpu_numbers import gpu_number
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
-from mllm_compile.runtime.collectives.nccl_library import ID_BYTES, NO_PART, SUM, TYPES, UniqueId, check, library
+from mllm_compile.runtime.collectives.nccl_library import (
+    ID_BYTES,
+    NO_PART,
+    SUM,
+    TYPES,
+    UniqueId,
+    check,
+    end_beside,
+    library,
+)
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
     PushedSums,
@@ -221,8 +230,7 @@ class NcclCommunicator:
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
-            # It ends what is under way at once, and returns when no captured graph has calls of the group any more.
-            threading.Thread(target=library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
+            end_beside(handle)
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone

@@ -5,7 +5,11 @@ Numbers and structures are from nccl.h (NCCL 2.20 and later).
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import threading
+import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -25,6 +29,9 @@ TYPES = {
 SUM = 0
 NO_PART = -1  # of a rank that is in none of the parts of a group
 IN_PROGRESS = 7  # a call that goes on, of a group that waits for nobody
+_EXIT_S = 1.0  # that a process which exits waits for groups that end
+
+_ending: set[threading.Thread] = set()
 
 
 class UniqueId(ctypes.Structure):
@@ -85,3 +92,29 @@ def check(result: int, doing: str) -> None:
     if result:
         said = library().ncclGetErrorString(result).decode()
         raise DeviceError(f"NCCL answers {said!r} ({result}) to {doing}")
+
+
+def end_beside(handle: ctypes.c_void_p, then: Callable[[], None] = lambda: None) -> None:
+    """Aborts a group on a thread of its own, and calls `then` behind it.
+
+    What is under way ends at once. NCCL returns when no captured graph has calls of the group any more. A process that
+    exits waits for that, a second at most: CUDA would else go away beneath NCCL.
+    """
+
+    def end() -> None:
+        try:
+            library().ncclCommAbort(handle)
+            then()
+        finally:
+            _ending.discard(thread)
+
+    thread = threading.Thread(target=end, name="nccl-abort", daemon=True)
+    _ending.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    for thread in list(_ending):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -164,3 +164,23 @@ def test_an_id_is_what_vllms_pickle_holds(monkeypatch):
         assert id_in(pickle.dumps(other)) == b""
     with pytest.raises(WeightUpdateError, match="which it does not need"):
         id_in(pickle.dumps(ctypes.c_int(5)))
+
+
+def test_a_process_that_exits_waits_a_bounded_time_for_groups_that_end(library, monkeypatch):
+    until(lambda: not nccl_library._ending, "other tests' groups end")
+    ended, may_end = list[str](), threading.Event()
+
+    def abort(handle) -> int:
+        may_end.wait(HANG_S)
+        return 0
+
+    library.ncclCommAbort = abort
+    nccl_library.end_beside(ctypes.c_void_p(1), lambda: ended.append("given back"))
+    (thread,) = nccl_library._ending
+    monkeypatch.setattr(nccl_library, "_EXIT_S", 0.01)
+    nccl_library._wait_for_ends()
+    assert thread.is_alive() and not ended
+    may_end.set()
+    monkeypatch.setattr(nccl_library, "_EXIT_S", HANG_S)
+    nccl_library._wait_for_ends()
+    assert ended == ["given back"] and not nccl_library._ending
