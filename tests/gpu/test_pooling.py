@@ -50,7 +50,7 @@ def test_a_packed_step_is_as_near_to_float32_as_transformers_in_bfloat16(name: s
     config = pooling_config(tmp_path / "model", tmp_path / "cache", "inductor", dtype="bfloat16", task=task_of(name))
     noise = mean_error(in_bfloat16, exact)
     for mode, graphs in (("auto", {"piecewise_tokens": list(SIZES)}), ("none", {"mode": "none"})):
-        runtime = {"device": "cuda:0", "max_model_len": 512}
+        runtime = {"device": "cuda:0", "max_model_len": 254}
         with Engine(config | {"runtime": runtime, "cudagraph": graphs}) as engine:
             core: Any = engine.pooling.core
             assert (core._runner.graphs is not None) == (mode == "auto")
