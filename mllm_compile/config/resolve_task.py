@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mllm_compile.config.device import DeviceInfo
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import EngineConfig
@@ -61,16 +60,11 @@ def has_encoder(model: ModelFolder) -> bool:
     return model.config.get("is_encoder_decoder") is True and name.endswith(_ENCODER_DECODERS)
 
 
-def check_encoder_decoder(config: EngineConfig, device: DeviceInfo) -> None:
+def check_encoder_decoder(config: EngineConfig) -> None:
     """
     Raises:
         ConfigError: the config asks for something that models with an encoder are served without.
     """
-    if device.is_cuda:
-        raise ConfigError(
-            "runtime.device is a GPU, and the model has an encoder and a decoder, which are served on a CPU: on a "
-            "GPU their answers have not been compared with Transformers' yet. Set runtime.device: cpu."
-        )
     _refuse_keys(config, _NOT_OF_ENCODER_DECODERS, "the model has an encoder and a decoder", "Leave it out.")
 
 

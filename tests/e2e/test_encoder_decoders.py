@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.device import DeviceInfo, detect_device
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import resolve
 from mllm_compile.errors import ConfigError, RequestError, UnsupportedModelError, WeightUpdateError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.runtime.program.sources import SourceEncoder
 from mllm_compile.runtime.sources.request import RequestSource
+from tests.config.resolving import H200
 from tests.model.encoder_decoders import (
     CLASSES,
     VOCAB,
@@ -260,7 +261,8 @@ def test_the_page_names_what_is_refused() -> None:
     page = (Path(__file__).parents[2] / "docs/encoder-decoders.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ") and line.endswith("| refused |")]
     named = {name for line in rows for name in re.findall(r"`(\w+\.\w+)`", line)}
-    assert named == {*REFUSED, "runtime.device"}
+    assert named == {*REFUSED}
+    assert "| a GPU (`runtime.device`), captured decodes | works |" in page  # tests/gpu/test_encoder_decoders.py
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -272,10 +274,16 @@ def test_what_it_is_served_without_is_refused_by_name(folder: Path, model: Any, 
         resolved(config)
 
 
-def resolved(config: dict[str, Any]) -> Any:
+def test_a_gpu_takes_them(folder: Path, model: Any) -> None:
+    told = config_of(folder / "model", folder / "cache", runtime={"device": "cuda:0"})
+    config = resolved(told | {"model": told["model"] | {"dtype": "bfloat16"}, "compile": {}}, H200)
+    assert config.runtime.attention_backend == "flashinfer" and config.cudagraph.decode_requests
+
+
+def resolved(config: dict[str, Any], device: DeviceInfo | None = None) -> Any:
     folder = Path(config["model"]["path"])
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return resolve(EngineConfig.from_dict(config), ModelFolder(folder, told, ()), detect_device("cpu"))
+    return resolve(EngineConfig.from_dict(config), ModelFolder(folder, told, ()), device or detect_device("cpu"))
 
 
 def test_weights_stay_while_it_serves(engine: Engine) -> None:

@@ -50,12 +50,6 @@ def config_of(folder: Path, cache: Path, mode: str, longest: int) -> dict[str, A
     }
 
 
-@pytest.fixture(autouse=True)
-def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a GPU serve them, which the config refuses until these tests have been seen to pass."""
-    monkeypatch.setattr("mllm_compile.config.resolve.check_encoder_decoder", lambda config, device: None)
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Requests of each captured decode."""
