@@ -21,7 +21,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Runs a script as `python -m benchmarks.NAME` does."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)  # processes find its functions
 
 
 @pytest.mark.parametrize("name", ENDED_BY_A_WRONG_KEY)
