@@ -101,6 +101,11 @@ def _ids(seed: int, count: int) -> np.ndarray:
     return (seed << 24) + np.arange(count, dtype=np.int64)
 
 
+def max_step_ms(text: str) -> str | float:
+    """A value of runtime.max_step_ms, for argparse."""
+    return text if text in ("none", "tenfold") else float(text)
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("trace", type=Path)
@@ -109,7 +114,9 @@ def main() -> int:
     parser.add_argument("--host-tokens", type=int, default=291_264, help="of the host's memory; 0: there is none")
     parser.add_argument("--write-policy", choices=("write_back", "write_through"), default="write_back")
     parser.add_argument("--max-step", type=positive, default=8192, help="tokens of a step (default: 8192)")
-    parser.add_argument("--max-step-ms", default="tenfold", help="as runtime.max_step_ms (default: tenfold)")
+    parser.add_argument(
+        "--max-step-ms", type=max_step_ms, default="tenfold", help="as runtime.max_step_ms (default: tenfold)"
+    )
     parser.add_argument("--gb-s", type=float, default=50.0, help="of the link (default: 50)")
     parser.add_argument("--slower", type=float, default=1.0, help="what decodes take, over what was measured")
     args = parser.parse_args()
@@ -117,9 +124,7 @@ def main() -> int:
     costs = StepCosts.measured()
     costs = replace(costs, base_ms=tuple(args.slower * ms for ms in costs.base_ms), key_ms=args.slower * costs.key_ms)
     settings: dict[str, Any] = {"kv_tokens": args.total_tokens, "host_tokens": args.host_tokens}
-    settings |= {"max_step": args.max_step, "bytes_s": 1e9 * args.gb_s}
-    is_name = args.max_step_ms in ("none", "tenfold")
-    settings["max_step_ms"] = args.max_step_ms if is_name else float(args.max_step_ms)
+    settings |= {"max_step": args.max_step, "max_step_ms": args.max_step_ms, "bytes_s": 1e9 * args.gb_s}
     settings["writes_through"] = args.write_policy == "write_through"
     replay = SimulatedReplay(calls, args.seconds, costs, **settings)
     replay.run()

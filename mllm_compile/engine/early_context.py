@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from mllm_compile.config.sources import runtime_settings
 from mllm_compile.process.timeline import Timeline
 
 _MOST_WAIT_S = 30.0  # a driver that hangs holds no failed start for longer
-_CUDA = ("auto", "cuda")
+_CUDA = re.compile(r"auto|cuda(?::(\d{1,9}))?")  # another device is refused where it is looked for
 
 
 @contextmanager
@@ -46,8 +47,8 @@ def _own_gpu(source: EngineConfig | Path) -> int | None:
     settings = runtime_settings(source)
     if settings is None or settings.distributed_executor_backend != "mp" or settings.node_rank:
         return None
-    kind, _, index = settings.device.partition(":")
-    return int(index or 0) if kind in _CUDA and _has_cuda() else None
+    cuda = _CUDA.fullmatch(settings.device)
+    return int(cuda[1] or 0) if cuda and _has_cuda() else None
 
 
 def _has_cuda() -> bool:

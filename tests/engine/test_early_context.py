@@ -85,6 +85,7 @@ def test_rank_0_of_several_has_its_own(driver):
     "runtime",
     [
         {"device": "cpu"},
+        {"device": "cuda:4294967296"},  # 0 as an int of C
         {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
         {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 1, "pipeline_parallel_size": 2},
     ],
@@ -100,6 +101,13 @@ def test_a_runtime_s_folder_says_its_gpu(driver, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"config": told}))
     assert start(tmp_path) == ["device context"]
     assert driver.retained == [100]
+
+
+def test_a_runtime_s_folder_with_another_device_is_left_to_who_opens_it(driver, tmp_path):
+    told = resolved(H200, runtime={"device": "cuda:0"}).model_dump(mode="json")
+    told["runtime"]["device"] = "cuda:x"
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": told}))
+    assert start(tmp_path) == []
 
 
 def test_a_folder_that_is_no_runtime_is_left_to_who_opens_it(driver, tmp_path):
@@ -118,7 +126,7 @@ def test_torch_without_cuda_gets_no_context(driver, monkeypatch):
 )
 def test_what_fails_is_left_to_torch(driver, monkeypatch, faulty):
     play(monkeypatch, faulty)
-    start(config(device="cuda:1"))
+    assert start(config(device="cuda:1")) == ([] if faulty is None else ["device context"])  # so it ended in no error
     assert faulty is None or faulty.retained == []
 
 

@@ -81,9 +81,8 @@ class Loads:
         self._loads: dict[Ticket, _Load] = {}
         self._loading: dict[bytes, _Load] = {}  # by the keys of the pages that are on their way
         self._waits: dict[Request, _Load] = {}
-        self._tried: dict[
-            Request, list[tuple[int, int]]
-        ] = {}  # pages of the loads that requests have waited for, by tier
+        # Of the loads that requests have waited for: pages from the host, and from the tier below.
+        self._tried: dict[Request, list[tuple[int, int]]] = {}
         self._later: set[Request] = set()  # requests that are looked at again when a load has ended
         self._lookups = Lookups(shelves)
 
