@@ -6,10 +6,11 @@ Free of what a server imports. engine_link.py talks to it.
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
@@ -31,6 +32,16 @@ def command_line(options: ServeOptions) -> CommandLine:
         options.name_in_log,
     )
     return lambda descriptor: child_python.command(_MODULE, options.model, descriptor, options.how, options.log, *given)
+
+
+def allow_open_files() -> None:
+    """Lets this process, and those that it starts then, have as many open files as they may.
+
+    Each connection is one, and 1,024 is a usual bound.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class EngineProcess:
@@ -105,6 +116,7 @@ class EarlyEngine:
 @contextmanager
 def early_engine(options: ServeOptions) -> Iterator[EarlyEngine]:
     """Starts a server's engine, and ends it if no server takes it."""
+    allow_open_files()
     early = EarlyEngine(options)
     try:
         yield early

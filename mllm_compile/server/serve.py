@@ -8,7 +8,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -26,7 +25,7 @@ from mllm_compile.kv_events.installed import make_publisher
 from mllm_compile.server.app import App, make_app, make_engines_app
 from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.engine_process import CommandLine, EarlyEngine, command_line
+from mllm_compile.server.engine_process import CommandLine, EarlyEngine, allow_open_files, command_line
 from mllm_compile.server.front import Front
 from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.front import ModelsFront
@@ -110,7 +109,7 @@ def run_replicas(
 
 def _run(options: ServeOptions, serve: Callable[[socket.socket, Tracing | None], Coroutine[Any, Any, None]]) -> None:
     """Opens the port, and runs the event loop."""
-    _allow_connections()
+    allow_open_files()
     _check_tls(options)
     listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
     tracing = make_tracing(options.otlp_traces_endpoint)
@@ -122,13 +121,6 @@ def _run(options: ServeOptions, serve: Callable[[socket.socket, Tracing | None],
         if options.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(options.uds)
-
-
-def _allow_connections() -> None:
-    """Lets this process have as many open files as it may: each connection is one, and 1,024 is a usual bound."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(options: ServeOptions) -> socket.socket:

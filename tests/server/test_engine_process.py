@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +51,16 @@ def test_a_process_that_is_taken_is_the_takers(started):
     assert kept.num_bytes == 0
     process.kill()
     kept.close()
+
+
+def test_it_may_have_as_many_open_files_as_the_engines_that_follow(started):
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, most), most))
+    try:
+        with early_engine(OPTIONS):
+            assert resource.prlimit(started[0].pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 def test_starting_it_imports_nothing_of_a_server():
