@@ -239,7 +239,9 @@ def _is_up_to_date(source: str) -> bool:
 
 def _is_own(prefix: str) -> bool:
     """True of a folder that `_folder` names, of whatever versions."""
-    return os.path.dirname(prefix) == str(bytecode_cache(auto_cache_dir()[0]))
+    with contextlib.suppress(ConfigError):  # a user without a home
+        return os.path.dirname(prefix) == str(bytecode_cache(auto_cache_dir()[0]))
+    return False
 
 
 def _folder() -> str:

@@ -240,7 +240,8 @@ def test_each_installation_and_its_versions_have_a_place_of_their_own(tmp_path, 
     assert len({first, other, bytecode._folder()}) == 3
 
 
-def test_a_user_without_a_home_does_without(monkeypatch):
+@pytest.mark.parametrize("prefix", [None, "/a/place/of/their/own"])
+def test_a_user_without_a_home_does_without(monkeypatch, prefix):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -248,9 +249,9 @@ def test_a_user_without_a_home_does_without(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
-    before = sys.pycache_prefix
+    monkeypatch.setattr(sys, "pycache_prefix", prefix)
     with kept_bytecode():
-        assert sys.pycache_prefix == before
+        assert sys.pycache_prefix == prefix
     with pytest.raises(
         ConfigError, match=r"where the cache is \(Could not .*\): set cache\.dir, or MLLM_COMPILE_CACHE"
     ):
