@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mllm_compile.engine.requests import as_priority
@@ -90,7 +90,8 @@ class Front:
         self.forms = Bodies.of_sounds()
         self.memory = memory or Memory()
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
-        self.is_draining = False
+        self.is_draining = self._is_ended = False
+        self._num_going_on = 0
         self.on_ready: Callable[[EngineFacts], None] = lambda facts: None
         self._texts = Threads(_THREADS, "mllm-texts")
         self._long_texts = Threads(_LONG_THREADS, "mllm-long-texts")
@@ -180,7 +181,7 @@ class Front:
     @property
     def is_idle(self) -> bool:
         calls = (self.dispatcher, self.pooling, self.adapter_changes)
-        return all(one.is_idle for one in calls) and self.admission.waiting == 0
+        return all(one.is_idle for one in calls) and self.admission.waiting == self._num_going_on == 0
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """True if there is no reason to restart this server, and what it does."""
@@ -208,12 +209,29 @@ class Front:
         """Logs and counts a request that did not begin."""
         request_refused(error, self.metrics, path, client)
 
-    def check_open(self) -> None:
-        """
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """For as long as a request asks for one prompt behind another: a drain waits for the last one.
+
         Raises:
             ApiError: no further request is taken.
         """
-        if self.is_draining:
+        self.check_open()
+        self._num_going_on += 1
+        try:
+            yield
+        finally:
+            self._num_going_on -= 1
+
+    def check_open(self, goes_on: bool = False) -> None:
+        """
+        Args:
+            goes_on: the request is `going_on`.
+
+        Raises:
+            ApiError: no further request is taken.
+        """
+        if self._is_ended or (self.is_draining and not goes_on):
             raise not_ready("the server is shutting down", "shutting_down")
         if self.rollouts is not None:
             self.rollouts.check_weights()
@@ -287,20 +305,22 @@ class Front:
         share: Share,
         parent: Context | None = None,
         session: Session | None = None,
+        goes_on: bool = False,
     ) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
 
         Args:
             share: of the memory, which then holds what the answer needs.
+            goes_on: it is of one that is `going_on`, which a drain or a full queue does not stop.
 
         Raises:
             ApiError: it is refused.
         """
         arrived_s = time.monotonic()
-        self.check_open()
+        self.check_open(goes_on)
         self.check_ignored(request.ignored)
         count = request.num_prompts
-        self.admission.enter(count)
+        self.admission.enter(count, is_bounded=not goes_on)
         try:
             facts = await self.facts(request.fields.model)
             if facts.pooling is not None:
@@ -421,7 +441,7 @@ class Front:
 
     def end(self) -> None:
         """Ends the requests that still run."""
-        self.is_draining = True
+        self.is_draining = self._is_ended = True
         error = ApiError(503, "the server is shutting down", code="shutting_down")
         for calls in (self.dispatcher, self.pooling, self.adapter_changes):
             calls.fail_all(error)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mllm_compile.engine.speech.sequential import Part, Walk, parts_of
+from tests.fake_speech import LOG_MEL
 
 T = 100  # the first time
 
@@ -49,3 +50,8 @@ def test_a_window_is_told_the_end_of_the_text_so_far_unless_it_was_guessed() -> 
     assert walk.told(T) == []
     walk.take([T, 7], T, 80, 0.2)
     assert walk.told(T) == [T, 6, T, 7]
+
+
+def test_a_long_prompt_is_kept_as_far_as_it_is_told() -> None:
+    walk = Walk.of(np.ones(LOG_MEL.samples, np.float32), LOG_MEL, list(range(1, 10_001)), 4)
+    assert walk.earlier == [[9_997, 9_998, 9_999, 10_000]]

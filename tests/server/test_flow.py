@@ -325,6 +325,8 @@ def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
         admission.leave()
     admission.enter(1)
     assert (admission.waiting, admission.refused) == (3, 1)
+    admission.enter(1, is_bounded=False)
+    assert (admission.waiting, admission.refused) == (4, 1), "one that has begun goes on"
 
 
 @pytest.mark.parametrize(("running", "taken"), [(0, 10), (5, 5), (8, 2), (9, 2)])

@@ -18,8 +18,10 @@ from mllm_compile.server.flow.job import Job
 from mllm_compile.server.telemetry import tracing
 from mllm_compile.server.telemetry.tracing import Tracing, make_tracing
 from tests.adapters.fake_device import adapter_folder
+from tests.server.audio.test_form import TYPE, form_of
 from tests.server.harness import eventually, fake_server
 from tests.server.test_flow import Client, Engine
+from tests.sounds import tone, wav_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = [(b"host", b"x"), (b"traceparent", f"00-{TRACE}-{SPAN}-01".encode())]
@@ -152,6 +154,17 @@ def test_a_server_sends_its_spans_to_a_collector_with_the_adapter_that_answered(
         assert server.post("/v1/completions", body, headers=headers).status == 200
         assert server.end() == 0  # what is left is sent at the end
     assert all(part in b"".join(bodies) for part in (bytes.fromhex(TRACE), b"llm_request", b"sql-adapter"))
+
+
+def test_each_window_of_a_sound_that_follows_another_has_a_span(collector):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
+    url, bodies = collector
+    with fake_server({"otlp_traces_endpoint": url}, {"speech": True}) as server:
+        headers = {name.decode(): value.decode() for name, value in PARENT[1:]} | {"content-type": TYPE}
+        form = form_of(("file", wav_of(tone(2.5, 300.0))), ("language", "en"), ("sequential", "true"))
+        assert server.post("/v1/audio/transcriptions", form, headers=headers).status == 200
+        assert server.end() == 0
+    assert b"".join(bodies).count(bytes.fromhex(TRACE)) == 3
 
 
 def test_a_collector_that_is_not_there_holds_nothing_up():

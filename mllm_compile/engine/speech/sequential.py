@@ -56,7 +56,7 @@ class Walk:
         """
         is_short = samples.size <= log_mel.samples
         mel = log_mel.window(samples) if is_short else log_mel.whole(samples)
-        return cls(mel, most_earlier, [earlier] if most_earlier and earlier else [])
+        return cls(mel, most_earlier, [earlier[-most_earlier:]] if most_earlier and earlier else [])
 
     @property
     def is_at_end(self) -> bool:

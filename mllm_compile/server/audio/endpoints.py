@@ -78,7 +78,7 @@ async def _begun(
         try:
             async with asyncio.timeout(limit_s):
                 sound = await _read(front, task, fields, ignored, share)
-                windows, language = Windows(front, sound, share, client, name), fields.language
+                windows, language = Windows(front, sound, share, client, name, parent), fields.language
                 if sound.needs_language:
                     language = await windows.language()
                 if fields.sequential:

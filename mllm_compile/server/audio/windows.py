@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.engine.speech.answers import ids_of_prompt, params_of_language, params_of_text, transcript_of
 from mllm_compile.engine.speech.sequential import Walk, most_told
@@ -21,6 +21,9 @@ from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import Outlet
 from mllm_compile.server.front import Front
 
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
 PREFIX = "transcript-"
 
 
@@ -30,7 +33,7 @@ class Windows:
 
     Attributes:
         share: of the memory.
-        header_id: the client's name of the request in a header.
+        header_id: the client's name of the request in a header; parent: the span there.
     """
 
     front: Front
@@ -38,6 +41,7 @@ class Windows:
     share: Share
     client: str
     header_id: str | None
+    parent: Context | None
 
     async def language(self) -> str:
         """The language that the model finds in the first one.
@@ -50,7 +54,7 @@ class Windows:
         window = await self.front.sounds.run(self.sound.first_window)
         over: asyncio.Future[Written | ApiError] = asyncio.get_running_loop().create_future()
         given = window, [tokens.start], lambda facts: params_of_language(tokens), _telling(over)
-        _, written = await self._written(WindowRequest(self.sound, *given), over, None)
+        _, written = await self._written(WindowRequest(self.sound, *given), over)
         return names[written.ids[0]]
 
     async def transcript(self, language: str | None) -> tuple[str, Transcript]:
@@ -60,11 +64,15 @@ class Windows:
             ApiError: as `language`.
             RequestError: the prompt is refused.
         """
+        with self.front.going_on():
+            return await self._walked(language)
+
+    async def _walked(self, language: str | None) -> tuple[str, Transcript]:
         sound, fields, speech = self.sound, self.sound.fields, self.sound.speech
         tokens, frames = speech.tokens, speech.log_mel.frames
         facts = await self.front.facts(fields.model)
         most = most_told(facts.hello.max_model_len) if fields.condition_on_previous_text else 0
-        earlier = ids_of_prompt(speech.tokenizer, fields.prompt)
+        earlier = await self.front.sounds.run(ids_of_prompt, speech.tokenizer, fields.prompt)
         beginning = tokens.beginning(language, sound.task, True, earlier)
         if most:  # the prompt is the first of the text so far
             beginning = tokens.beginning(language, sound.task, True, [])
@@ -79,16 +87,22 @@ class Windows:
             over: asyncio.Future[Written | ApiError] = asyncio.get_running_loop().create_future()
             ids = walk.beginning(tokens, beginning)
             given = walk.window(frames).tobytes(), ids, params, _telling(over), fields.request_id
-            name, written = await self._written(WindowRequest(sound, *given), over, self.header_id)
+            name, written = await self._written(WindowRequest(sound, *given), over, goes_on=True)
             by = tokens, speech.tokenizer, frames, written.logprob, fields.temperature
             segments += walk.segments(written.ids, *by)
         return name, transcript_of(segments, language, sound.samples.size / speech.log_mel.rate, sound.task)
 
     async def _written(
-        self, request: WindowRequest, over: asyncio.Future[Written | ApiError], header_id: str | None
+        self, request: WindowRequest, over: asyncio.Future[Written | ApiError], goes_on: bool = False
     ) -> tuple[str, Written]:
-        """The id of a request, and its answer, which comes to `over`."""
-        job = await self.front.start(request, PREFIX, Outlet(_nowhere), self.client, header_id, self.share)
+        """The id of a request, and its answer, which comes to `over`.
+
+        Args:
+            goes_on: it is a window of the transcript, which has the client's names.
+        """
+        header_id, parent = (self.header_id, self.parent) if goes_on else (None, None)
+        given = self.client, header_id, self.share, parent
+        job = await self.front.start(request, PREFIX, Outlet(_nowhere), *given, goes_on=goes_on)
         try:
             found = await over
         finally:

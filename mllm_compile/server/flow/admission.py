@@ -73,14 +73,17 @@ class Admission:
         self.max_running = max_running
         self.most = self._asked or _TIMES_RUNNING * max_running
 
-    def enter(self, count: int) -> None:
+    def enter(self, count: int, is_bounded: bool = True) -> None:
         """Counts prompts that begin to wait, if only for the next step. A list that is longer than the bound is taken
         when nothing waits.
+
+        Args:
+            is_bounded: False of a request that has begun, for its next prompt.
 
         Raises:
             ApiError: too many wait.
         """
-        if self.waiting and self.waiting + count > self.most:
+        if is_bounded and self.waiting and self.waiting + count > self.most:
             most = self.most + max(0, self.max_running - self._num_running())
             if self.waiting + count > most:
                 self._refuse(count, most)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +232,24 @@ def test_a_client_that_leaves_ends_its_windows(server: Server, stuck: Path, lang
     finally:
         stuck.unlink()
     assert send(server, ("file", SHORT), ("language", "en")).json["text"]
+
+
+def test_a_shutdown_lets_windows_one_after_another_come_to_their_end(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with fake_server(settings={"speech": True}, environment={"MLLM_FAKE_STUCK": str(gate)}) as server:
+        with ThreadPoolExecutor() as threads:
+            asked = ("file", WAV), ("language", "en"), ("sequential", "true")
+            running = threads.submit(send, server, *asked)
+            eventually(lambda: server.get("/load").json["server_load"] > 0, "the first window runs")
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: server.get("/ready").json["state"] == "draining", "the server ends")
+            assert send(server, *asked).status == 503
+            gate.unlink()
+            answer = running.result()
+        assert answer.status == 200, answer.body
+        assert answer.json["text"] == "".join(text for _, text in walked_of(WAV)).strip()
+        assert server.process.wait() == 0
 
 
 def test_another_model_refuses_sounds_by_name() -> None:
