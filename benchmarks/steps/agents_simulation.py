@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet.step_costs import StepCosts
-from benchmarks.script import parser_of, positive
+from benchmarks.script import parser_of, positive, told_in_one_line
 from benchmarks.steps.agents_speed import LONGEST_PAUSE_S, Call, lru_share
 from benchmarks.tiers.causes import Causes
 from benchmarks.tiers.simulated import TieredEngine
@@ -145,4 +145,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told_in_one_line():
+        sys.exit(main())

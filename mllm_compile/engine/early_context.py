@@ -27,7 +27,8 @@ _CUDA = re.compile(r"auto|cuda(?::(\d{1,9}))?")  # another device is refused whe
 def early_context(source: EngineConfig | Path, timeline: Timeline) -> Iterator[None]:
     """Makes the context of the engine's own GPU meanwhile; on a CPU it does nothing.
 
-    Use it in the process that will own the device: a context takes half a gigabyte there, and does not outlive a fork.
+    Use it in the process that will own the device. A context takes half a gigabyte there, also behind a start that
+    fails, and does not outlive a fork.
     """
     index = _own_gpu(source)
     if index is None:

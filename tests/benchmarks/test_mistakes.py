@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 
 import pytest
 import torch
+
+from benchmarks.server.agent_trace import PRESETS, Generator
 
 ENDED_BY_A_WRONG_KEY = (
     "steps.deterministic_cost",
@@ -64,3 +67,11 @@ def test_an_engine_too_small_for_a_call_is_told_in_one_line(monkeypatch, capsys)
     with pytest.raises(SystemExit, match=r"error: a prompt of .* KV pages of 1 tokens, but only 31 exist") as ended:
         run("fleet.__main__", monkeypatch, *work.split())
     assert "\n" not in str(ended.value)
+
+
+def test_a_simulated_cache_too_small_for_a_call_is_told_in_one_line(tmp_path, monkeypatch):
+    trace = tmp_path / "calls.jsonl"
+    calls = Generator(PRESETS["agentx"], 1, 0.05, 0.05, 3.0).sessions(1)
+    trace.write_text("\n".join(map(json.dumps, calls)))
+    with pytest.raises(SystemExit, match=r"^error: the prompt has \d+ tokens, but max_model_len is 1000 "):
+        run("steps.agents_simulation", monkeypatch, str(trace), "--total-tokens", "1000")
