@@ -22,6 +22,7 @@ from mllm_compile.media.sound import read_wav
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.audio.requests import Speech
 from tests.fake_speech import END_S, LANGUAGE, LOG_MEL, said_of, said_of_window
+from tests.hang_guard import HANG_S
 from tests.server.audio.test_form import TYPE, form_of
 from tests.server.harness import Answer, Server, eventually, fake_server
 from tests.sounds import RATE, tone, wav_of
@@ -237,7 +238,8 @@ def test_a_client_that_leaves_ends_its_windows(server: Server, stuck: Path, lang
 def test_a_shutdown_lets_windows_one_after_another_come_to_their_end(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
-    with fake_server(settings={"speech": True}, environment={"MLLM_FAKE_STUCK": str(gate)}) as server:
+    options, held = {"shutdown_timeout_s": HANG_S}, {"MLLM_FAKE_STUCK": str(gate)}
+    with fake_server(options, {"speech": True}, held) as server:
         with ThreadPoolExecutor() as threads:
             asked = ("file", WAV), ("language", "en"), ("sequential", "true")
             running = threads.submit(send, server, *asked)
