@@ -311,7 +311,7 @@ class Front:
 
         Args:
             share: of the memory, which then holds what the answer needs.
-            goes_on: it is of one that is `going_on`, which a drain or a full queue does not stop.
+            goes_on: it is of one that is `going_on`, which a drain or a full queue does not stop. Its share is held.
 
         Raises:
             ApiError: it is refused.
@@ -339,7 +339,8 @@ class Front:
                 headers = ignored_headers(ignored)
                 priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
-                share.hold(plan.num_bytes)
+                if not goes_on:
+                    share.hold(plan.num_bytes)
                 job = self._job(name, request, plan, facts, outlet, client, headers, parent)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
