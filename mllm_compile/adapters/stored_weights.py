@@ -24,7 +24,7 @@ class StoredWeights:
     Args:
         specs: what fills the program's weights, of each rank.
         folder: of the files.
-        live: this rank's weights; None: they are never updated.
+        live: gives this rank's weights; None: they are never updated, or gone with their engine.
         staying: tells if there is memory behind them, which then stays meanwhile.
     """
 
@@ -33,7 +33,7 @@ class StoredWeights:
         specs: Sequence[Iterable[WeightSpec]],
         folder: Path,
         targets: Mapping[str, LoraTarget],
-        live: LiveWeights | None = None,
+        live: Callable[[], LiveWeights | None],
         staying: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
     ) -> None:
         self._specs = [{spec.name: spec for spec in of_rank} for of_rank in specs]
@@ -51,8 +51,9 @@ class StoredWeights:
         target = self._targets[weight]
         sides = (target.outputs, target.output_ranges), (target.inputs, target.input_ranges)
         (all_rows, of_rows), (columns, of_columns) = sides[::-1] if target.kind == "embedding" else sides
-        if self._live is not None and target.stored_in in self._live.written:
-            return None if of_rows or of_columns else self._updated(target, start, rows, columns)
+        live = self._live()
+        if live is not None and target.stored_in in live.written:
+            return None if of_rows or of_columns else self._updated(live, target, start, rows, columns)
         if not of_rows and not of_columns:
             return self._of_rank(0, target, start, rows, columns)
         whole = torch.empty(rows, columns)
@@ -85,9 +86,10 @@ class StoredWeights:
         load_weights([wanted], found, self._folder)
         return found[target.weight]
 
-    def _updated(self, target: LoraTarget, start: int, rows: int, columns: int) -> torch.Tensor | None:
+    def _updated(
+        self, live: LiveWeights, target: LoraTarget, start: int, rows: int, columns: int
+    ) -> torch.Tensor | None:
         """Likewise, of a weight in memory that is one rank's, in its type."""
-        assert self._live is not None, "its caller has looked"
         spec = self._specs[0][target.stored_in]
         if len(spec.shape) != 2 or spec.shape[1] != columns or any(part.kept or part.factor for part in spec.parts):
             return None
@@ -97,7 +99,7 @@ class StoredWeights:
                     f"{target.weight} was updated and is asleep, and an adapter's copy of it is compared with it. Load "
                     "the adapter again after wake_up."
                 )
-            return self._live.rows(spec.name, target.stored_start + start, rows).cpu()
+            return live.rows(spec.name, target.stored_start + start, rows).cpu()
 
 
 def _parts(spec: WeightSpec, start: int, rows: int) -> Iterator[WeightPart]:

@@ -103,7 +103,8 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
     config, pool, artifact = compiled.config, runner.model.lora.pool, compiled.artifact
     specs, arena = (artifact.weights, *artifact.further_weights), runner.model.arena
     staying = {} if arena is None else {"staying": arena.staying}
-    stored = StoredWeights(specs, compiled.weights_root, pool.targets, runner.model.live, **staying)
+    live = _never if runner.model.live is None else weakref.ref(runner.model.live)  # a closed engine has none
+    stored = StoredWeights(specs, compiled.weights_root, pool.targets, live, **staying)
     writer = PoolWriter(pool, runner.device, tell)
     base = BaseModel(
         source=config.model.source,
@@ -125,6 +126,10 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         new_bytes=writer.new_bytes,
     )
     return AdapterParts(base, writer)
+
+
+def _never() -> None:
+    """Weights that no update writes."""
 
 
 def _weight_of_kind(pool: LoraPool, kind: TargetKind) -> str:

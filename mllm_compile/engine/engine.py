@@ -446,6 +446,8 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
 
     def close(self) -> None:
         """Aborts all requests and gives all memory back. May be called again."""
+        if self._pooling is None:
+            self.weights.let_go()  # first: the core has their memory given back
         self._running_core.close()
         self._close.detach()
 

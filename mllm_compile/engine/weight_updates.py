@@ -15,9 +15,10 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from mllm_compile.engine import end_errors
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
-from mllm_compile.errors import UpdateConflictError, WeightUpdateError
+from mllm_compile.errors import MllmError, UpdateConflictError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Vocabulary
 from mllm_compile.runtime.updates.ranked import RankedUpdate, Send
@@ -84,7 +85,8 @@ class WeightUpdates:
         tell_ranks: Send | None,
         ask_ranks: Callable[[int], int] | None = None,
     ) -> None:
-        self._core, self._live, self._tell_ranks, self._ask_ranks = core, live, tell_ranks, ask_ranks
+        self._core, self._tell_ranks, self._ask_ranks = core, tell_ranks, ask_ranks
+        self._live: LiveWeights | MllmError = WeightUpdateError(live) if isinstance(live, str) else live
         self._lock = threading.RLock()
         self._swapping = threading.Lock()  # an update is swapped in whole, or abandoned before
         self._open: WeightUpdate | None = None
@@ -105,10 +107,9 @@ class WeightUpdates:
 
         Raises:
             WeightUpdateError: this engine's weights cannot be updated.
+            EngineDeadError: the engine is closed.
         """
-        if isinstance(self._live, str):
-            raise WeightUpdateError(self._live)
-        return next(iter(self._live.tensors.values())).device
+        return next(iter(self._held().tensors.values())).device
 
     @property
     def is_torn(self) -> bool:
@@ -131,9 +132,9 @@ class WeightUpdates:
         """
         Raises:
             WeightUpdateError: weights that are dropped could not be sent again.
+            EngineDeadError: the engine is closed.
         """
-        if isinstance(self._live, str):
-            raise WeightUpdateError(self._live)
+        self._held()
 
     def dropped(self) -> None:
         """Notes that they are gone, until an update is whole; while `at_rest`."""
@@ -153,10 +154,10 @@ class WeightUpdates:
             UpdateConflictError: one is open, or weights are asleep.
             WeightsTornError: it is partial, and weights are torn.
             WeightUpdateError: this engine's weights cannot be updated.
+            EngineDeadError: the engine is closed or dead.
         """
         with self.at_rest():
-            if isinstance(self._live, str):
-                raise WeightUpdateError(self._live)
+            live = self._held()
             self._check_awake()
             if partial and self._torn is not None:
                 raise self._core.gate.torn_error()
@@ -165,7 +166,7 @@ class WeightUpdates:
                     self._direct_since = time.monotonic()
                     self._core.move_gate(lambda gate: gate.begin_writing())
                     self._core.while_still(lambda requests: None)
-                self._open = self._begun(self._live, is_direct=direct, is_partial=partial, names=names)
+                self._open = self._begun(live, is_direct=direct, is_partial=partial, names=names)
             except BaseException:  # nobody would go on with it, and no step would run
                 if direct:
                     self._core.move_gate(lambda gate: gate.end_writing(self._torn))
@@ -327,9 +328,7 @@ class WeightUpdates:
             UpdateConflictError: they are asleep.
             EngineDeadError: the engine is closed or dead.
         """
-        live = self._live
-        if isinstance(live, str):
-            raise WeightUpdateError(live)
+        live = self._held()
 
         def of_live(requests: LiveRequests) -> dict[str, int]:
             self._check_awake()
@@ -337,7 +336,18 @@ class WeightUpdates:
 
         return self._core.while_still(of_live)
 
+    def let_go(self) -> None:
+        """Holds the weights no longer, as the engine is closed: who still has the engine does not have them. An update
+        that is open does until it ends."""
+        self._live = end_errors.closed()
+
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> LiveWeights:
+        live = self._live
+        if isinstance(live, MllmError):
+            raise live.with_traceback(None)
+        return live
 
     def _check_none_is_open(self) -> None:
         if self._open is not None:

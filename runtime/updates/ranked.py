@@ -53,10 +53,12 @@ class RankedUpdate(WeightUpdate):
         return super().check(name, shape, dtype)
 
     def take(self, name: str, tensor: torch.Tensor, byte_sum: int | None = None) -> None:
-        """Takes a tensor for all ranks; see WeightUpdate.take."""
+        """Takes a tensor for all ranks; see WeightUpdate.take. NaN and inf are refused here, not by `prepare`."""
         with torch.inference_mode():
             self._check_numbers(name, tensor)
         super().take(name, tensor, byte_sum)
+        if self._is_direct and self._others_read(name, tensor):
+            self._has_written = True  # they do, perhaps ahead of this rank's first tensor
         self._send(pack("take", [tensor], name=name))
 
     def take_delta(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,6 +95,11 @@ class RankedUpdate(WeightUpdate):
             with suppress(MllmError):  # ranks that are gone have nothing to let go of
                 self._send(pack("drop"))
         super().drop()
+
+    def _others_read(self, name: str, tensor: torch.Tensor) -> bool:
+        """True if a rank that follows has a part of the tensor."""
+        kind = tuple(tensor.shape), tensor.dtype
+        return any(places.find(name, *kind, self._names).uses for places in self._of_others)
 
     def _check_numbers(self, name: str, tensor: torch.Tensor) -> None:
         """Refuses NaN and inf in the whole tensor: other ranks have other parts of it."""

@@ -49,7 +49,8 @@ def scatters_of(
 ) -> list[Scatter]:
     """The values where they go in each weight.
 
-    Beside steps that run, each wait of the host for the device lasts as long as one. So there is a single one.
+    Beside steps that run, each wait of the host for the device lasts as long as one. So there is a single one, and two
+    more for a part that leaves some of the tensor out.
 
     Args:
         indices: [n] int32 or int64.

@@ -20,7 +20,7 @@ def test_what_was_updated_is_not_read_while_it_sleeps():
     values, awake = torch.arange(8.0).view(4, 2), [True]
     live: Any = SimpleNamespace(written={"w"}, rows=lambda name, start, rows: values.narrow(0, start, rows))
     spec, target = WeightSpec("w", (4, 2), torch.float32, ()), LoraTarget("w", 4, 2, "w", 0, 0, 4, stored_in="w")
-    stored = StoredWeights([[spec]], Path(), {"w": target}, live, lambda: nullcontext(awake[0]))
+    stored = StoredWeights([[spec]], Path(), {"w": target}, lambda: live, lambda: nullcontext(awake[0]))
     assert torch.equal(stored.read("w", 1, 2), values[1:3])
     awake[0] = False
     with pytest.raises(EnginePausedError, match="Load the adapter again after wake_up"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -200,6 +202,9 @@ def test_copies_of_weights_are_compared_with_what_an_update_made_of_them(adapter
         with pytest.raises(MllmError, match=f"its copy of {name} is not that of"):
             engine.load_adapter("older", copied[False])
         answers = [engine.generate(PROMPTS[0], GREEDY, adapter=name)[0].token_ids for name in ("new", "old", "new")]
+        gone = weakref.ref(engine.weights._held())
+    gc.collect()
+    assert gone() is None, "a closed engine that is still there holds no weights"
     tied.model.load_state_dict({name: old.roll(1, 0)}, strict=False)
     assert answers == [tied.expected(PROMPTS[0], "some", 12)] * 3
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from mllm_compile import AsyncEngine, Engine, SamplingParams
 from mllm_compile.engine.outputs import WeightVersion
 from mllm_compile.errors import (
     CheckpointError,
+    EngineDeadError,
     UpdateConflictError,
     WeightsTornError,
     WeightUpdateError,
@@ -447,3 +450,16 @@ def test_updates_and_pauses_are_awaited(live):
             assert answer.outputs[0].token_ids == expected_tokens(PROMPT, 8, with_key(7))
 
     asyncio.run(run())
+
+
+def test_a_closed_engine_that_is_still_there_holds_no_weights():
+    live = live_weights()
+    gone = weakref.ref(live)
+    with fake_engine(FakeStepRunner(), live=live) as engine:
+        del live
+        engine.update_weights(tensors_of(7).items())
+    gc.collect()
+    assert gone() is None
+    for late in (engine.weights.start, engine.weights.sums, lambda: engine.weights.device):
+        with pytest.raises(EngineDeadError, match="the engine is closed"):
+            late()

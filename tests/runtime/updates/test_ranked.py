@@ -86,6 +86,17 @@ def test_each_rank_gets_its_part(is_direct):
     assert holds(lives, TENSORS)
 
 
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_direct_update_is_torn_as_soon_as_any_rank_has_written(name):
+    lives = ranks()
+    update = update_of(lives, is_direct=True, is_partial=True)
+    assert not update.is_torn
+    update.take(name, TENSORS[name])
+    assert any(tensor.any() for live in lives for tensor in live.tensors.values())
+    update.drop()
+    assert update.is_torn
+
+
 def test_rank_0_refuses_what_another_one_would():
     lives = ranks()
     update = update_of(lives)
