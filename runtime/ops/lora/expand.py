@@ -28,12 +28,14 @@ from mllm_compile.runtime.ops.lora.shapes import (
     block_of_columns,
     padded_rank,
     ranks_of_slots,
+    stages_of,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
 from mllm_compile.runtime.ops.lora.stretches import load_b, stretch_kernel
+from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 
 _GATED_COLUMNS = 64  # of a block, of gate and of up each
-_STAGES = 3  # of tokens of a stretch
+_LEAST_SHARED_BYTES = 99 << 10  # of the GPUs that there are kernels for
 
 
 @triton.jit
@@ -357,7 +359,11 @@ def lora_expand(
             del shared[name]
         further = SHORT_TOKENS // WRITTEN_TOKENS - SHORT_TOKENS // STRETCH_TOKENS  # of a short step
         grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS) + further
-        shared |= {"ALL_RANKS": ranks_of_slots(b.shape[0], b.shape[2]), "STAGES": _STAGES}
+        shared_bytes = most_shared_bytes() if torch.cuda.is_available() else _LEAST_SHARED_BYTES
+        shared |= {
+            "ALL_RANKS": ranks_of_slots(b.shape[0], b.shape[2], b.element_size()),
+            "STAGES": stages_of(b.shape[2], block_n, b.element_size(), shared_bytes),
+        }
         wrap_triton(stretch_kernel)[grid](
             y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, SHORT_TOKENS=SHORT_TOKENS, **shared
         )

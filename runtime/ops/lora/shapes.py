@@ -16,6 +16,7 @@ LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on a block of many that read
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of some hundred
 _MOST_RANKS = 256  # of all slots, whose B is one matrix
+_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch; of shared memory besides
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -50,13 +51,26 @@ def chained_columns(outputs: int) -> int:
     return columns if columns >= _FEWEST and outputs // columns <= _MOST_CHAINED_SPLITS else 0
 
 
-def ranks_of_slots(slots: int, rank: int) -> int:
+def ranks_of_slots(slots: int, rank: int, itemsize: int) -> int:
     """Ranks of all slots where a product takes them at once, padded; 0: they are too many, or share a tensor core's.
 
-    A token's numbers are then those of its own slot's product: whole products of zeros are added to it.
+    A token's numbers are then those of its own slot's product: whole products of zeros are added to it. In float32 they
+    would be 184 KiB of shared memory, more than an A100 has.
     """
     ranks = slots * rank
-    return 0 if ranks > _MOST_RANKS or rank % _FEWEST else 1 << (ranks - 1).bit_length()
+    return 0 if ranks > _MOST_RANKS or rank % _FEWEST or itemsize > 2 else 1 << (ranks - 1).bit_length()
+
+
+def stages_of(rank: int, columns: int, itemsize: int, shared_bytes: int) -> int:
+    """Blocks of a stretch's tokens that are under way at once, of so many outputs each.
+
+    With more ranks than a product takes at once each has the further rows of B with it, which shared memory must hold.
+    """
+    if rank <= padded_rank(rank):
+        return _STAGES
+    ranks = -(-rank // padded_rank(rank)) * padded_rank(rank)
+    bytes_ahead = ranks * (columns + WRITTEN_TOKENS) * itemsize
+    return max(1, min(_STAGES, 1 + (shared_bytes - _FURTHER_BYTES) // bytes_ahead))
 
 
 def padded_rank(rank: int) -> int:

@@ -44,6 +44,7 @@ def add_product(
     b_ptr: tl.tensor,
     slot: tl.tensor,
     b_rows: tl.tensor,
+    is_there: tl.tensor,
     B_ROWS: tl.constexpr,
     RANK: tl.constexpr,
     A_ROWS: tl.constexpr,
@@ -60,7 +61,7 @@ def add_product(
         shrunk = tl.load(shrunk_ptr + (tokens[:, None] * A_ROWS + ranks[None, :]), mask=mask, other=0.0)
         shrunk = tl.where(has_slot[:, None], shrunk, 0.0)
         if r > 0:
-            b = load_b(b_ptr, slot, b_rows, r, True, B_ROWS, RANK, BLOCK_R)
+            b = load_b(b_ptr, slot, b_rows, r, is_there, B_ROWS, RANK, BLOCK_R)
         added = tl.dot(shrunk.to(b.dtype), b, added, input_precision="ieee" if EXACT else "tf32")
     return added
 
@@ -134,7 +135,7 @@ def stretch_kernel(
             own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
             added = add_product(
                 tl.zeros((BLOCK_T, BLOCK_N), tl.float32), of_part + block * A_ROWS, tokens, is_token, own == slot,
-                b, b_ptr, slot, b_rows, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
+                b, b_ptr, slot, b_rows, most >= 0, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
             )  # fmt: skip
             out = y.to(tl.float32) + added
             tl.store(out_ptr + block * N + places, out.to(y.dtype), mask=is_token[:, None])
@@ -166,7 +167,7 @@ def stretch_kernel(
                 b = load_b(b_ptr, slot, b_rows, 0, True, B_ROWS, RANK, BLOCK_R)
                 added = add_product(
                     added, of_part + block * A_ROWS, tokens, is_token, own == slot,
-                    b, b_ptr, slot, b_rows, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
+                    b, b_ptr, slot, b_rows, True, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
                 )  # fmt: skip
                 slot = tl.min(tl.where(own > slot, own, NO_SLOT))
             out = y.to(tl.float32) + added

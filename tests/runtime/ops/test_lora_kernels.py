@@ -86,6 +86,20 @@ def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
 
 
 @interpreted
+def test_outputs_ahead_of_all_parts_read_nothing_ahead_of_b(kernels, is_few):
+    shrink, expand, _ = kernels
+    rank = 70  # more than a product takes at once
+    y, x, a, given = operands(35, [HALF], [HALF], rank, torch.float32)
+    ahead = HALF * rank
+    whole = torch.full((ahead + given.numel(),), torch.nan)
+    b = whole[ahead:].view_as(given).copy_(given)
+    slots = torch.arange(35, dtype=torch.int32) % (SLOTS + 1) - 1
+    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
+    out = expand.lora_expand(y, shrunk, b, slots, [HALF], [HALF], is_few, True)
+    assert torch.equal(out[:, :HALF], y[:, :HALF])
+
+
+@interpreted
 def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
     shrink, expand, _ = kernels
     starts, rows, tokens = [0, HALF], [HALF, HALF], 71

@@ -1,0 +1,31 @@
+"""The blocks of adapters' kernels: what shared memory holds of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mllm_compile.runtime.ops.lora.shapes import WRITTEN_TOKENS, ranks_of_slots, stages_of
+
+SHARED_BYTES = {"A100": 163 << 10, "L40S": 99 << 10, "H200": 227 << 10}
+COLUMNS = 128
+
+
+@pytest.mark.parametrize("gpu", SHARED_BYTES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_further_ranks_of_b_that_are_under_way_fit_the_shared_memory(gpu, itemsize):
+    for rank in (72, 128, 250, 512):
+        stages = stages_of(rank, COLUMNS, itemsize, SHARED_BYTES[gpu])
+        under_way = (stages - 1) * rank * (COLUMNS + WRITTEN_TOKENS) * itemsize
+        assert 1 <= stages <= 3
+        assert under_way < SHARED_BYTES[gpu]
+
+
+def test_stages_are_three_where_shared_memory_has_them():
+    found = [stages_of(rank, COLUMNS, 2, SHARED_BYTES["H200"]) for rank in (8, 64, 128, 256, 512)]
+    assert found == [3, 3, 3, 3, 2]
+    assert stages_of(512, COLUMNS, 4, SHARED_BYTES["L40S"]) == 1
+
+
+def test_slots_are_multiplied_at_once_in_sixteen_bits_alone():
+    assert [ranks_of_slots(slots, 16, 2) for slots in (1, 5, 16, 17)] == [16, 128, 256, 0]
+    assert ranks_of_slots(4, 20, 2) == ranks_of_slots(16, 16, 4) == 0
