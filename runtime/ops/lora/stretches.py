@@ -2,7 +2,8 @@
 
 It is bound by reading and writing outputs. So a block takes a stretch of tokens, whose next ones are on their way while
 some are computed. Of prompts neighbours mostly have one adapter, whose B is read once then. Else a block reads B of all
-slots that its tokens have, as one matrix, which it multiplies with zeros of other slots; of too many it goes through.
+slots that its tokens have, as one matrix, which it multiplies with zeros of other slots. Of too many, and in float32,
+it goes through them.
 
 Shape legend: T tokens, N outputs of a linear, P of its parts with adapters, r their rank, L slots.
 """
