@@ -177,7 +177,7 @@ def test_a_process_that_is_started_keeps_the_projects_own_by_its_hash_and_takes_
         run(package, tmp_path / "cache", STARTED, PYTHONDONTWRITEBYTECODE="1")
         (prefix,) = (tmp_path / "cache" / "bytecode").iterdir()
         assert {"params", "bytecode", "errors"} <= {path.name.partition(".")[0] for path in prefix.rglob("*.pyc")}
-        ours = str(prefix) + str(Path(__file__).parents[2])
+        ours = str(prefix) + str(Path(bytecode.__file__).parents[1]) + os.sep
         flags = {str(path): path.read_bytes()[4] for path in prefix.rglob("*.pyc")}
         assert {flag for path, flag in flags.items() if path.startswith(ours)} == {3}
         assert flags[str(next(prefix.rglob("part.*.pyc")))] == 0, "others' are as Python has them"
