@@ -125,25 +125,28 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   for (int i = 0; i < ahead && asks; i++) ask_weight(i, i / STEPS, i % STEPS);
   wait_for_prerequisites();
   for (int i = 0; i < ahead && asks; i++) ask_x(i, i % STEPS);
+  auto ask_stage = [&](int i, int turn, int step) {
+    wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
+    ask_weight(i, turn, step), ask_x(i, step);
+  };
 #if RANK
   const StepSlots slots(adapters.slots, num_tokens);
-  const int of_tile = STEPS + num_pages(slots);
-#else
-  constexpr int of_tile = STEPS;
-#endif
-  for (int i = ahead; i < turns * of_tile; i++) {
-    const int turn = i / of_tile, step = i % of_tile;
-    if (asks) wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);  // others might see a phase that is over
-#if RANK
-    if (step >= STEPS) {
+  const int pages = num_pages(slots);
+  for (int turn = 0, i = 0; turn < turns; turn++) {
+    // The lane has these to itself: while others went through them too, it asked late.
+    if (asks)
+      for (int step = turn ? 0 : ahead; step < STEPS; step++) ask_stage(i + step, turn, step);
+    i += STEPS;
+    for (int page = 0; page < pages; page++, i++) {
+      if (asks) wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);  // others might see a phase that is over
       __syncwarp();
-      ask_page(adapters, slots, first_tile + turn * CLUSTERS, step - STEPS, ring + i % STAGES * STAGE_BYTES,
+      ask_page(adapters, slots, first_tile + turn * CLUSTERS, page, ring + i % STAGES * STAGE_BYTES,
                full + 8 * (i % STAGES));
     }
-    if (step >= STEPS || !asks) continue;
-#endif
-    ask_weight(i, turn, step), ask_x(i, step);
   }
+#else
+  for (int i = ahead; i < turns * STEPS; i++) ask_stage(i, i / STEPS, i % STEPS);
+#endif
 }
 
 __device__ __forceinline__ int before(int slot) { return slot ? slot - 1 : STAGES - 1; }
