@@ -248,7 +248,8 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
         int(right),
     )
     values: dict[str, Any] = {name: _value_name(value) for name, value in of_distances(node).items()}
-    return replace(step, **values)
+    (cap,) = operands[14:] or (0.0,)
+    return replace(step, soft_cap=float(cap), **values)
 
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {

@@ -54,12 +54,13 @@ class _Layer:
     def __init__(self, step: PackedAttentionStep, operands: Mapping[str, PieceInput]) -> None:
         self.name, self._step, self._operands = step.layer, step, operands
 
-    def kind(self) -> tuple[tuple[tuple[str, PieceInput], ...], float, int, int]:
-        return tuple(self._operands.items()), self._step.sm_scale, self._step.window_left, self._step.window_right
+    def kind(self) -> tuple[tuple[tuple[str, PieceInput], ...], float, int, int, float]:
+        step = self._step
+        return tuple(self._operands.items()), step.sm_scale, step.window_left, step.window_right, step.soft_cap
 
 
 def _piece(
-    operands: tuple[tuple[str, PieceInput], ...], sm_scale: float, left: int, right: int, *, name: str
+    operands: tuple[tuple[str, PieceInput], ...], sm_scale: float, left: int, right: int, cap: float, *, name: str
 ) -> WrittenPiece:
     given = dict(operands)
     q, k, v = (given.pop(one) for one in "qkv")
@@ -71,6 +72,6 @@ def _piece(
         {"q": q, "k": k, "v": v, "starts": of_rows, "ends": of_rows, **given, "out": out},
         name=name,
         legend="T tokens",
-        options=lacking | {"sm_scale": sm_scale, "window_left": left, "window_right": right},
+        options=lacking | {"sm_scale": sm_scale, "window_left": left, "window_right": right, "soft_cap": cap},
         gives_tensor=False,
     )

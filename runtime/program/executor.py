@@ -263,7 +263,10 @@ class ProgramExecutor:
         attend: Callable[..., None] = segment_attention_by_kernel
         if not step.by_kernel:
             attend = partial(
-                segment_attention_with_output, window_left=step.window_left, window_right=step.window_right
+                segment_attention_with_output,
+                window_left=step.window_left,
+                window_right=step.window_right,
+                soft_cap=step.soft_cap,
             )
         shape, scale, of_texts = step.out_shape, step.sm_scale, step.of_texts
         by_rows = None if of_texts is None else ByRows(pieces[of_texts.piece], of_texts.strides)

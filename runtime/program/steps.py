@@ -134,9 +134,9 @@ class PackedAttentionStep:
     Attributes:
         layer: its name, for people.
         segments: the input that bounds them (linked_steps.Segments).
-        by_kernel: a kernel of the program attends (passes/attend_segments.py). It has neither windows nor values of
-            distances. Those are `bias` [H, 2R + 1], or `distance_keys` and `distance_queries` [W, H, D] with
-            `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
+        by_kernel: a kernel of the program attends (passes/attend_segments.py). It has neither windows nor a soft cap
+            nor values of distances. Those are `bias` [H, 2R + 1], or `distance_keys` and `distance_queries` [W, H, D]
+            with `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
         of_texts: a piece that has them, where the program has one.
     """
 
@@ -155,6 +155,7 @@ class PackedAttentionStep:
     distance_keys: str | None = None
     distance_queries: str | None = None
     distance_columns: str | None = None
+    soft_cap: float = 0.0
     of_texts: TextPiece | None = None
 
     @property

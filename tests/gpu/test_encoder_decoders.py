@@ -1,8 +1,8 @@
 """Encoder-decoders on a GPU in bfloat16, in each mode of graphs: as near to Transformers in float32 as it is in
 bfloat16.
 
-A model is compiled once, for all modes. Two layers have every kind of piece; of sounds one layer is enough, as BART's
-decoder is Whisper's.
+A model is compiled once, for all modes: without cascades, which not all have. Two layers have every kind of piece; of
+sounds one layer is enough, as BART's decoder is Whisper's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ OF_BART = {"d_model": WIDTH, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
 SIZES: dict[str, dict[str, Any]] = {
     "bart": OF_BART,
     "t5": {"d_model": WIDTH, "d_kv": 64, "d_ff": 512},
+    "t5gemma": {"hidden_size": WIDTH, "head_dim": 64, "intermediate_size": 512, "query_pre_attn_scalar": 256},
     "bart, wide heads": OF_BART | {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
 }
 DEVICE = "cuda:0"
 LENGTHS = (7, 150, 1, 40, 65, 20)
-LONGEST = {"bart": 160, "t5": 192}  # tokens of a request, and of a source of text
+LONGEST = {"bart": 160, "t5": 192, "t5gemma": 160}  # tokens of a request, and of a source of text
 MODES = ("full_and_piecewise", "piecewise", "none")
 SCORED = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 MARGIN = 1.5  # of the error of Transformers in bfloat16
@@ -45,7 +46,7 @@ def config_of(folder: Path, cache: Path, mode: str, longest: int) -> dict[str, A
     graphs |= {"decode_requests": [1, 8]} if mode == "full_and_piecewise" else {}
     return {
         "model": {"path": str(folder), "dtype": "bfloat16"},
-        "runtime": runtime | {"max_model_len": longest},
+        "runtime": runtime | {"max_model_len": longest, "cascade_attention": False},
         "cudagraph": {"mode": "none"} if mode == "none" else graphs,
         "cache": {"dir": str(cache)},
     }

@@ -53,7 +53,7 @@ _OF_GEMMA: dict[str, Any] = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 16,
-    "attn_logit_softcapping": None,
+    "attn_logit_softcapping": 2.0,  # released ones say 50, which small scores do not reach
 }
 _PARTS = ("speech_encoder", "t2u_encoder", "t2u_decoder")  # that a translator of texts has not
 _OF_SEAMLESS: dict[str, Any] = {
@@ -94,7 +94,8 @@ def save_encoder_decoder(name: str, folder: Path, **changes: Any) -> Any:
     model_class = getattr(transformers, class_name)
     if name == "t5gemma":
         ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
-        config = model_class.config_class(encoder=dict(told), decoder=dict(told), vocab_size=VOCAB, **ids)
+        parts = dict.fromkeys(("encoder", "decoder"), told | changes)
+        config = model_class.config_class(**parts, vocab_size=VOCAB, **ids)
     else:
         config = model_class.config_class(**(told | changes))
     torch.manual_seed(0)

@@ -54,11 +54,11 @@ def attend_within_texts(graph: fx.Graph) -> None:
     attention = [node for node in graph.nodes if is_op(node, "attention") and KNOWS_ITS_MASK in node.meta]
     for node in attention:
         q, k, v, _, scale, cap, left, refusals, slopes = node.args
-        if slopes or cap:
+        if slopes:
             continue
         right = 0 if node.meta[KNOWS_ITS_MASK] else -1
         node.target = torch.ops.mllm.segment_attention.default
-        node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, None)
+        node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, *(None,) * 4, cap)
 
 
 def _stays(node: fx.Node) -> bool:

@@ -58,9 +58,11 @@ def _text_attention_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (query head, tile of rows). LEFT and RIGHT below 0: no window; FAR 0: no bias. of_queries and of_keys
+    """Program (query head, tile of rows). LEFT and RIGHT below 0: no window; FAR 0: no bias; SOFT_CAP 0: none,
+    else of base 2. of_queries and of_keys
     [T, H, COLUMNS] are scores of each row with a distance's column, read if OF_QUERIES and OF_KEYS say so."""
     if EARLY:
         wait_for_prerequisites()
@@ -93,6 +95,8 @@ def _text_attention_kernel(
         k = tl.load(k_ptr + of_keys * K_ROW + kv_head * K_HEAD + dims[None, :], mask=is_read, other=0.0)
         v = tl.load(v_ptr + of_keys * V_ROW + kv_head * V_HEAD + dims[None, :], mask=is_read, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE  # of base 2
+        if SOFT_CAP > 0:  # tanh(x) = 2 / (1 + exp(-2x)) - 1
+            logits = SOFT_CAP * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 / SOFT_CAP * logits)) - 1.0)
         if FAR > 0:
             far = tl.minimum(tl.maximum(keys[None, :] - rows[:, None], -FAR), FAR) + FAR
             bias = tl.load(bias_ptr + head * (2 * FAR + 1) + far).to(tl.float32)
@@ -136,6 +140,7 @@ def text_attention(
     sm_scale: float,
     window_left: int,
     window_right: int,
+    soft_cap: float,
 ) -> None:
     """Attends within texts: row i to rows i - window_left to i + window_right of its own.
 
@@ -149,6 +154,7 @@ def text_attention(
         out: [T, H, D], contiguous, written.
         sm_scale: factor on q·k.
         window_left, window_right: -1: no bound. A window_right of 0 is causal.
+        soft_cap: c of c · tanh(score / c), ahead of what is added to scores; 0: none.
     """
     num_tokens, num_heads, head_dim = q.shape
     is_wide = head_dim > 128
@@ -189,6 +195,7 @@ def text_attention(
         KEYS=32 if is_wide else _KEYS,
         STAGES=2,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # which products in 16 bits do not read
+        SOFT_CAP=soft_cap * _LOG2_E,
         EARLY=starts_early(),
         num_warps=8 if is_wide else 4,
         num_stages=2,

@@ -29,6 +29,18 @@ def test_each_row_sees_its_own_segment_in_both_directions() -> None:
     assert torch.equal(segment_attention(q, k, v, bounds, 0.3), out)
 
 
+def test_scores_are_capped_ahead_of_a_bias_and_within_windows() -> None:
+    torch.manual_seed(0)
+    q, k, v = (3 * torch.randn(18, heads, 8) for heads in (4, 2, 2))
+    bias, cap = torch.randn(4, 2 * 20 + 1), 1.5
+    out = segment_attention(q, k, v, torch.tensor(BOUNDS), 0.3, "", 4, 1, bias, None, None, None, cap)
+    for (start, end), head in itertools.product(itertools.pairwise(BOUNDS), range(4)):
+        far = torch.arange(end - start) - torch.arange(end - start)[:, None]
+        scores = cap * torch.tanh(q[start:end, head] @ k[start:end, head // 2].T * 0.3 / cap) + bias[head, far + 20]
+        scores = scores.masked_fill((far < -4) | (far > 1), float("-inf"))
+        assert torch.allclose(out[start:end, head], scores.softmax(-1) @ v[start:end, head // 2], atol=1e-5)
+
+
 def test_segments_of_equal_lengths_are_attended_over_together_as_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     bounds = torch.tensor([0, 3, 6, 6, 10, 14, 18], dtype=torch.int32)

@@ -44,18 +44,19 @@ def texts(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "left", "right", "far"),
+    ("heads", "kv_heads", "head_dim", "left", "right", "far", "cap"),
     [
-        (2, 2, 64, -1, -1, 0),
-        (4, 2, 32, -1, 0, 0),
-        (2, 1, 48, 7, 7, 0),
-        (2, 2, 16, 5, 0, 0),
-        (2, 2, 32, -1, -1, 20),
-        (2, 2, 80, 70, 3, 20),
+        (2, 2, 64, -1, -1, 0, 0.0),
+        (4, 2, 32, -1, 0, 0, 0.0),
+        (2, 1, 48, 7, 7, 0, 0.0),
+        (2, 2, 16, 5, 0, 0, 0.0),
+        (2, 2, 32, -1, -1, 20, 0.0),
+        (2, 1, 32, -1, -1, 0, 0.7),
+        (2, 2, 80, 70, 3, 20, 0.7),
     ],
-    ids=["full", "causal and shared keys", "window", "causal window", "bias", "all"],
+    ids=["full", "causal and shared keys", "window", "causal window", "bias", "capped", "all"],
 )
-def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, left, right, far) -> None:
+def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, left, right, far, cap) -> None:
     torch.manual_seed(0)
     bounds = np.array([0, *itertools.accumulate(LENGTHS)])
     count = int(bounds[-1])
@@ -68,10 +69,11 @@ def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, l
         for edge, of_padding in ((bounds[:-1], padding), (bounds[1:], padding + 1))
     )
     out = torch.full((count + PADDING, heads, head_dim), float("nan"))
-    texts.text_attention(q, k, v, starts, ends, bias, None, None, None, out, 0.2, left, right)
+    texts.text_attention(q, k, v, starts, ends, bias, None, None, None, out, 0.2, left, right, cap)
     expected = torch.empty(count, heads, head_dim)
     own = torch.from_numpy(bounds).int()
-    segment_attention_with_output(q[:count], k[:count], v[:count], own, expected, 0.2, "", 0, left, right, bias)
+    seen: dict = {"window_left": left, "window_right": right, "bias": bias, "soft_cap": cap}
+    segment_attention_with_output(q[:count], k[:count], v[:count], own, expected, 0.2, "", **seen)
     assert (out[:count] - expected).abs().max() < 1e-5
     assert (out[count:] - v[count:].repeat_interleave(heads // kv_heads, 1)).abs().max() < 1e-5
 
@@ -86,7 +88,7 @@ def test_scores_with_columns_of_distances_are_the_references(texts, has_keys, ha
     columns = torch.randint(12, (2 * 30 + 1,))
     starts, ends = (torch.from_numpy(np.repeat(edge, LENGTHS)) for edge in (bounds[:-1], bounds[1:]))
     out, expected = torch.full_like(q, float("nan")), torch.empty_like(q)
-    texts.text_attention(q, k, v, starts, ends, None, keys, queries, columns, out, 0.2, -1, -1)
+    texts.text_attention(q, k, v, starts, ends, None, keys, queries, columns, out, 0.2, -1, -1, 0.0)
     own = torch.from_numpy(bounds).int()
     segment_attention_with_output(q, k, v, own, expected, 0.2, "", 0, -1, -1, None, keys, queries, columns)
     assert (out - expected).abs().max() < 1e-5

@@ -36,8 +36,8 @@ def attention_piece(step: PackedAttentionStep) -> Any:
         q, k, v, starts, _, *bias, out = given
         edges = (starts.diff() != 0).nonzero().flatten() + 1
         bounds = torch.cat([torch.tensor([0]), edges, torch.tensor([len(q)])]).int()
-        windows = step.window_left, step.window_right
-        segment_attention_with_output(q, k, v, bounds, out, step.sm_scale, "", 0, *windows, *bias)
+        windows, cap = (step.window_left, step.window_right), step.soft_cap
+        segment_attention_with_output(q, k, v, bounds, out, step.sm_scale, "", 0, *windows, *bias, soft_cap=cap)
         return ()
 
     return attend
