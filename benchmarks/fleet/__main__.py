@@ -2,8 +2,9 @@
 
 Run: python -m benchmarks.fleet --engines 64 --sessions 10000 --at-once 1024
 
-Router, schedulers and prefix caches are real. Steps take what docs/lab/results has of Qwen3-8B's shape. Sessions come
-from benchmarks.server.agent_trace. A token here stands for --fold tokens, and a step
+The router is real. Work takes what docs/lab/results has of Qwen3-8B's shape; it flows by the scheduler's rules
+(flow_engine.py), or with --stepped the real scheduler and prefix cache take their steps, which is a hundred times the
+work. Sessions come from benchmarks.server.agent_trace. A token here stands for --fold tokens, and with --stepped a step
 of decodes for as many steps. With --parts several runs share the sessions, each in a process and with a seed of its
 own, from empty caches on. What is known so far goes to stderr.
 """
@@ -17,10 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from benchmarks.fleet.engine import SimulatedEngine
+from benchmarks.fleet.engine import Engine
+from benchmarks.fleet.flow_engine import FlowEngine
 from benchmarks.fleet.rules import RULES, rule_of
 from benchmarks.fleet.simulation import Figures, Simulation
 from benchmarks.fleet.step_costs import StepCosts
+from benchmarks.fleet.stepped_engine import SteppedEngine
 from benchmarks.script import names_of, parser_of, positive, told_in_one_line
 from benchmarks.server.agent_trace import PRESETS, Generator
 from mllm_compile.server.replicas.routing import TOKEN_BYTES
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=positive, default=1)
     parser.add_argument("--kv-tokens", type=positive, default=KV_TOKENS, help="of each engine")
     parser.add_argument("--fold", type=int, choices=(1, 2, 4, 8, 16, 32, 64), default=32)
+    parser.add_argument("--stepped", action="store_true", help="with the real scheduler and prefix cache")
     parser.add_argument("--rules", type=names_of(RULES), default=list(RULES), help="with commas between")
     parser.add_argument("--parts", type=positive, default=1, help="runs that share the sessions (default: 1)")
     args = parser.parse_args()
@@ -59,7 +63,12 @@ def simulated(name: str, args: Namespace, part: int, sessions: int) -> tuple[Fig
     fold, preset, began = args.fold, PRESETS[args.preset], time.process_time()
     longest = 2 * preset["limit"]
     costs = StepCosts.measured()
-    engines = [SimulatedEngine(costs, args.kv_tokens, longest, fold) for _ in range(args.engines)]
+
+    def engine() -> Engine:
+        if args.stepped:
+            return SteppedEngine(costs, args.kv_tokens, longest, fold)
+        return FlowEngine(costs, args.kv_tokens, fold)
+
     generator = Generator(preset, args.seed + part, 1 / fold, 1.0, 3600.0)
     rule = rule_of(name, args.engines, args.kv_tokens, BLOCK // TOKEN_BYTES // fold)
 
@@ -67,7 +76,7 @@ def simulated(name: str, args: Namespace, part: int, sessions: int) -> tuple[Fig
         told = f"{name}, part {part}, {num_over} of {sessions} sessions: {row_of(figures, fold)}"
         print(told, file=sys.stderr, flush=True)
 
-    figures = Simulation(engines, rule, generator, sessions, args.at_once, tell).run()
+    figures = Simulation([engine() for _ in range(args.engines)], rule, generator, sessions, args.at_once, tell).run()
     return figures, time.process_time() - began
 
 

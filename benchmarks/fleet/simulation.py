@@ -6,19 +6,18 @@ A call begins when those that it waits for are over and its pause has passed. A 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from benchmarks.fleet.engine import SimulatedEngine
+from benchmarks.fleet.conversation import EMPTY, Conversation, gone_on
+from benchmarks.fleet.engine import Engine
 from benchmarks.fleet.rules import Rule
 from benchmarks.server.agent_trace import Call, Generator
 
 _TOLD = 20
-_ID_BITS = 24  # of a token's id those of its place in its message
 
 
 @dataclass
@@ -55,14 +54,6 @@ class Figures:
         return both
 
 
-@dataclass
-class _Conversation:
-    """The ids of a session's messages so far, and where each ends."""
-
-    ids: np.ndarray
-    ends: list[int]
-
-
 class Simulation:
     """A run.
 
@@ -73,7 +64,7 @@ class Simulation:
 
     def __init__(
         self,
-        engines: list[SimulatedEngine],
+        engines: Sequence[Engine],
         rule: Rule,
         generator: Generator,
         sessions: int,
@@ -84,17 +75,16 @@ class Simulation:
         self._engines, self._rule = engines, rule
         self._starts = _sessions(generator, sessions)
         self._at_once = at_once
-        self._events: list[tuple[float, int, Any]] = []  # a call that begins, or an engine whose step ends
+        self._events: list[tuple[float, int, Any]] = []  # a call that begins, or the number of an engine that goes on
         self._number = 0
         self._now = 0.0
-        self._is_stepping = [False] * len(engines)
-        self._step_ends = [0.0] * len(engines)
+        self._expected = [math.inf] * len(engines)  # when each one's next event was
         self._calls: dict[str, Call] = {}
         self._waiting: dict[str, set[str]] = {}
         self._after: dict[str, list[str]] = defaultdict(list)
         self._live: dict[str, set[str]] = {}  # of a session and its subagents: calls that are not over
-        self._conversations: dict[str, _Conversation] = {}
-        self._begun: dict[str, tuple[float, float]] = {}  # when, and seconds that it does not wait
+        self._conversations: dict[str, Conversation] = {}
+        self._begun: dict[str, float] = {}  # when
         self.figures = Figures()
 
     def run(self) -> Figures:
@@ -104,14 +94,14 @@ class Simulation:
         while self._events:
             self._now, _, what = heapq.heappop(self._events)
             if isinstance(what, int):
-                self._step_over(what)
+                self._go_on(what)
             else:
                 self._begin(what)
         return self._figures_now()
 
     def _figures_now(self) -> Figures:
         self.figures.clock_s = self._now
-        self.figures.busy_s = [engine.busy_ms / 1e3 for engine in self._engines]
+        self.figures.busy_s = [engine.busy_s for engine in self._engines]
         return self.figures
 
     def _push(self, when: float, what: Any) -> None:
@@ -132,46 +122,35 @@ class Simulation:
 
     def _begin(self, name: str) -> None:
         call = self._calls[name]
-        conversation = self._conversations.get(call["parent"] if call["fork"] else call["session"])
-        kept = np.empty(0, np.int64)
-        ends = [0]
-        if conversation is not None and call["keep"]:
-            ends = conversation.ends[: call["keep"] + 1]
-            kept = conversation.ids[: ends[-1]]
-        messages = [_ids_of(part["seed"], part["tokens"]) for part in call["append"]]
-        answer = _ids_of(call["reply_seed"], call["out_tokens"])
-        prompt = np.concatenate((kept, *messages))
-        ends = [*ends, *(ends[-1] + np.cumsum([one.size for one in (*messages, answer)])).tolist()]
-        self._conversations[call["session"]] = _Conversation(np.concatenate((prompt, answer)), ends)
-        engine = self._rule.begin(prompt, call["session"])
-        spared = 0.0
-        if self._is_stepping[engine]:
-            spared = self._engines[engine].not_waited_ms((self._step_ends[engine] - self._now) * 1e3) / 1e3
-        self._begun[name] = (self._now, spared)
-        self._engines[engine].add(name, prompt, answer)
+        before = self._conversations.get(call["parent"] if call["fork"] else call["session"], EMPTY)
+        messages = self._conversations[call["session"]] = gone_on(before, call)
+        prompt = messages.prompt
+        number = self._rule.begin(prompt, call["session"])
+        self._begun[name] = self._now
         self.figures.prompt_tokens += prompt.size
-        self.figures.new_tokens += answer.size
-        if not self._is_stepping[engine]:
-            self._step(engine)
+        self.figures.new_tokens += messages.ids.size - prompt.size
+        self._engines[number].add(self._now, name, messages)
+        self._expect(number)
 
-    def _step(self, engine: int) -> None:
-        ms = self._engines[engine].begin_step()
-        self._is_stepping[engine] = ms is not None
-        if ms is not None:
-            self._step_ends[engine] = self._now + ms / 1e3
-            self._push(self._step_ends[engine], engine)
+    def _expect(self, number: int) -> None:
+        """Comes back when something happens in an engine."""
+        next_s = self._engines[number].next_s
+        if next_s < math.inf and next_s != self._expected[number]:
+            self._push(next_s, number)
+        self._expected[number] = next_s
 
-    def _step_over(self, engine: int) -> None:
-        first, ended = self._engines[engine].end_step()
-        for name, early_ms in first:
-            begun, spared = self._begun[name]
-            self.figures.first_token_s.append(self._now - begun - spared - early_ms / 1e3)
-        for name, cached in ended:
-            self._rule.end(engine)
+    def _go_on(self, number: int) -> None:
+        if self._expected[number] != self._now:
+            return  # a call came meanwhile, and it is later
+        self._expected[number] = math.inf
+        told = self._engines[number].go_on(self._now)
+        self._expect(number)
+        self.figures.first_token_s += [seconds for _, seconds in told.first]
+        for name, cached in told.ended:
+            self._rule.end(number)
             self.figures.cached_tokens += cached
-            self.figures.call_s.append(self._now - self._begun.pop(name)[0])
+            self.figures.call_s.append(self._now - self._begun.pop(name))
             self._call_over(name)
-        self._step(engine)
 
     def _call_over(self, name: str) -> None:
         call = self._calls.pop(name)
@@ -200,8 +179,3 @@ def _sessions(generator: Generator, count: int) -> Iterator[list[Call]]:
     length, kind = (rng.permutation(count) + rng.random(count) for _ in range(2))
     for number, (one, other) in enumerate(zip((length / count).tolist(), (kind / count).tolist(), strict=True)):
         yield generator.session(f"s{number}", one, other)
-
-
-def _ids_of(seed: int, tokens: int) -> np.ndarray:
-    """Ids of a message that no other has; those of a chat template are left out, as they do not fold."""
-    return (seed << _ID_BITS) + np.arange(tokens, dtype=np.int64)

@@ -62,9 +62,12 @@ def test_weights_of_a_second_gpu_need_two(monkeypatch):
         run("steps.update_speed", monkeypatch, "configs/tiny.yaml", "--ways", "staged,nccl direct")
 
 
-def test_an_engine_too_small_for_a_call_is_told_in_one_line(monkeypatch, capsys):
-    work = "--engines 1 --sessions 1 --at-once 1 --fold 64 --rules served --kv-tokens 2000"
-    with pytest.raises(SystemExit, match=r"error: a prompt of .* KV pages of 1 tokens, but only 31 exist") as ended:
+@pytest.mark.parametrize(
+    ("more", "told"), [("", "at most 31 together"), ("--stepped", "KV pages of 1 tokens, but only 31 exist")]
+)
+def test_an_engine_too_small_for_a_call_is_told_in_one_line(more, told, monkeypatch, capsys):
+    work = f"--engines 1 --sessions 1 --at-once 1 --fold 64 --rules served --kv-tokens 2000 {more}"
+    with pytest.raises(SystemExit, match=f"error: a prompt of .* {told}") as ended:
         run("fleet.__main__", monkeypatch, *work.split())
     assert "\n" not in str(ended.value)
 
