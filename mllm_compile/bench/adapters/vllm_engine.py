@@ -25,7 +25,12 @@ GPU_MEMORY_UTILIZATION = 0.85
 _INT4_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": INT4_GROUP, "sym": True, "desc_act": False}
 
 
-def _settings(setting: Setting) -> dict[str, Any]:
+def settings_of(setting: Setting) -> dict[str, Any]:
+    """The arguments of vLLM for a setting.
+
+    Raises:
+        BenchmarkError: it cannot do the config's quantisation.
+    """
     quantization, is_random = setting.quantization, setting.random_weights
     if quantization in ("dequantize", "int8", "keep_a8") or (quantization == "int4" and not is_random):
         raise BenchmarkError(
@@ -57,7 +62,7 @@ class VllmEngine:
     def __init__(self, setting: Setting, **further: Any) -> None:
         self.start_parts: dict[str, float] = {}
         self.kv_tokens = None
-        self.settings = _settings(setting) | further
+        self.settings = settings_of(setting) | further
         self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
 
     def generate(self, call: Call) -> None:
@@ -111,7 +116,7 @@ class VllmStreams:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.settings = _settings(setting)
+        self.settings = settings_of(setting)
         arguments = AsyncEngineArgs(model=setting.model_folder, disable_log_stats=True, **self.settings)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._ids = itertools.count()
