@@ -179,7 +179,7 @@ def measure(calls: list[Call], args: Namespace, host_gib: float) -> float:
 
 
 def setting_of(args: Namespace) -> Setting:
-    """What engines in processes of their own are given."""
+    """The facts that engines in processes of their own are given."""
     return Setting.from_config(str(args.config), 1, min(args.total_tokens, _LONGEST))
 
 

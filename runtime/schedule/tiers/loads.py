@@ -105,10 +105,10 @@ class Loads:
             return False
         shelves, page_size = self._shelves, self._shelves.page_size
         run, pages = self._cache.match_prefix(token_ids, salt)
+        if is_last:
+            return self._waits_for_room(request, *self._of_use(run, pages.size), num_needed, num_promised)
         known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
         parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
-        if is_last:
-            return self._waits_for_room(request, run, num_needed - pages.size, num_promised)
         first_missing = keys.chain(parent, rest[:page_size])
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
             self._waits[request] = on_its_way
@@ -120,16 +120,16 @@ class Loads:
             if self._lookups.holds_back(request, path):
                 return True
         has_more = bool(first_missing) and shelves.find(first_missing[0]) is not None
-        if has_more and len(set(self._loads.values())) >= _MOST:
+        may_begin = len(set(self._loads.values())) < _MOST
+        if has_more and not may_begin:
             self._later.add(request)
             return True
         behind = keys.chain(parent, rest) if has_more else first_missing
-        if self._waits_for_room(request, run, num_needed - pages.size, num_promised, behind):
+        found = self._worth_it(request, run, known, behind if has_more else []) if may_begin else None
+        prefix = self._of_use(run, pages.size) if found is None else (run, found.have)
+        if self._waits_for_room(request, *prefix, num_needed, num_promised, behind):
             return True
-        if not has_more and (not shelves.has_states or len(set(self._loads.values())) >= _MOST):
-            return False
-        found = self._found(run, known, behind if has_more else [])
-        if found is None or not (shelves.source_of(request) is not None or self._pays(found)):
+        if found is None:
             return False
         return self._begin(request, token_ids[: found.end * page_size], salt, found, num_needed - found.have)
 
@@ -142,15 +142,26 @@ class Loads:
         if load is not None:
             load.waiting.discard(request)
 
-    def pages_for(self, request: Request) -> tuple[int, int]:
-        """Pages that were loaded for a request that is being admitted: from the host, and from the tier below."""
-        loads = self._tried.get(request, ())
-        return sum(from_host for from_host, _ in loads), sum(from_below for _, from_below in loads)
+    def pages_for(self, request: Request, num_cached: int) -> tuple[int, int]:
+        """Cached pages, of so many of a request that is being admitted, that came from the host, and from the tier
+        below: the last time, where they were given up and loaded again."""
+        from_host = from_below = 0
+        for host, below in reversed(self._tried.get(request, ())):
+            from_below += min(below, num_cached - from_host - from_below)
+            from_host += min(host, num_cached - from_host - from_below)
+        return from_host, from_below
 
     def _waits_for_room(
-        self, request: Request, run: PageRun | None, num_needed: int, num_promised: int, rest: Sequence[bytes] = ()
+        self,
+        request: Request,
+        run: PageRun | None,
+        num_cached: int,
+        num_needed: int,
+        num_promised: int,
+        rest: Sequence[bytes] = (),
     ) -> bool:
-        return self._room is not None and self._room.holds_back(request, run, num_needed, num_promised, rest)
+        room = self._room
+        return room is not None and room.holds_back(request, run, num_needed - num_cached, num_promised, rest)
 
     def _path(self, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
         """Entries of a prompt's pages that the prefix cache lacks; of all its pages where a model has states."""
@@ -161,8 +172,16 @@ class Loads:
 
     # --- what there is to load ----------------------------------------------------------------------------------------
 
-    def _found(self, run: PageRun | None, known: Sequence[bytes], keys: Sequence[bytes]) -> _Found | None:
+    def _worth_it(
+        self, request: Request, run: PageRun | None, known: Sequence[bytes], keys: Sequence[bytes]
+    ) -> _Found | None:
         """The part of a path with these keys behind `known` that is worth a load; None: there is nothing."""
+        found = self._found(run, known, keys) if keys or self._shelves.has_states else None
+        is_worth_it = found is not None and (self._shelves.source_of(request) is not None or self._pays(found))
+        return found if is_worth_it else None
+
+    def _found(self, run: PageRun | None, known: Sequence[bytes], keys: Sequence[bytes]) -> _Found | None:
+        """The part of a path with these keys behind `known` that could be loaded; None: there is nothing."""
         entries: list[Entry] = []
         for key in keys:
             entry = self._shelves.find(key)
@@ -172,21 +191,23 @@ class Loads:
         have = len(known)
         if not self._shelves.has_states:
             return _Found(run, have, entries, None, have + len(entries), have) if entries else None
-        path, cached = [*known, *(entry.key for entry in entries)], self._state_depth(run)
+        path, cached = [*known, *(entry.key for entry in entries)], self._of_use(run, have)[1]
         for depth in range(len(path), cached, -1):
             state = self._shelves.find(path[depth - 1], is_state=True)
             if state is not None:
                 return _Found(run, have, entries[: max(0, depth - have)], state, depth, cached)
         return None
 
-    def _state_depth(self, run: PageRun | None) -> int:
-        """Pages of the path up to its last state that the prefix cache has."""
-        depth = sum(one.pages.size for one in self._cache.path_of(run))
+    def _of_use(self, run: PageRun | None, num_pages: int) -> tuple[PageRun | None, int]:
+        """The part of a cached path of so many pages that a request finds without a load: its end, and its pages. With
+        states it ends behind the last one of these."""
+        if not self._shelves.has_states:
+            return run, num_pages
         for one in self._cache.path_of(run):
             if one in self._cache.states:
-                return depth
-            depth -= one.pages.size
-        return 0
+                return one, num_pages
+            num_pages -= one.pages.size
+        return None, 0
 
     def _pays(self, found: _Found) -> bool:
         shelves = self._shelves

@@ -102,9 +102,10 @@ class Room:
             return True
         free, tries = self._allocator.available_pages, self._tries.get(request, 0)
         if request in self._granted:
-            if self._granted[request] <= free or tries >= _MOST_TRIES:
-                return False
             self._num_granted -= self._granted.pop(request)
+            if num_needed <= free or tries >= _MOST_TRIES:
+                self._grant(request, num_needed)
+                return False
         ahead = [count for one, count in self._granted.items() if one.urgency < request.urgency]
         wanted = num_needed + num_promised + sum(ahead)
         if wanted <= free:

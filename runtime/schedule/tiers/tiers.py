@@ -110,9 +110,8 @@ class Tiers:
     def count_hit(self, request: Request, num_cached: int) -> tuple[int, int]:
         """Counts tokens of a request that is admitted with so many cached ones: from the host, and from below."""
         page_size = self._shelves.page_size
-        from_host, from_below = (count * page_size for count in self._loads.pages_for(request))
-        from_below = min(from_below, num_cached)
-        from_host = min(from_host, num_cached - from_below)
+        pages = self._loads.pages_for(request, num_cached // page_size)
+        from_host, from_below = (count * page_size for count in pages)
         self._shelves.counts[0].hit_tokens += from_host
         self._shelves.counts[1].hit_tokens += from_below
         return from_host, from_below

@@ -105,6 +105,40 @@ def test_what_is_free_for_a_request_is_free_for_more_urgent_ones() -> None:
     sim.check_all_returned()
 
 
+def test_a_request_waits_for_more_room_where_its_load_was_given_up() -> None:
+    sim, copies = filled(3, num_slots=8)
+    copies.ends = 0.0
+    room = sim.scheduler.tiers._room
+    late = sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
+    room._grant(late, 1)  # as a load that brought all but one page has left it
+    sim.step()
+    assert room.is_for(late)
+    assert room._granted[late] == room._num_granted > 9
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert not room._granted
+    sim.check_all_returned()
+
+
+def test_pages_behind_the_last_state_are_no_room_for_who_computes_them_anew() -> None:
+    options = {"num_states": 1, "num_pages": 17, "num_snapshots": 1, "max_num_batched_tokens": 64}
+    sim, copies = simulation(Random(1), num_slots=4, writes_through=False, **options)
+    for number in range(2):  # the second one's state is the only one then
+        sim.add(make_request(f"first{number}", prompt_of(20, first=number), max_tokens=2, **FREE))
+        settled(sim)
+    copies.ends = 0.0
+    again = sim.add(make_request("again", prompt_of(20, first=0) + prompt_of(16, first=3), max_tokens=2, **FREE))
+    sim.step()
+    wish = sim.scheduler.tiers._room._wish
+    assert wish is not None
+    assert (wish.request, wish.run, wish.num_pages) == (again, None, 9), "the cached pages are of no use without it"
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    sim.check_all_returned()
+
+
 def test_however_many_requests_wait_for_room_few_are_looked_at_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, copies = filled(3, num_slots=8)
     copies.ends = 0.0

@@ -154,6 +154,25 @@ def test_what_the_host_gives_up_comes_back_from_below(writes_through: bool) -> N
     assert not copies.below, "a flush forgets it too"
 
 
+@pytest.mark.parametrize(
+    ("loads", "num_cached", "by_tier"),
+    [
+        ([(0, 4), (4, 0)], 4, (4, 0)),  # given up, and loaded again
+        ([(0, 4), (2, 0)], 6, (2, 4)),
+        ([(3, 2)], 4, (2, 2)),
+        ([], 4, (0, 0)),
+    ],
+)
+def test_cached_pages_count_for_the_tier_that_they_came_from_last(
+    loads: list[tuple[int, int]], num_cached: int, by_tier: tuple[int, int]
+) -> None:
+    sim, _ = simulation(Random(1))
+    request = make_request("one", prompt_of(20))
+    found = sim.scheduler.tiers._loads
+    found._tried[request] = loads
+    assert found.pages_for(request, num_cached) == by_tier
+
+
 def test_the_end_writes_all_below() -> None:
     sim, copies = simulation(Random(5), num_below=64, writes_through=False)
     sim.add(make_request("first", prompt_of(20), max_tokens=2, **FREE))
