@@ -56,6 +56,7 @@ from mllm_compile.passes.stage import Stage
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
+from mllm_compile.passes.sum_in_one_order import SumInOneOrder
 from mllm_compile.passes.tile_experts import TileExperts
 from mllm_compile.passes.unrepeat_keys import UnrepeatKeys
 from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
@@ -105,6 +106,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
     LaunchLora,  # of a program for adapters: two kernels for what they add to a linear
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
+    SumInOneOrder,  # linears of deterministic steps: kernels for few rows that have the bits of many
 )
 
 # The passes that a tower of images goes through; the others look for what only a language model has.

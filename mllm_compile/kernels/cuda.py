@@ -77,6 +77,16 @@ class KernelCompiler:
             if kernel not in self._binaries:
                 self._binaries[kernel] = self._threads.submit(_compile, kernel)
 
+    def binaries(self, kernels: Iterable[CudaKernel]) -> dict[str, bytes]:
+        """The binaries of these kernels, by name; waits for them.
+
+        Raises:
+            CompileError: NVRTC refuses one.
+        """
+        wanted = list(kernels)
+        self.start(wanted)
+        return {kernel.name: self._binaries[kernel].result() for kernel in wanted}
+
     def write(self, kernels: Sequence[CudaKernel], folder: Path, reporter: Reporter) -> None:
         """Writes each as `<its name>.cubin` into `folder`.
 
@@ -85,8 +95,8 @@ class KernelCompiler:
         """
         self.start(kernels)
         with reporter.stage("CUDA kernels"):
-            for kernel in kernels:
-                (folder / (kernel.name + BINARY_SUFFIX)).write_bytes(self._binaries[kernel].result())
+            for name, binary in self.binaries(kernels).items():
+                (folder / (name + BINARY_SUFFIX)).write_bytes(binary)
 
 
 def _compile(kernel: CudaKernel) -> bytes:

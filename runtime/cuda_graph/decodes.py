@@ -18,6 +18,7 @@ import torch
 
 from mllm_compile.runtime.attention.capture import needed
 from mllm_compile.runtime.collectives.base import current
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, HostSlot
 from mllm_compile.runtime.cuda_graph.dispatcher import asked_sizes, next_size
@@ -26,6 +27,7 @@ from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.padding import PaddedBatch
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
+from mllm_compile.runtime.ops.stream_linear.undivided import UndividedTiling
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +90,11 @@ class DecodeGraphs(BatchGraphs):
 
     @staticmethod
     def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
-        """The sizes of the config; of cascades those that may pay, and of greedy kinds all where ranks have a kernel to
-        choose together."""
+        """The sizes of the config, or the fewest rows that a step may have; of cascades those that may pay, and of
+        greedy kinds all where ranks have a kernel to choose together."""
         graphs = runner.config.cudagraph
         sizes = asked_sizes("cudagraph.decode_requests", graphs.decode_requests, graphs.mode)
+        sizes = sorted({max(_least_rows(runner), size) for size in sizes})
         if kind.is_greedy_across_ranks and runner.choice is None:
             return ()
         return [size for size in sizes if _pays_as_cascade(runner, size)] if kind.shares_prefix else sizes
@@ -269,6 +272,13 @@ _GREEDY = {
     GraphKind.DECODE: GraphKind.DECODE_GREEDY_ACROSS_RANKS,
     GraphKind.CASCADE: GraphKind.CASCADE_GREEDY_ACROSS_RANKS,
 }
+
+
+def _least_rows(runner: CapturableModel) -> int:
+    """The fewest rows of a decode: without kernels of few rows products of any number of rows are the library's."""
+    if not runner.config.runtime.any_rows:
+        return 1
+    return 1 if any(isinstance(kernel, UndividedTiling) for kernel in runner.model.kernels) else LEAST_ROWS
 
 
 def _weak(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -53,6 +53,7 @@ OPS = {
     "gated_delta_states": "states.gated_delta",
     "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",
+    "gated_linear_in_one_order": "stream_linear.one_order_ops",
     "gated_linear_lora": "gated_linear.ops",
     "greedy_tokens": "tokens.greedy",
     "grouped_linear": "experts.grouped",
@@ -61,6 +62,7 @@ OPS = {
     "integer_panel_linear": "panels.ops",
     "latent_decode": "attention.latent",
     "latent_prefill": "attention.latent",
+    "linear_in_one_order": "stream_linear.one_order_ops",
     "linear_residual": "single_token",
     "lora_expand": "lora.expand",
     "lora_expand_gated": "lora.expand",
@@ -118,6 +120,7 @@ OPS = {
 FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
+    "one_order": "stream_linear.one_order_family",
     "ranks": "ranks.family",
     "scaled_linear": "scaled_linear.family",
     "segments": "segments.family",

@@ -35,6 +35,7 @@ from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.spread_experts import SpreadExperts
+from mllm_compile.passes.sum_in_one_order import SumInOneOrder
 from mllm_compile.passes.unrepeat_keys import UnrepeatKeys
 from mllm_compile.passes.verify import verify_graph
 from tests.passes.support.every_graph import GRAPHS, decoder_in_fp8, in_place_neighbours, layers
@@ -169,7 +170,7 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
 
 # They change graphs that are told of ranks, scales or adapters, or have layers with a state, in tests of their own.
 OF_STATES = (UnrepeatKeys, GateInRecurrences, NormInRecurrences)
-ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues, AddLora, LaunchLora)
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues, AddLora, LaunchLora, SumInOneOrder)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in FOR_GPUS if one not in ELSEWHERE], ids=lambda one: one.name)

@@ -33,11 +33,9 @@ class Family(KernelFamily):
     def wanted(self, pieces: CalledPieces) -> tuple[GatedKernel, ...]:
         from mllm_compile.runtime.ops import op
 
+        ops = [op(name) for name in ("gated_linear", "gated_linear_in_one_order", "gated_linear_lora")]
         calls = [
-            (node.args[1], node.args[3:4])
-            for piece, _ in pieces
-            for node in piece.graph.nodes
-            if node.target in (op("gated_linear"), op("gated_linear_lora"))
+            (node.args[1], node.args[3:4]) for piece, _ in pieces for node in piece.graph.nodes if node.target in ops
         ]
         shapes = (
             (*weight.meta["val"].shape, *(b.meta["val"].shape[2] for b in of_slots)) for weight, of_slots in calls

@@ -107,6 +107,11 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     least_rows = _LEAST_ROWS_OF_FEW if is_short else _LEAST_ROWS
     splits = (split for split in least_rows if kind.columns // _PANEL % split == 0)
     split = next((split for split in splits if _rows_of(kind, split, tokens) >= least_rows[split]), 1)
+    return divided(kind, tokens, split)
+
+
+def divided(kind: LinearKind, tokens: int, split: int) -> TileTiling:
+    """The tiling for a bucket of tokens whose clusters have `split` blocks."""
     rows = _rows_of(kind, split, tokens)
     panels = kind.columns // split // _PANEL
     if tokens == _M_TOKENS and panels % _MANY_PANELS == 0:

@@ -30,7 +30,7 @@ from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
-from mllm_compile.runtime.ops.stream_linear import adapted_ops, ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.stream_linear import adapted_ops, one_order_ops, ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
@@ -177,6 +177,8 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_quantised_linear_residual_norm", quantised_residual_norm, "CPU")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
+    library.impl("linear_in_one_order", torch_linear, "CPU")
+    library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
     library.impl("gated_linear_lora", gated_linear_lora, "CPU")
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")

@@ -11,6 +11,8 @@ from mllm_compile.runtime.cuda_graph.kinds import KINDS, dispatcher_of
 from mllm_compile.runtime.errors import CaptureSizeError, ConfigError
 from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
+from mllm_compile.runtime.ops.stream_linear.undivided import choose_undivided
 from mllm_compile.runtime.runner_config import RunnerConfig
 from tests.runtime.runner_cases import DEFAULTS
 
@@ -37,6 +39,15 @@ def test_sizes_that_the_mode_does_not_capture_are_left_out():
     assert sizes("full_and_piecewise") == ((2, 8), (1, 3))
     assert (sizes("piecewise"), sizes("full_decode_only")) == (((2, 8), ()), ((), (1, 3)))
     assert sizes("none") == ((), ())
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_deterministic_decodes_have_few_rows_only_with_kernels_for_them(has_kernels):
+    graphs = CudaGraphSection(mode="full_decode_only", decode_requests=(1, 8, 64, 96))
+    kernels = [choose_undivided(LinearKind(64, 64), 8)] if has_kernels else []
+    parts = {"attn_backend": SimpleNamespace(), "model": SimpleNamespace(kernels=kernels, lora=None, media=None)}
+    found = dispatcher_of(runner_of(graphs, {"deterministic": True, "any_rows": True}, **parts))
+    assert found.decode_requests == ((1, 8, 64, 96) if has_kernels else (64, 96))
 
 
 @pytest.mark.parametrize(

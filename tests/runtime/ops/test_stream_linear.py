@@ -15,7 +15,8 @@ from mllm_compile.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, TensorMap
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
-from mllm_compile.runtime.ops.stream_linear import lanes, rows, tiles, wide
+from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.ops.stream_linear import lanes, rows, tiles, undivided, wide
 from mllm_compile.runtime.ops.stream_linear.linear import (
     MAX_STREAMED_TOKENS,
     NORM_ROWS,
@@ -27,7 +28,7 @@ from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling, is_streamed, tiling_from_json
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
 from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
-from tests.sample import slow_but_a_sample_of_each
+from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
@@ -51,6 +52,13 @@ KINDS = kinds(256, (1, 256), 32) | kinds(2400, (1, 128), 32)
 WIDE_KINDS = kinds(1023, (24, 512), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
 
 
+UNDIVIDED = [
+    LinearKind(6144, 4096, bias=True),
+    LinearKind(4096, 12288),
+    LinearKind(24576, 4096, gated=True),
+    LinearKind(151936, 1024),
+    LinearKind(64, 64),
+]
 FEW_TOKENS = [tokens for tokens in TOKEN_BUCKETS if tokens <= tiles.MAX_TOKENS]
 MANY_TOKENS = [tokens for tokens in TOKEN_BUCKETS if tokens > tiles.MAX_TOKENS]
 
@@ -71,6 +79,23 @@ def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     else:
         turns = math.ceil(num_tiles / tiling.num_blocks)
         assert num_tiles > (turns - 1) * MULTIPROCESSORS, "no turn is for nothing"
+
+
+@given(KINDS, st.sampled_from(undivided.BUCKETS))
+def test_a_weight_whose_inputs_are_not_divided_has_tiles_that_fit(kind, tokens):
+    tiling = undivided.choose_undivided(kind, tokens)
+    assert tiling.split == 1 and tiling.name not in {tiles.choose(kind, tokens).name, choose_tiling(kind, tokens).name}
+    assert tiling.rows <= (128 if kind.residual or kind.bias else 256)
+    assert tiling.shared_bytes <= _SHARED_BYTES and tiling.num_blocks <= MULTIPROCESSORS
+    assert min(2, kind.columns // (64 * tiling.panels)) <= tiling.stages
+    assert family("one_order").from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kind", slow_but_a_sample(UNDIVIDED, 1), ids=lambda kind: kind.name)
+def test_kernels_of_few_rows_in_one_order_compile_without_spilling(kind, tmp_path):
+    for tokens in undivided.BUCKETS:
+        check_compiles_without_spilling(kernel_source(undivided.choose_undivided(kind, tokens)), tmp_path)
 
 
 @given(KINDS, st.sampled_from(MANY_TOKENS))

@@ -1,0 +1,40 @@
+"""The kernels of few rows whose sums have the order of products of many: no block divides a product's inputs.
+
+tiles.cu with clusters of one block adds up 16 inputs at a time, first to last, in one accumulator. So do gated.cu and
+cuBLASLt without split-K. A compile compares their bits (mllm_compile/check/few_rows.py). Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from typing import ClassVar
+
+from mllm_compile.runtime.config_sections import FEW_ROWS
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided
+
+BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= FEW_ROWS)
+_UNIT = 64  # what rows and columns are multiples of
+
+
+class UndividedTiling(TileTiling):
+    """A tiling of clusters of one block."""
+
+    switch: ClassVar[str] = "compile.disable_passes: [sum_in_one_order]"
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_undivided"
+
+
+@cache
+def choose_undivided(kind: LinearKind, tokens: int) -> UndividedTiling:
+    """The tiling for a bucket of tokens."""
+    tiling = divided(kind, tokens, 1)
+    return UndividedTiling(**{field.name: getattr(tiling, field.name) for field in fields(tiling)})
+
+
+def is_taken(rows: int, columns: int) -> bool:
+    """True if a weight [rows, columns] divides into tiles."""
+    return rows % _UNIT == 0 and columns % _UNIT == 0 and rows * FEW_ROWS < 2**31
