@@ -2,8 +2,8 @@
 
 After SuffixDecoding (Oliaro et al., NeurIPS 2025, arXiv 2411.04975), with a look-up of short n-grams in place of suffix
 trees. The candidates are the newest places where the last KEY tokens stood. Those that agree with the text for longest
-are followed token by token, by majority. One that agrees alone, as far as is looked, is gone on with until it is wrong:
-nothing else is searched meanwhile. Free of torch.
+are followed token by token, by majority, round and round where a draft comes to the text's end. One that agrees alone,
+as far as is looked, is gone on with until it is wrong: nothing else is searched meanwhile. Free of torch.
 
 Shape legend: N tokens of a text, P places: how many tokens are up to each. A text may have END between its parts.
 """
@@ -18,6 +18,7 @@ import numpy as np
 from mllm_compile.runtime.speculation.history import TokenHistory
 from mllm_compile.runtime.speculation.past_answers import END, KEY, MOST_PLACES, PastAnswers, PastAnswersBySalt
 
+LEAST = 2  # tokens that agree at a place in a request's own text, where KEY do nowhere
 _OWN_TOKENS = 1 << 14  # of a request's own text that are searched: 10 µs
 
 
@@ -65,44 +66,45 @@ class RequestSuffixes:
         if self._back:
             count = min(most, int(guesser.factor * guesser.depth))
             ahead: list[int] = tokens[tokens.size - self._back :][:count].tolist()
-            if len(ahead) == count:
-                return ahead
+            return (ahead * (1 + count // self._back))[:count]
         recent = tokens[-guesser.depth :]
         length, places = longest(tokens, own_ends(tokens), recent)
-        draft = follow(tokens, places, length, *limits)
         self._back = tokens.size - int(places[0]) if length == guesser.depth and places.size == 1 else 0
-        if self._past is None or (length == guesser.depth and len(draft) == most):
-            return draft
-        past = self._past.tokens
-        past_length, past_places = longest(past, self._past.ends_of(recent[-KEY:].tolist()), recent)
-        past_draft = follow(past, past_places, past_length, *limits)
-        return past_draft if past_draft and (past_length > length or not draft) else draft
+        found = [(length, tokens, places)]
+        if self._past is not None and length < guesser.depth:
+            past = self._past.tokens
+            past_length, places = longest(past, self._past.ends_of(recent[-KEY:].tolist()), recent)
+            found.insert(past_length <= length, (past_length, past, places))
+        drafts = (follow(text, places, length, *limits) for length, text, places in found)
+        return next(filter(None, drafts), [])
 
     def end(self) -> None:
         if self._past is not None and self._answer:
             self._past.add(self._answer)
 
 
-def own_ends(tokens: np.ndarray) -> list[int]:
-    """The newest places [P] in a text [N], before its end, where its last KEY tokens stand."""
+def own_ends(tokens: np.ndarray) -> np.ndarray:
+    """The newest places [P] in a text [N], before its end, where its last KEY tokens stand, or at least LEAST."""
     if tokens.size <= KEY:
-        return []
+        return np.empty(0, dtype=np.int64)
     ends = np.flatnonzero(tokens[KEY - 1 : -1] == tokens[-1]) + KEY
     for back in range(2, KEY + 1):
-        ends = ends[tokens[ends - back] == tokens[-back]]
-    newest: list[int] = ends[-MOST_PLACES:].tolist()
-    return newest
+        agreeing = ends[tokens.take(ends - back) == tokens[-back]]
+        if back > LEAST and not agreeing.size:
+            break
+        ends = agreeing
+    return ends[-MOST_PLACES:]
 
 
-def longest(tokens: np.ndarray, ends: Sequence[int], recent: np.ndarray) -> tuple[int, np.ndarray]:
+def longest(tokens: np.ndarray, ends: Sequence[int] | np.ndarray, recent: np.ndarray) -> tuple[int, np.ndarray]:
     """(tokens that agree, places) of the places in a text [N] that agree longest; (0, none) without places.
 
     Args:
-        ends: the places [P], oldest first; the last KEY tokens agree there.
-        recent: [n] newest tokens; those before the last KEY are compared.
+        ends: the places [P], oldest first.
+        recent: [n] newest tokens.
     """
-    places = np.array(ends, dtype=np.int64)
-    if not ends:
+    places = np.asarray(ends, dtype=np.int64)
+    if not places.size:
         return 0, places
     lengths = _agreements(tokens, places, recent)
     most = int(lengths.max())
@@ -120,10 +122,8 @@ def follow(
     """
     if not places.size:
         return []
-    behind = places[:, None] + np.arange(min(most, int(factor * length)))
-    parts = tokens.take(behind, mode="clip")
-    parts[behind >= tokens.size] = END
-    return _majority(parts, least_share)
+    behind = np.arange(min(most, int(factor * length))) % (tokens.size - places)[:, None]
+    return _majority(tokens.take(places[:, None] + behind), least_share)
 
 
 def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
@@ -136,8 +136,11 @@ def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> n
 
 def _majority(parts: np.ndarray, least_share: float) -> list[int]:
     """The draft that most of these continuations [P, K], oldest first, agree on token by token; END is no token."""
+    if len(parts) == 1:
+        draft: list[int] = parts[0].tolist()
+        return draft[: draft.index(END)] if END in draft else draft
     least, width = least_share * len(parts), parts.shape[1]
-    draft: list[int] = []
+    draft = []
     while len(draft) < width and len(parts) >= least:
         newest = parts[-1, len(draft) :]
         differs = (parts[:, len(draft) :] != newest).any(axis=0)
@@ -148,12 +151,14 @@ def _majority(parts: np.ndarray, least_share: float) -> list[int]:
         if len(draft) == width:
             break
         column = parts[:, len(draft)]
-        votes = Counter(token for token in column.tolist() if token != END)
+        nexts = column.tolist()
+        votes = Counter(nexts)
+        votes.pop(END, None)
         most = max(votes.values())
         if most < least:
             break
         # The newest place decides between equals.
-        token = next(token for token in reversed(column.tolist()) if votes[token] == most)
+        token = next(token for token in reversed(nexts) if votes[token] == most)
         parts = parts[column == token]
         draft.append(token)
     return draft

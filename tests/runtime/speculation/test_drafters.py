@@ -83,6 +83,23 @@ def test_a_suffix_draft_has_a_factor_of_what_agrees():
     assert list(make_suffix(factor=0.4).begin(text, ()).propose(8)) == [4]
 
 
+def test_a_suffix_draft_goes_round_a_loop():
+    answer = make_suffix(prompts=0).begin([9, 6, 7, 6, 7, 6], ())
+    assert list(answer.propose(3)) == [7, 6, 7]
+    answer.take([7, 6] * 12)
+    assert list(answer.propose(9)) == [7, 6] * 4 + [7]
+
+
+def test_two_tokens_of_the_request_are_looked_up_where_three_stand_nowhere():
+    text = [1, 2, 3, 4, 5, 6, 2, 3, 8, 8, 8, 9, 7, 2, 3]
+    assert list(make_suffix().begin(text, ()).propose(8)) == [8, 8], "the newest place, a token for each that agrees"
+    past = make_suffix()
+    other = past.begin([0], ())
+    other.take([7, 2, 3, 0, 1])
+    other.end()
+    assert list(past.begin(text, ()).propose(8)) == [0, 1], "three of a past answer come first"
+
+
 def test_past_answers_are_drafted_for_those_of_their_salt_alone():
     drafter = make_suffix()
     first = drafter.begin([1, 2], "a")
@@ -182,9 +199,11 @@ def test_all_that_is_remembered_is_bounded(monkeypatch):
 
 @given(TEXTS)
 def test_own_places_are_those_of_a_search_by_hand(text):
-    key = text[-suffix.KEY :]
-    ends = [end for end in range(suffix.KEY, len(text)) if text[end - suffix.KEY : end] == key]
-    assert suffix.own_ends(np.array(text)) == (ends[-suffix.MOST_PLACES :] if len(text) > suffix.KEY else [])
+    """KEY tokens have to agree, or LEAST if no place has more."""
+    ends: list[int] = []
+    for length in (suffix.KEY, suffix.LEAST):
+        ends = ends or [end for end in range(suffix.KEY, len(text)) if text[end - length : end] == text[-length:]]
+    assert suffix.own_ends(np.array(text)).tolist() == ends[-suffix.MOST_PLACES :]
 
 
 def followed(text: list[int], ends: list[int], recent: list[int], most: int, factor: float, share: float) -> Any:
@@ -195,7 +214,7 @@ def followed(text: list[int], ends: list[int], recent: list[int], most: int, fac
         while length < min(end, len(recent)) and text[end - 1 - length] == recent[-1 - length]:
             length += 1
         lengths.append(length)
-        behind = text[end : end + most]
+        behind = (text[end:] * most)[:most]
         left.append(behind[: behind.index(END)] if END in behind else behind)
     left = [after for after, length in zip(left, lengths, strict=True) if length == max(lengths)]
     total, draft = len(left), []
@@ -219,7 +238,7 @@ def followed(text: list[int], ends: list[int], recent: list[int], most: int, fac
 )
 def test_a_draft_is_that_of_a_majority_counted_by_hand(text, depth, most, factor, share):
     text.append(0)
-    ends = suffix.own_ends(np.array(text))
+    ends = suffix.own_ends(np.array(text)).tolist()
     if ends:
         limits = most, factor, share
         expected = followed(text, ends, text[-depth:], *limits)
