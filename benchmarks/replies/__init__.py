@@ -1,0 +1,1 @@
+"""Replies that are known beforehand, for benchmarks of drafts by text."""

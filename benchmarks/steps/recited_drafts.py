@@ -1,0 +1,122 @@
+"""How much sooner replies of some kinds come with drafts by suffixes: a model recites them, in an engine's own steps.
+
+    python -m benchmarks.replies REPLIES.json.xz
+    python -m benchmarks.steps.recited_drafts configs/qwen-8b-shape.yaml REPLIES.json.xz [--requests 1,8,32]
+        [--kinds files,edits] [--drafts none,7,auto]
+
+The first command writes prompts and replies of each kind (benchmarks/replies/kinds.py). The model's weights recite what
+the last tokens of a prompt say in ids of their own (benchmarks/replies/reciter.py), so each reply is what it has to be.
+Prompts are cached before. As many replies are asked for at once as there are requests, of one request some one after
+another. Replies are remembered, and none is asked for twice. Milliseconds are those until all have come, for each token
+of one of them on average. The script ends where a reply is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.replies.kinds import KINDS, Known, read
+from benchmarks.replies.reciter import reciting_weights, script_of
+from benchmarks.script import greedy, names_of, parser_of, positives, told_in_one_line
+from mllm_compile import Engine, EngineConfig
+from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.errors import WeightUpdateError
+from mllm_compile.process.progress import NullReporter
+
+PAGE_SIZE = 64
+ALONE = 4  # replies of one request at once
+SUFFIX = {"method": "suffix"}
+DRAFTS = {"none": {"method": "none"}, "7": SUFFIX | {"num_speculative_tokens": 7}, "auto": SUFFIX}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("replies", type=Path)
+    parser.add_argument("--requests", type=positives, default=[1, 8, 32])
+    parser.add_argument("--kinds", type=names_of(KINDS), default=[*KINDS])
+    parser.add_argument(
+        "--drafts", type=names_of(DRAFTS), default=[*DRAFTS], help="the first is what others are beside"
+    )
+    args = parser.parse_args()
+    replies = {kind: known for kind, known in read(args.replies).items() if kind in args.kinds}
+    config = EngineConfig.from_yaml(args.config)
+    if torch.cuda.is_available():
+        print(machine_line())
+    print(
+        "drafts | kind | requests | ms a token | times the first's | tokens a step and request | drafts, tokens a draft"
+    )
+    first: dict[tuple[str, int], float] = {}
+    for drafts in args.drafts:
+        with engine_of(config, DRAFTS[drafts], max(args.requests), replies) as engine:
+            for kind, known in replies.items():
+                for count in args.requests:
+                    if len(known) < max(count, ALONE):
+                        print(f"{drafts} | {kind} | {count} | there are {len(known)} replies")
+                        continue
+                    token_ms, told = measure(engine, known, count, script_length(replies))
+                    times = token_ms / first.setdefault((kind, count), token_ms)
+                    print(f"{drafts} | {kind} | {count} | {token_ms:.3f} | {times:.3f} | {told}")
+
+
+def script_length(replies: dict[str, list[Known]]) -> int:
+    """Tokens of each prompt's script, and most of a reply."""
+    return max(len(one.reply) for known in replies.values() for one in known)
+
+
+def engine_of(config: EngineConfig, speculative: dict[str, Any], most: int, replies: dict[str, list[Known]]) -> Engine:
+    """An engine that recites, with room for all requests at once and for the prompts of the next ones."""
+    length = script_length(replies)
+    longest = max(len(one.prompt) for known in replies.values() for one in known) + 2 * length
+    sections = config.model_dump(exclude_unset=True)
+    runtime = sections.get("runtime", {})
+    runtime |= {"max_model_len": longest, "max_running_requests": most, "page_size": PAGE_SIZE}
+    asked = EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
+    parts = assemble(asked, NullReporter(), num_pages=1 + 2 * most * (longest // PAGE_SIZE + 2))
+    live = parts.live
+    if isinstance(live, str):
+        raise WeightUpdateError(live)
+    described = json.loads((Path(config.model.path) / "config.json").read_text())
+    dtype = next(spec.dtype for spec in live.specs if spec.dtype.is_floating_point)
+    engine = Engine.from_parts(parts)
+    engine.update_weights(reciting_weights(described, length, engine.weights.device, dtype), partial=True)
+    return engine
+
+
+def measure(engine: Engine, known: Sequence[Known], count: int, length: int) -> tuple[float, str]:
+    """Milliseconds a token of one of so many requests at once, and what drafts brought."""
+    asked = known[-max(count, ALONE) :]
+    # Rows of other numbers of requests ask for the same replies, which these are not to remember.
+    prompts = [
+        {"prompt_token_ids": one.prompt + script_of(one.reply, length, engine.vocab_size), "cache_salt": str(count)}
+        for one in asked
+    ]
+    engine.generate(prompts, greedy(1))  # now they are cached
+    ms, before = 0.0, engine.stats()
+    for begin in range(0, len(asked), count):
+        batch, part = asked[begin:][:count], prompts[begin:][:count]
+        params = [greedy(len(one.reply)) for one in batch]
+        begun = time.perf_counter()
+        answers = engine.generate(part, params)
+        ms += (time.perf_counter() - begun) * 1e3
+        wrong = sum(answer.token_ids != one.reply for answer, one in zip(answers, batch, strict=True))
+        if wrong:
+            sys.exit(f"{wrong} of {len(batch)} replies are not the known ones")
+    tokens = sum(len(one.reply) for one in asked)
+    after = engine.stats()
+    made, accepted = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
+    told = f"{tokens / (tokens - accepted):.2f} | {made}, {1 + accepted / made if made else 1:.2f}"
+    return ms / tokens * min(count, len(asked)), told
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()
