@@ -1,7 +1,8 @@
 """Slots in the host's memory, which a GPU copies from and to.
 
 A GPU's driver has to register memory, beside the start, and a copy waits for its slots alone. Launches wait while the
-driver registers a part. So parts are small, their pages are there before, and a pause as long follows each.
+driver registers a part, and all that the process asks of its memory while pages are made. So parts are small, few pages
+are made ahead, and a pause follows each part: a long one, unless a copy waits for more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -26,6 +28,8 @@ from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
+_PAUSE = 9.0  # behind a part, times what it took; once that where a copy waits
+_AHEAD = 2 * host_pages.THREADS  # parts whose pages are made before they are registered
 
 
 def check_host_memory(num_bytes: int) -> None:
@@ -91,7 +95,7 @@ class HostMemory:
             memory, start = kept.map, kept.data_start
         self.data = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size, offset=start))
         host_pages.prefer_large(self.data.data_ptr(), size)
-        self._num_registered = 0  # bytes, from the first on
+        self._num_registered = self._num_wanted = 0  # bytes, from the first on
         self._more = threading.Condition()
         self._fault: Exception | None = None
         self._is_closing = False
@@ -118,6 +122,8 @@ class HostMemory:
         if self._num_registered >= end:
             return
         with self._more:
+            self._num_wanted = max(self._num_wanted, end)
+            self._more.notify_all()
             self._more.wait_for(lambda: self._num_registered >= end or self._fault is not None or self._is_closing)
             if self._fault is not None:
                 raise self._fault
@@ -126,6 +132,7 @@ class HostMemory:
         """Gives the memory back, or lets another process have it; no copy may be in flight."""
         with self._more:
             self._is_closing = True
+            self._more.notify_all()
         if self._thread is not None:
             self._thread.join()
             start = 0
@@ -163,11 +170,14 @@ class HostMemory:
             DeviceError: the driver refuses a part.
             DeviceMemoryError: the system has too little.
         """
-        starts = np.cumsum([0, *self._chunks[:-1]]).tolist()
+        parts = list(zip(np.cumsum([0, *self._chunks[:-1]]).tolist(), self._chunks, strict=True))
         with ThreadPoolExecutor(host_pages.THREADS, thread_name_prefix="mllm-tier-pages") as populators:
-            populated = populators.map(self._populate, starts, self._chunks)
+            populated = deque[Future[None]]()
             try:
-                for start, count, _ in zip(starts, self._chunks, populated, strict=True):
+                for number, (start, count) in enumerate(parts):
+                    for part in parts[number + len(populated) : number + _AHEAD]:
+                        populated.append(populators.submit(self._populate, *part))
+                    populated.popleft().result()
                     if self._is_closing:
                         return
                     began = time.monotonic()
@@ -175,10 +185,18 @@ class HostMemory:
                     with self._more:
                         self._num_registered += count
                         self._more.notify_all()
-                    time.sleep(time.monotonic() - began)
+                    self._pause(time.monotonic() - began)
             except Exception:
                 self._is_closing = True  # no more pages are needed
                 raise
+
+    def _pause(self, took_s: float) -> None:
+        """Leaves the driver to others, behind a part that took so long."""
+        time.sleep(took_s)
+        with self._more:
+            self._more.wait_for(
+                lambda: self._num_wanted > self._num_registered or self._is_closing, (_PAUSE - 1) * took_s
+            )
 
     def _populate(self, start: int, count: int) -> None:
         """Has the system make the pages of a part now."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.errors import DeviceError
+from mllm_compile.runtime.tiers import host_memory
 from mllm_compile.runtime.tiers.host_memory import HostMemory
 
 CHUNKS = [8192, 8192, 4096]
@@ -68,6 +69,21 @@ def test_a_part_that_is_refused_fails_who_waits_for_it_and_those_before_stay(dri
     memory.wait_until(8192)
     memory.close()
     assert driver.calls == [("cuMemHostRegister_v2", 0), ("cuMemHostUnregister", 0)]
+
+
+def test_the_driver_is_left_to_others_until_a_copy_waits(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+    monkeypatch.setattr(host_memory, "_PAUSE", 1e8)  # longer than any test
+    monkeypatch.setattr(host_memory, "_AHEAD", 1)
+    monkeypatch.setattr(host_memory.host_pages, "make", lambda address, num_bytes: made.append(num_bytes))
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    driver.may.release(3)
+    memory.wait_until(8192)
+    assert made == CHUNKS[:1]
+    memory.wait_until(8193)
+    assert made == CHUNKS[:2]
+    memory.close()
+    assert len(driver.calls) == 4, "the end does not wait for the pause"
 
 
 def test_a_cpu_has_all_of_it_at_once() -> None:
