@@ -123,6 +123,7 @@ class Doubted(SpeechMethods):
     nobody speaks."""
 
     default_params = SamplingParams()
+    eos_token_ids = frozenset({-1000})
     ANSWERS: ClassVar[dict[int, tuple[dict[float, tuple[str, float]], float]]] = {
         1: ({0.0: ("fine", -0.5)}, 0.9),
         2: ({0.0: ("bad", -2.0), 0.4: ("bad too", -1.5), 0.8: ("last", -3.0)}, 0.1),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from mllm_compile.engine.speech.doubt import Written
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -59,21 +60,16 @@ def ids_of_prompt(tokenizer: SpeechTokenizer, prompt: str | None) -> list[int]:
 def segments_of(
     tokens: SpeechTokens,
     tokenizer: SpeechTokenizer,
-    ids: Sequence[int],
-    logprob: float | None,
+    written: Written,
     first: float,
     last: float,
-    temperature: float = 0.0,
 ) -> list[Segment]:
     """The segments of a window's answer; their texts have the spaces between them.
 
     Args:
-        logprob: of all its tokens.
         first, last: seconds of the sound.
-        temperature: at which it was written down.
     """
-    ids = list(ids)
-    mean = None if logprob is None or not ids else logprob / len(ids)
+    ids, mean, temperature = written
     times = [tokens.seconds(one) for one in ids]
     found = []
     for begin, end, start, stop in segments_between(times, first, last):

@@ -1,10 +1,15 @@
-"""Answers that OpenAI's code does not believe: they repeat themselves, or are unlikely. Its thresholds."""
+"""Answers that OpenAI's code does not believe: they repeat themselves, or are unlikely. Its thresholds.
+
+Windows are asked in rounds, here decided and elsewhere answered: by an engine's call, or by requests of the server.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import NamedTuple
 
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.short_repr import typed_repr
@@ -14,6 +19,80 @@ _MOST_RATIO = 2.4
 _LEAST_LOGPROB = -1.0
 _MOST_SILENT = 0.6  # probability of <|nospeech|>
 _MOST_TEMPERATURES = 16
+
+
+class Written(NamedTuple):
+    """A window's answer.
+
+    Attributes:
+        ids: its tokens without the end.
+        logprob: the mean log-probability of all, or None.
+        temperature: at which it was written down.
+    """
+
+    ids: list[int]
+    logprob: float | None
+    temperature: float = 0.0
+
+    @classmethod
+    def of(cls, ids: Sequence[int], ends: Collection[int], logprob: float | None) -> Written:
+        """
+        Args:
+            ids: with the end, if there is one.
+            ends: tokens that end an answer.
+            logprob: of all of them together.
+        """
+        mean = logprob / len(ids) if ids and logprob is not None else None
+        return cls(list(ids[:-1] if ids and ids[-1] in ends else ids), mean)
+
+
+class Round(NamedTuple):
+    """Windows that are asked beside each other.
+
+    Attributes:
+        places: of the windows.
+        temperature: at which they are written down; None: they are asked how likely nobody speaks.
+    """
+
+    places: list[int]
+    temperature: float | None
+
+
+Rounds = Generator[Round, list[Written] | None, list[Written | None]]
+
+
+def rounds_of(
+    count: int, temperatures: Sequence[float], decode: Callable[[list[int]], str], knows_silence: bool
+) -> Rounds:
+    """Yields rounds and is sent their answers; returns what is believed of each window.
+
+    That is the answer of the first temperature at which it is not doubted, or of the last; None of a window in which
+    nobody speaks. A single temperature is believed.
+
+    Args:
+        count: of windows.
+        knows_silence: the model can say how likely nobody speaks, by one token.
+    """
+    answers: list[Written | None] = [None] * count
+    left = list(range(count))
+    for number, temperature in enumerate(temperatures):
+        if not left:
+            break
+        written = (yield Round(left, temperature)) or []
+        told = {place: one._replace(temperature=temperature) for place, one in zip(left, written, strict=True)}
+        for place, one in told.items():
+            answers[place] = one
+        if len(temperatures) == 1:
+            break
+        left = [place for place, one in told.items() if is_doubted(decode(one.ids), one.logprob)]
+        unlikely = [place for place in left if is_unlikely(told[place].logprob)]
+        if number == 0 and unlikely and knows_silence:
+            said = (yield Round(unlikely, None)) or []
+            for place, one in zip(unlikely, said, strict=True):
+                if one.logprob is not None and is_silent(math.exp(one.logprob)):
+                    answers[place] = None
+                    left.remove(place)
+    return answers
 
 
 def compression_ratio(text: str) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from mllm_compile.engine.speech.answers import (
     transcript_of,
 )
 from mllm_compile.engine.speech.cuts import cut
-from mllm_compile.engine.speech.doubt import TEMPERATURES, is_doubted, is_silent, is_unlikely, temperatures_of
+from mllm_compile.engine.speech.doubt import TEMPERATURES, Written, rounds_of, temperatures_of
 from mllm_compile.engine.speech.sequential import Walk, most_told
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
@@ -83,8 +82,8 @@ class SpeechMethods:
         if condition_on_previous_text and not sequential:
             raise RequestError("condition_on_previous_text is of windows one after another. Set sequential=True too.")
         has_times = timestamps or sequential
-        params = [params_of_text(one, usual, tokens, has_times) for one in temperatures]
-        speech = _Speech(self, tokens, log_mel, decoder, priority)
+        params = {one: params_of_text(one, usual, tokens, has_times) for one in temperatures}  # checked here
+        speech = _Speech(self, tokens, log_mel, decoder, priority, temperatures, params)
         given = list(sounds) if isinstance(sounds, list) else [sounds]
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"prompt: expected a text, got {typed_repr(prompt)}")
@@ -98,10 +97,10 @@ class SpeechMethods:
             beginnings = [tokens.beginning(one, task, True, earlier) for one in languages]
             if most:  # the prompt is the first of the text so far
                 beginnings = [tokens.beginning(one, task, True, []) for one in languages]
-            walked = speech.walked(samples, beginnings, params, earlier, most)
+            walked = speech.walked(samples, beginnings, earlier, most)
         else:
             beginnings = [tokens.beginning(one, task, timestamps, earlier) for one in languages]
-            walked = speech.segments(samples, beginnings, params)
+            walked = speech.segments(samples, beginnings)
         return [
             transcript_of(segments, one, sound.size / log_mel.rate, task)
             for one, sound, segments in zip(languages, samples, walked, strict=True)
@@ -122,25 +121,14 @@ def speech_of(decoder: DecoderPrompts | None) -> tuple[DecoderPrompts, LogMel, S
 
 
 @dataclass(frozen=True)
-class _Answer:
-    output: RequestOutput
-    temperature: float
-
-
-def _mean(answer: _Answer | None) -> float | None:
-    """The mean log-probability of an answer's tokens."""
-    if answer is None or answer.output.first.cumulative_logprob is None or not answer.output.token_ids:
-        return None
-    return answer.output.first.cumulative_logprob / len(answer.output.token_ids)
-
-
-@dataclass(frozen=True)
 class _Speech:
     engine: SpeechMethods
     tokens: SpeechTokens
     log_mel: LogMel
     decoder: DecoderPrompts
     priority: int
+    temperatures: Sequence[float]
+    params: Mapping[float, SamplingParams]
 
     @property
     def tokenizer(self) -> Any:
@@ -152,19 +140,17 @@ class _Speech:
         names = {one: name for name, one in self.tokens.languages.items()}
         return [names[output.token_ids[0]] for output in self._answers(prompts, params_of_language(self.tokens))]
 
-    def segments(
-        self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> list[list[Segment]]:
-        """The segments of each sound; `params` of each temperature that is tried."""
+    def segments(self, samples: Sequence[np.ndarray], beginnings: Sequence[list[int]]) -> list[list[Segment]]:
+        """The segments of each sound."""
         windows = [cut(one, self.log_mel.samples, self.log_mel.rate) for one in samples]
         prompts = [
             self._prompt(part, beginning)
             for parts, beginning in zip(windows, beginnings, strict=True)
             for _, part in parts
         ]
-        outputs = iter(self._believed(prompts, params))
+        believed = iter(self._believed(prompts))
         return [
-            [segment for at, part in parts for segment in self._of_window(next(outputs), at, part.size)]
+            [segment for at, part in parts for segment in self._of_window(next(believed), at, part.size)]
             for parts in windows
         ]
 
@@ -172,7 +158,6 @@ class _Speech:
         self,
         samples: Sequence[np.ndarray],
         beginnings: Sequence[list[int]],
-        params: Sequence[SamplingParams],
         earlier: list[int],
         most_earlier: int,
     ) -> list[list[Segment]]:
@@ -189,68 +174,41 @@ class _Speech:
             for place in left:
                 source = self.decoder.source_of_window(walks[place].window(frames).ravel())
                 prompts.append(self._prompt_of(source, walks[place].beginning(self.tokens, beginnings[place])))
-            for place, answer in zip(left, self._believed(prompts, params), strict=True):
-                if answer is None:
-                    walks[place].skip(frames)
-                    continue
-                ids, by = self._without_end(answer.output), (self.tokens, self.tokenizer)
-                found[place] += walks[place].segments(ids, *by, frames, _mean(answer), answer.temperature)
+            for place, written in zip(left, self._believed(prompts), strict=True):
+                found[place] += walks[place].segments(written, self.tokens, self.tokenizer, frames)
         return found
 
-    def _without_end(self, output: RequestOutput) -> Sequence[int]:
-        is_ended = output.finish_reason == "stop" and output.token_ids
-        return (
-            output.token_ids[:-1]
-            if is_ended and output.token_ids[-1] in self.engine.eos_token_ids
-            else output.token_ids
-        )
+    def _of_window(self, written: Written | None, at: int, count: int) -> list[Segment]:
+        rate = self.log_mel.rate
+        ends = at / rate, (at + count) / rate
+        return [] if written is None else segments_of(self.tokens, self.tokenizer, written, *ends)
 
-    def _of_window(self, answer: _Answer | None, at: int, count: int) -> list[Segment]:
-        if answer is None:
-            return []
-        rate, output = self.log_mel.rate, answer.output
-        score, ends = output.first.cumulative_logprob, (at / rate, (at + count) / rate)
-        return segments_of(self.tokens, self.tokenizer, output.token_ids, score, *ends, answer.temperature)
+    def _believed(self, prompts: list[dict[str, Any]]) -> list[Written | None]:
+        """What is believed of each window, as rounds_of decides."""
+        no_speech = self.tokens.no_speech
+        rounds = rounds_of(len(prompts), self.temperatures, self._text, no_speech is not None)
+        written: list[Written] | None = None
+        while True:
+            try:
+                places, temperature = rounds.send(written)
+            except StopIteration as end:
+                believed: list[Written | None] = end.value
+                return believed
+            asked = [prompts[place] for place in places]
+            if temperature is not None:
+                written = self._written(asked, self.params[temperature])
+            elif no_speech is not None:
+                beginnings = (self.tokens.up_to_start(one["decoder_prompt"]) for one in asked)
+                asked = [one | {"decoder_prompt": ids} for one, ids in zip(asked, beginnings, strict=True)]
+                written = self._written(asked, params_of_silence(no_speech))
 
-    def _believed(self, prompts: list[Any], params: Sequence[SamplingParams]) -> list[_Answer | None]:
-        """An answer to each prompt, of the first temperature at which it is not doubted, or of the last; None of
-        windows in which nobody speaks."""
-        answers: list[_Answer | None] = [None] * len(prompts)
-        left = list(range(len(prompts)))
-        for of_temperature in params:
-            if not left:
-                break
-            outputs = self._answers([prompts[place] for place in left], of_temperature)
-            for place, output in zip(left, outputs, strict=True):
-                answers[place] = _Answer(output, of_temperature.temperature)
-            if len(params) == 1:
-                break
-            doubted = [place for place, output in zip(left, outputs, strict=True) if self._is_doubted(output)]
-            if of_temperature is params[0]:
-                silent = self._silent([place for place in doubted if is_unlikely(_mean(answers[place]))], prompts)
-                for place in silent:
-                    answers[place] = None
-                doubted = [place for place in doubted if place not in silent]
-            left = doubted
-        return answers
+    def _written(self, prompts: list[dict[str, Any]], params: SamplingParams) -> list[Written]:
+        ends, outputs = self.engine.eos_token_ids, self._answers(prompts, params)
+        return [Written.of(one.token_ids, ends, one.first.cumulative_logprob) for one in outputs]
 
-    def _is_doubted(self, output: RequestOutput) -> bool:
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        return is_doubted(text, _mean(_Answer(output, 0.0)))
-
-    def _silent(self, places: list[int], prompts: list[Any]) -> set[int]:
-        """The windows in which nobody speaks, as the model says behind its start token."""
-        if self.tokens.no_speech is None or not places:
-            return set()
-        asked = []
-        for place in places:
-            beginning = prompts[place]["decoder_prompt"]
-            asked.append(prompts[place] | {"decoder_prompt": beginning[: beginning.index(self.tokens.start) + 1]})
-        outputs = self._answers(asked, params_of_silence(self.tokens.no_speech))
-        scores = (output.first.cumulative_logprob for output in outputs)
-        return {
-            place for place, one in zip(places, scores, strict=True) if one is not None and is_silent(math.exp(one))
-        }
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
         outputs = self.engine.generate(prompts, params, priority=self.priority)

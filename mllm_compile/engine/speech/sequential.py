@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mllm_compile.engine.speech.answers import SpeechTokenizer
+from mllm_compile.engine.speech.doubt import Written
 from mllm_compile.engine.speech.tokens import SECONDS_OF_A_TOKEN, SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment
 from mllm_compile.media.log_mel import LogMel
@@ -101,19 +102,21 @@ class Walk:
 
     def segments(
         self,
-        ids: Sequence[int],
+        written: Written | None,
         tokens: SpeechTokens,
         tokenizer: SpeechTokenizer,
         frames: int,
-        logprob: float | None,
-        temperature: float,
     ) -> list[Segment]:
         """The segments of text in the window's answer, and on to the next.
 
         Args:
-            ids: without the end.
-            logprob: the mean of the answer's tokens.
+            written: None of a window in which nobody speaks.
+            frames: of a window.
         """
+        if written is None:
+            self.frame += frames
+            return []
+        ids, logprob, temperature = written
         at, first_time, found = self.seconds, tokens.no_timestamps + 1, []
         for part in self.take(ids, first_time, frames, temperature):
             text_ids = [one for one in part.token_ids if one < first_time]
@@ -121,10 +124,6 @@ class Walk:
                 start, end = (at + time * SECONDS_OF_A_TOKEN for time in (part.start, part.end))
                 found.append(Segment(start, end, text, text_ids, logprob, temperature))
         return found
-
-    def skip(self, frames: int) -> None:
-        """On to the next window of so many frames, behind one in which nobody speaks."""
-        self.frame += frames
 
 
 def parts_of(ids: Sequence[int], first_time: int, frames: int) -> tuple[list[Part], int]:

@@ -74,6 +74,10 @@ class SpeechTokens:
             raise RequestError("the model knows English alone: expected task transcribe, and language en or none")
         return ids if timestamps else [*ids, self.no_timestamps]
 
+    def up_to_start(self, beginning: list[int]) -> list[int]:
+        """The ids of a beginning as far as the start token, behind which the model says whether anybody speaks."""
+        return beginning[: beginning.index(self.start) + 1]
+
     @property
     def _told(self) -> set[int]:
         """The tokens by which the decoder is told anything."""

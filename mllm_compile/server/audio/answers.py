@@ -1,12 +1,12 @@
-"""The answers of speech: transcripts in OpenAI's forms, as a stream window by window, and a sound's language."""
+"""The answers of speech: transcripts in OpenAI's forms, streams window by window, and what the server asks itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from mllm_compile.engine.speech.answers import SpeechTokenizer, segments_of, transcript_of
+from mllm_compile.engine.speech.doubt import Written
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript, TranscriptForm
 from mllm_compile.server.api.answers import DONE, encode, event
@@ -37,9 +37,10 @@ def whole_transcript(transcript: Transcript, form: TranscriptForm) -> bytes:
 
 
 class TranscriptAnswers:
-    """The answers to a sound, whose windows are the completions.
+    """The stream of a sound's text, whose windows are the completions.
 
     Args:
+        ends: tokens that end an answer.
         places: begin and end of each window, in seconds.
         language: None of a model that knows one alone.
         duration: seconds of the sound.
@@ -47,15 +48,15 @@ class TranscriptAnswers:
 
     def __init__(
         self,
-        form: TranscriptForm,
         tokens: SpeechTokens,
         tokenizer: SpeechTokenizer,
+        ends: Collection[int],
         places: Sequence[tuple[float, float]],
         language: str | None,
         duration: float,
         task: str,
     ) -> None:
-        self._form, self._tokens, self._tokenizer = form, tokens, tokenizer
+        self._tokens, self._tokenizer, self._ends = tokens, tokenizer, ends
         self._places, self._language, self._duration, self._task = places, language, duration, task
         self._segments: list[Segment] = []
         self._num_read = 0  # windows whose segments are there
@@ -77,8 +78,7 @@ class TranscriptAnswers:
         return rest + event({"type": "transcript.text.done", "text": self._told, "usage": usage}) + DONE
 
     def whole(self, job: Job) -> bytes:
-        self._read(job)
-        return whole_transcript(self._transcript(), self._form)
+        raise AssertionError("a whole transcript is asked for window by window")
 
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error.body + b"\n\n" + DONE
@@ -90,42 +90,37 @@ class TranscriptAnswers:
         """Reads the windows that have ended, as far as all before them have."""
         while self._num_read < len(job.choices) and job.choices[self._num_read].finish_reason is not None:
             choice, (first, last) = job.choices[self._num_read], self._places[self._num_read]
-            logprob = sum(one.logprob for one in choice.scores)
-            self._segments += segments_of(self._tokens, self._tokenizer, choice.token_ids, logprob, first, last)
+            written = _written(choice, self._ends)
+            self._segments += segments_of(self._tokens, self._tokenizer, written, first, last)
             self._num_read += 1
 
     def _transcript(self) -> Transcript:
         return transcript_of(self._segments, self._language, self._duration, self._task)
 
 
-class Written(NamedTuple):
-    """The tokens of a window's answer without its end, and the mean log-probability of all."""
-
-    ids: list[int]
-    logprob: float | None
-
-
-class WindowAnswer(WholeAnswers):
-    """The answer to one window, which the server itself has asked for.
+class WindowAnswers(WholeAnswers):
+    """The answers to windows, which the server itself has asked for.
 
     Args:
         ends: tokens that end an answer.
-        over: takes the answer, or the error.
+        over: takes an answer of each window, or the error.
     """
 
-    def __init__(self, ends: Collection[int], over: Callable[[Written | ApiError], None]) -> None:
+    def __init__(self, ends: Collection[int], over: Callable[[list[Written] | ApiError], None]) -> None:
         self._ends, self._over = ends, over
 
     def whole(self, job: Job) -> bytes:
-        choice = job.choices[0]
-        if choice.finish_reason not in ("stop", "length"):
+        if any(choice.finish_reason not in ("stop", "length") for choice in job.choices):
             self._over(ApiError(503, "the server has ended the request", code=ABORTED))
-            return b""
-        ids = list(choice.token_ids)
-        logprob = sum(one.logprob for one in choice.scores) / len(ids) if choice.scores else None
-        self._over(Written(ids[:-1] if ids[-1:] and ids[-1] in self._ends else ids, logprob))
+        else:
+            self._over([_written(choice, self._ends) for choice in job.choices])
         return b""
 
     def refusal(self, error: ApiError) -> bytes:
         self._over(error)
         return b""
+
+
+def _written(choice: Choice, ends: Collection[int]) -> Written:
+    logprob = sum(one.logprob for one in choice.scores) if choice.scores else None
+    return Written.of(choice.token_ids, ends, logprob)

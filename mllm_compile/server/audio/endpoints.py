@@ -10,7 +10,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, of_error, timed_out
 from mllm_compile.server.audio.answers import headers_of, whole_transcript
 from mllm_compile.server.audio.fields import AudioFields, Task, read_form
-from mllm_compile.server.audio.requests import Sound, Speech, TextRequest
+from mllm_compile.server.audio.requests import Sound, Speech, StreamRequest
 from mllm_compile.server.audio.windows import PREFIX, Windows
 from mllm_compile.server.endpoints import Answer, Endpoint
 from mllm_compile.server.flow.job import Job
@@ -67,7 +67,7 @@ class _Whole(NamedTuple):
 async def _begun(
     front: Front, task: Task, scope: Scope, receive: Receive, outlet: Outlet, share: Share
 ) -> Job | _Whole:
-    """The request of a sound, once its body has come; of windows one after another all of the answer."""
+    """All of the answer to a sound, or the request of its stream, once its body has come."""
     body = await front.forms.read(receive, share)
     fields, ignored = read_form(header(scope, b"content-type"), body)
     del body
@@ -81,10 +81,11 @@ async def _begun(
                 windows, language = Windows(front, sound, share, client, name, parent), fields.language
                 if sound.needs_language:
                     language = await windows.language()
-                if fields.sequential:
+                if not fields.stream:
                     return _whole(*await windows.transcript(language), fields, ignored)
                 with front.admission.place():
-                    request = await front.sounds.run(TextRequest.of, sound, ignored, language)
+                    cut = await front.sounds.run(sound.cut, language)
+                request = StreamRequest(sound, cut, ignored)
         except TimeoutError:
             assert limit_s is not None, "else there is no limit"
             raise timed_out(limit_s) from None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from mllm_compile.engine.speech.doubt import TEMPERATURES
 from mllm_compile.engine.speech.transcripts import TranscriptForm
 from mllm_compile.server.api.errors import bad_request
 from mllm_compile.server.api.fields import CompletionFields, wrong_type
@@ -32,7 +33,7 @@ class AudioFields(msgspec.Struct, kw_only=True):
     language: str | None = None
     prompt: str | None = None
     response_format: TranscriptForm = "json"
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: the next ones too, of windows whose text is doubted
     stream: bool = False
     timestamp_granularities: list[Literal["segment", "word"]] = []
     chunking_strategy: Literal["auto"] | None = None  # long sounds are cut where they are quiet, unless `sequential`
@@ -53,6 +54,11 @@ class AudioFields(msgspec.Struct, kw_only=True):
     def has_times(self) -> bool:
         """True if the model is to mark them."""
         return self.shows_times or self.sequential
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures that are tried one after another; 0 goes on to higher ones, as in OpenAI's interface."""
+        return (self.temperature,) if self.temperature else TEMPERATURES
 
     def of_prompts(self) -> SoundFields:
         """The fields that all requests have which generate."""

@@ -1,6 +1,6 @@
 """A sound as prompts: it is read, cut where it is quiet, and each window goes to the engine by itself.
 
-Reading and making windows takes up to seconds: `Sound.read`, `first_window` and `TextRequest.of` are for a thread.
+Reading and making windows takes up to seconds: `Sound.read`, `first_window` and `cut` are for a thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.speech.answers import ids_of_prompt, params_of_text
 from mllm_compile.engine.speech.cuts import cut
+from mllm_compile.engine.speech.doubt import Written
 from mllm_compile.engine.speech.methods import speech_of
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.errors import RequestError
@@ -23,7 +24,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
 from mllm_compile.server.api.interfaces import AnswerPlan
 from mllm_compile.server.api.prompts import Prompt
-from mllm_compile.server.audio.answers import TranscriptAnswers, WindowAnswer, Written, headers_of
+from mllm_compile.server.audio.answers import TranscriptAnswers, WindowAnswers
 from mllm_compile.server.audio.fields import AudioFields, SoundFields, Task
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import AnswerFormat
@@ -91,6 +92,27 @@ class Sound:
         """True if the model has to find it."""
         return self.fields.language is None and bool(self.speech.tokens.languages)
 
+    def cut(self, language: str | None) -> Cut:
+        """All its windows, cut where it is quiet.
+
+        Args:
+            language: None of a model that knows one alone.
+
+        Raises:
+            RequestError: the prompt is refused.
+        """
+        log_mel, fields, tokens = self.speech.log_mel, self.fields, self.speech.tokens
+        earlier = ids_of_prompt(self.speech.tokenizer, fields.prompt)
+        beginning = tokens.beginning(language, self.task, fields.has_times, earlier)
+        parts, rate = cut(self.samples, log_mel.samples, log_mel.rate), log_mel.rate
+        places = [(at / rate, (at + part.size) / rate) for at, part in parts]
+        return Cut(language, beginning, places, [self.window(part) for _, part in parts])
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.samples.size / self.speech.log_mel.rate
+
     def window(self, samples: np.ndarray) -> bytes:
         """The window of samples, as the encoder reads it."""
         return self.speech.log_mel.window(samples).tobytes()
@@ -99,100 +121,81 @@ class Sound:
         return self.window(self.samples[: self.speech.log_mel.samples])
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A sound as windows, each by itself.
+
+    Attributes:
+        language: None of a model that knows one alone.
+        beginning: ids that each window's answer follows.
+        places: begin and end of each, in seconds; windows: as the encoder reads them.
+    """
+
+    language: str | None
+    beginning: list[int]
+    places: list[tuple[float, float]]
+    windows: list[bytes]
+
+
 class _WindowsRequest:
     """The part of an ApiRequest that both kinds share."""
 
     has_media = False
     is_quick = True  # its prompts are ready
-    num_prompts = 1
 
-    def __init__(self, sound: Sound, ignored: list[str]) -> None:
-        self.ignored = ignored
-        self._sound = sound
+    def __init__(self, sound: Sound, ids: list[int], windows: Sequence[bytes], ignored: list[str]) -> None:
+        self.ignored, self.num_prompts = ignored, len(windows)
         self.fields: SoundFields = sound.fields.of_prompts()
+        self._sound = sound
+        self._prompts = [Prompt(ids, decoder_ids=ids, window=window) for window in windows]
 
 
-class WindowRequest(_WindowsRequest):
-    """Asks for one window of a sound, for the server itself.
+class WindowsRequest(_WindowsRequest):
+    """Asks for windows of a sound, for the server itself.
 
     Args:
-        ids: that the answer follows.
+        ids: that each answer follows.
         params: of an engine's facts.
-        over: takes the answer, or the error.
+        over: takes the answers, or the error.
         request_id: the client's own name of it.
     """
 
     def __init__(
         self,
         sound: Sound,
-        window: bytes,
         ids: list[int],
+        windows: Sequence[bytes],
         params: Callable[[EngineFacts], SamplingParams],
-        over: Callable[[Written | ApiError], None],
+        over: Callable[[list[Written] | ApiError], None],
         request_id: str | None = None,
     ) -> None:
-        super().__init__(sound, [])
+        super().__init__(sound, ids, windows, [])
         self.fields = SoundFields(model=self.fields.model, priority=self.fields.priority, request_id=request_id)
-        self._window, self._ids, self._params, self._over = window, ids, params, over
+        self._params, self._over = params, over
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
-        prompt = Prompt(self._ids, decoder_ids=self._ids, window=self._window)
-        kept, answer = self._sound.num_bytes, WindowAnswer(frozenset(facts.hello.eos_token_ids), self._over)
-        return AnswerPlan([prompt], self._params(facts), lambda head: answer, kept_bytes=kept, has_text=False)
+        kept, answers = self._sound.num_bytes, WindowAnswers(frozenset(facts.hello.eos_token_ids), self._over)
+        return AnswerPlan(self._prompts, self._params(facts), lambda head: answers, kept_bytes=kept, has_text=False)
 
 
-class TextRequest(_WindowsRequest):
-    """Asks for a sound's text, by all its windows.
+class StreamRequest(_WindowsRequest):
+    """Asks for a sound's text as a stream, by all its windows at the first temperature."""
 
-    Args:
-        language: None of a model that knows one alone.
-        beginning: ids that each window's answer follows.
-        windows: (first sample, count, bytes of the window) of each.
-    """
-
-    def __init__(
-        self,
-        sound: Sound,
-        ignored: list[str],
-        language: str | None,
-        beginning: list[int],
-        windows: Sequence[tuple[int, int, bytes]],
-    ) -> None:
-        super().__init__(sound, ignored)
-        self.num_prompts = len(windows)
-        self._language, self._beginning = language, beginning
-        self._windows = windows
-
-    @classmethod
-    def of(cls, sound: Sound, ignored: list[str], language: str | None) -> TextRequest:
-        """The request of a sound, whose windows are made here.
-
-        Raises:
-            RequestError: the prompt is refused.
-        """
-        log_mel, fields, speech = sound.speech.log_mel, sound.fields, sound.speech
-        earlier = ids_of_prompt(speech.tokenizer, fields.prompt)
-        beginning = speech.tokens.beginning(language, sound.task, fields.has_times, earlier)
-        parts = cut(sound.samples, log_mel.samples, log_mel.rate)
-        return cls(sound, ignored, language, beginning, [(at, part.size, sound.window(part)) for at, part in parts])
+    def __init__(self, sound: Sound, given: Cut, ignored: list[str]) -> None:
+        super().__init__(sound, given.beginning, given.windows, ignored)
+        self._cut = given
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
-        fields, task, speech = self._sound.fields, self._sound.task, self._sound.speech
-        ids = self._beginning
-        prompts = [Prompt(ids, decoder_ids=ids, window=window) for _, _, window in self._windows]
-        rate, language = speech.log_mel.rate, self._language
-        places = [(at / rate, (at + count) / rate) for at, count, _ in self._windows]
-        duration = self._sound.samples.size / rate
+        sound, speech, fields = self._sound, self._sound.speech, self._sound.fields
 
         def answers(head: dict[str, Any]) -> AnswerFormat:
-            tokens, tokenizer = speech.tokens, speech.tokenizer
-            return TranscriptAnswers(fields.response_format, tokens, tokenizer, places, language, duration, task)
+            ends, by = frozenset(facts.hello.eos_token_ids), (speech.tokens, speech.tokenizer)
+            return TranscriptAnswers(*by, ends, self._cut.places, self._cut.language, sound.duration, sound.task)
 
         return AnswerPlan(
-            prompts,
-            params_of_text(fields.temperature, facts.defaults, speech.tokens, fields.has_times),
+            self._prompts,
+            params_of_text(fields.temperatures[0], facts.defaults, speech.tokens, fields.has_times),
             answers,
-            kept_bytes=sum(2 * len(window) for _, _, window in self._windows),
+            kept_bytes=sum(2 * len(window) for window in self._cut.windows),
             has_text=False,
-            whole_headers=headers_of(fields.response_format),
         )

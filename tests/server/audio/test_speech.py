@@ -21,7 +21,18 @@ from mllm_compile.engine.speech.sequential import Walk
 from mllm_compile.media.sound import read_wav
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.audio.requests import Speech
-from tests.fake_speech import END_S, LANGUAGE, LOG_MEL, said_of, said_of_window
+from tests.fake_speech import (
+    END_S,
+    LANGUAGE,
+    LOG_MEL,
+    MUMBLED,
+    SILENT,
+    SUNG,
+    SYLLABLES,
+    UNDERSTOOD,
+    said_of,
+    said_of_window,
+)
 from tests.hang_guard import HANG_S
 from tests.server.audio.test_form import TYPE, form_of
 from tests.server.harness import Answer, Server, eventually, fake_server
@@ -98,6 +109,35 @@ def test_a_stream_has_the_windows_in_their_order(client: openai.OpenAI) -> None:
     assert (events[-1].type, events[-1].text) == ("transcript.text.done", TEXT)  # type: ignore[union-attr]
 
 
+def told_of(server: Server, samples: np.ndarray, *parts: tuple[str, str]) -> tuple[str, list[float]]:
+    """The text of a sound, and the temperatures of its segments."""
+    given = ("file", wav_of(samples)), ("language", "en"), ("response_format", "verbose_json")
+    told = send(server, *given, *parts).json
+    return told["text"], [one["temperature"] for one in told["segments"]]
+
+
+@pytest.mark.parametrize("way", [(), (("sequential", "true"),), (("temperature", "0"),)])
+def test_doubted_windows_are_tried_at_the_next_temperature(server: Server, way: Any) -> None:
+    assert told_of(server, SUNG, *way) == (said_of(SUNG).strip(), [0.2])
+    assert told_of(server, MUMBLED, *way) == (said_of(MUMBLED).strip(), [UNDERSTOOD])
+    assert told_of(server, SILENT, *way) == ("", [])
+    assert told_of(server, SOUND, *way)[1] == [0.0] * 3
+
+
+def test_doubted_windows_alone_are_tried_again(server: Server) -> None:
+    sound = np.concatenate([tone(0.8), np.zeros(160, dtype=np.float32), SUNG])  # it is cut amid 20 ms of silence
+    (_, first), (_, last) = cut(read_wav(wav_of(sound))[0], RATE, RATE)
+    assert np.array_equal(last, SUNG)
+    assert told_of(server, sound) == ((said_of(first) + said_of(SUNG)).strip(), [0.0, 0.2])
+
+
+def test_one_temperature_and_a_stream_are_believed(server: Server, client: openai.OpenAI) -> None:
+    text, temperatures = told_of(server, MUMBLED, ("temperature", "0.3"))
+    assert (text, temperatures) == (said_of(MUMBLED).strip(), [0.3])
+    events = list(client.audio.transcriptions.create(file=("a.wav", wav_of(SUNG)), model="fake", stream=True))
+    assert events[-1].text == SYLLABLES.strip()  # type: ignore[union-attr]
+
+
 BOTH = ("sequential", "true"), ("condition_on_previous_text", "true")
 
 
@@ -106,7 +146,7 @@ def walked_of(wav: bytes) -> list[tuple[float, str]]:
     walk, found = Walk.of(read_wav(wav)[0], LOG_MEL, [], 0), []
     while not walk.is_at_end:
         found.append((walk.seconds, said_of_window(walk.window(LOG_MEL.frames))))
-        walk.skip(LOG_MEL.frames)
+        walk.frame += LOG_MEL.frames
     return found
 
 
