@@ -64,7 +64,7 @@ Rounds = Generator[Round, list[Written] | None, list[Written | None]]
 def rounds_of(
     count: int, temperatures: Sequence[float], decode: Callable[[list[int]], str], knows_silence: bool
 ) -> Rounds:
-    """Yields rounds and is sent their answers; returns what is believed of each window.
+    """Yields rounds and is sent their answers; returns the one that is believed of each window.
 
     That is the answer of the first temperature at which it is not doubted, or of the last; None of a window in which
     nobody speaks. A single temperature is believed.

@@ -184,7 +184,7 @@ class _Speech:
         return [] if written is None else segments_of(self.tokens, self.tokenizer, written, *ends)
 
     def _believed(self, prompts: list[dict[str, Any]]) -> list[Written | None]:
-        """What is believed of each window, as rounds_of decides."""
+        """The answer that is believed of each window, as rounds_of decides."""
         no_speech = self.tokens.no_speech
         rounds = rounds_of(len(prompts), self.temperatures, self._text, no_speech is not None)
         written: list[Written] | None = None

@@ -109,7 +109,7 @@ class Windows:
     async def _believed(
         self, windows: list[bytes], ids: list[int], has_begun: bool = True
     ) -> tuple[str, list[Written | None]]:
-        """The id of the request, and what is believed of each window, as rounds_of decides.
+        """The id of the request, and the answer that is believed of each window, as rounds_of decides.
 
         Args:
             ids: that each answer follows.
