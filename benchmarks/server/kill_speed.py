@@ -3,7 +3,8 @@
     python -m benchmarks.server.kill_speed configs/qwen-8b-shape.yaml [--tokens 64000] [--host-gib 24] [--rounds 2]
 
 A server's engine answers a long prompt, and is killed (SIGKILL) when its pages are stored. The next turn is asked at
-once, and again until the server takes it. Its answer has to be that of the same turn before the kill.
+once, and again until the server takes it. Its answer has to be that of the same turn before the kill. A line has the
+second behind the kill in which each stage of the next engine's start was first seen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,25 @@ def engine_of(front: int) -> int:
         if b"backend.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     sys.exit("the server has no engine")
+
+
+@contextmanager
+def start_watched(server: Served) -> Iterator[dict[str, float]]:
+    """The second in which each stage of a start was first seen, in order."""
+    stages, is_over, began = dict[str, float](), threading.Event(), time.perf_counter()
+
+    def watch() -> None:
+        while not is_over.wait(_PAUSE_S):
+            _, state = server.ask("GET", "/ready")
+            stages.setdefault(state.get("stage", state["state"]), time.perf_counter() - began)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield stages
+    finally:
+        is_over.set()
+        watcher.join()
 
 
 def turn(server: Served, prompt: list[int]) -> tuple[float, list[int], dict[str, int]]:
@@ -103,10 +126,12 @@ def main() -> None:
             times = []
             for _ in range(args.rounds):
                 os.kill(engine_of(server.pid), signal.SIGKILL)
-                taken, tokens, by_tier = turn(server, following)
+                with start_watched(server) as stages:
+                    taken, tokens, by_tier = turn(server, following)
                 times.append(taken)
                 same = "the same token" if tokens == expected else "ANOTHER token"
                 print(f"behind a kill: {taken:.3f} s, {same}, {by_tier}")
+                print("  " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items()))
             print(f"the next turn behind a kill: median {statistics.median(times):.3f} s")
 
 
