@@ -96,7 +96,7 @@ def count_pages(runner: ProfiledModel) -> int:
     num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime, runner.max_source_len)
     if runner.communicator is not None:
         num_pages = runner.communicator.least(num_pages)
-    logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
+    logger.debug("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
     return num_pages
 
 

@@ -206,7 +206,7 @@ def serve_command(
     check_settings(sources, sleep_after, starts=not check)
     is_node_0 = are_several or (settings := runtime_settings(sources[""])) is None or not settings.node_rank
     if not is_node_0 and not check:
-        start_log(logging.WARNING if quiet else logging.INFO, log, "%(asctime)s %(levelname)s %(message)s")
+        start_log(logging.WARNING if quiet else logging.INFO, log)
         from mllm_compile.ranks.node import run_node
 
         run_node(sources[""], Timeline(reporter))
@@ -262,7 +262,7 @@ def serve_command(
     if check:
         _print_checks(sources, reporter)
         return
-    start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
+    start_log(logging.WARNING if quiet else logging.INFO, options.log)
     _run(options, of_several, devices)
 
 

@@ -8,15 +8,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 FORMATS = ("text", "json")
+_TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def start_log(level: int, format: str, text: str, model: str = "") -> None:
+def start_log(level: int, format: str, model: str = "", text: str = _TEXT) -> None:
     """Writes log records to standard error.
 
     Args:
         format: one of FORMATS.
-        text: the layout of a line of text.
         model: its name is in each line, where a server has several.
+        text: the layout of a line of text.
     """
     handler = logging.StreamHandler()
     named = f"[{model.replace('%', '%%')}] {text}" if model else text

@@ -114,7 +114,7 @@ class GraphRunner:
             graphs.end_captures()
         seconds = sum(figure.seconds for figure in self.figures)
         mib = sum(figure.mib for figure in self.figures)
-        logger.info("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
+        logger.debug("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput | None:
         """Runs the batch in a captured graph; None when none fits it."""

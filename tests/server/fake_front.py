@@ -36,7 +36,7 @@ def main() -> None:
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(given).items()}
     if "MLLM_FAKE_LEAPS" in os.environ:
         leap_while_there(Path(os.environ["MLLM_FAKE_LEAPS"]))
-    start_log(logging.INFO, options.get("log", "text"), "%(message)s")
+    start_log(logging.INFO, options.get("log", "text"), text="%(message)s")
     served = ServeOptions(model="fake", **options)
 
     def command_of(descriptor: str) -> list[str]:

@@ -439,7 +439,7 @@ def main() -> None:
     """
     model, descriptor, how, log, speculative, lora, runtime, name = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
-    start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s", name)
+    start_log(level, log, name)
     reporter: Reporter = NullReporter()
     if log == "json":
         reporter = LogReporter()

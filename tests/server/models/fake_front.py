@@ -20,7 +20,7 @@ from tests.server.models.forked import ForkedGroup
 
 def main() -> None:
     options, models, settings = map(json.loads, sys.argv[1:])
-    start_log(logging.INFO, "text", "%(message)s")
+    start_log(logging.INFO, "text", text="%(message)s")
     engine_process.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
     several = ModelsOptions(sources={name: name for name in settings}, **models)
     try:

@@ -20,7 +20,7 @@ from tests.server.models.forked import ForkedGroup
 def main() -> None:
     options, count, settings = map(json.loads, sys.argv[1:])
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    start_log(logging.INFO, "text", "%(message)s")
+    start_log(logging.INFO, "text", text="%(message)s")
     engine_process.ProcessGroup = ForkedGroup  # type: ignore[assignment,misc]
     try:
         run_replicas(
