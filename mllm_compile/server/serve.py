@@ -279,6 +279,8 @@ async def _tell_ready(front: Front, url: str) -> None:
 async def _tell_engines(server: EnginesFront[Any], url: str) -> None:
     with contextlib.suppress(Exception):
         await server.begun.wait()
+        if not server.health()[0]:
+            return  # each has said why it failed, and the server ends
         for line in engines_banner_lines(server, url):
             _say(server.options, line)
         _collect_seldom()

@@ -180,7 +180,8 @@ class EnginesFront(Generic[E]):
             await asyncio.gather(*works, return_exceptions=True)  # engines are killed by then
         if all(failures):
             called = map(self._called, self.engines.values())
-            raise EngineFailedError("; ".join(f"{name}: {why}" for name, why in zip(called, failures, strict=True)))
+            reasons = (why.removesuffix(".") for why in failures if why is not None)
+            raise EngineFailedError("; ".join(f"{name}: {why}" for name, why in zip(called, reasons, strict=True)))
 
     def _beside(self) -> list[Coroutine[Any, Any, None]]:
         """The works that run for as long as the engines do."""

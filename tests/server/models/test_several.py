@@ -196,6 +196,7 @@ def test_a_server_without_any_model_that_starts_ends_with_the_reasons():
     with fake_models({"x": {"fails": True}, "y": {"fails": True}}, waits=False) as server:
         assert server.process.wait(HANG_S) == 2
         assert "error: x: the fake engine does not start; y: the fake engine does not start" in server.said
+        assert "  ready  " not in server.said
 
 
 @pytest.mark.slow

@@ -152,6 +152,7 @@ def test_engines_that_cannot_start_end_the_server_with_the_reason(tmp_path):
     with replicas(tmp_path, settings={"fails": True}, waits=False) as server:
         assert server.process.wait(HANG_S) == 2
         assert "replica 0: the fake engine does not start; replica 1: the fake engine does not start" in server.said
+        assert "  ready  " not in server.said
 
 
 def test_adapters_of_the_start_are_every_engines(tmp_path):
