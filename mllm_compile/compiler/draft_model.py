@@ -175,7 +175,7 @@ def check_hidden_sizes(config: ResolvedConfig, model: int, drafter: int) -> None
     """
     if model != drafter:
         raise ConfigError(
-            f"speculative.model {short_repr(config.speculative.model)} reads hidden states of {drafter} numbers, and "
+            f"{_drafter(config)} reads hidden states of {drafter} numbers, and "
             f"the model's have {model}. Use the head that was made for this model."
         )
 
@@ -208,7 +208,7 @@ def check_vocabularies(config: ResolvedConfig, model: int, drafter: int) -> None
     """
     if model != drafter:
         raise ConfigError(
-            f"speculative.model {short_repr(config.speculative.model)} has a vocabulary of {drafter} tokens, and the "
+            f"{_drafter(config)} has a vocabulary of {drafter} tokens, and the "
             f"model {model}: its drafts would name other tokens. Use a draft model of the same family."
         )
 
@@ -231,6 +231,6 @@ def check_tokenizers(config: ResolvedConfig, model: Path, drafter: Path) -> None
     if differing:
         shown = ", ".join(f"{i} is {texts[0][i]!r} and {texts[1][i]!r}" for i in differing[:_TOLD])
         raise ConfigError(
-            f"speculative.model {short_repr(config.speculative.model)} has another tokenizer than the model: "
+            f"{_drafter(config)} has another tokenizer than the model: "
             f"{len(differing)} of {count} tokens differ ({shown}). Use a draft model of the same family."
         )
