@@ -14,8 +14,12 @@ import openai
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
+    # Retries give a server that starts a quarter of a minute.
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+        try:
+            model = client.models.list().data[0].id
+        except openai.APIConnectionError:
+            sys.exit(f"no server answers at {url}; start one: mllm-compile serve smollm2.gguf")
         question = [{"role": "user", "content": "What is the capital of France?"}]
         stream = client.chat.completions.create(model=model, messages=question, temperature=0, stream=True)
         for chunk in stream:
