@@ -7,7 +7,7 @@ It is shown where the whole lacks it, with its own commit. A result without a co
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -68,14 +68,14 @@ class KeptFigures:
             lines = _shown(result) | lines
         return lines
 
-    @property
-    def source(self) -> str:
-        """The commits that were measured and their dates; of another engine also its version."""
+    def source(self, names: Collection[str]) -> str:
+        """The commits by which the measurements of these names were taken, and their dates; of another engine also its
+        version."""
         by = "" if self.run.engine == "mllm" else f"{self.run.engine} {self.run.version} by "
         source = by + _taken(self.whole)
         known = set(_shown(self.whole))
         for part in self.parts:
-            added = [name for name in _shown(part) if name not in known]
+            added = [name for name in _shown(part) if name in names and name not in known]
             known.update(added)
             source += f" ({', '.join(added)}: {_taken(part)})" if added else ""
         return source

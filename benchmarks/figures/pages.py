@@ -67,7 +67,8 @@ def headline_table() -> str:
     header = ["one H200, bfloat16, greedy", "mllm_compile", "vLLM", "what the GPU allows"]
     if not any(row[2] for row in rows):
         header, rows = _without(2, header), [_without(2, row) for row in rows]
-    sources = [figures.source for of in (ours, theirs) for name, figures in of.items() if name in shown]
+    works = [work for _, work, *_ in HEADLINES]
+    sources = [figures.source(works) for of in (ours, theirs) for name, figures in of.items() if name in shown]
     return _markdown(header, rows) + "\n" + f"Measured: {'; '.join(dict.fromkeys(sources))}.\n"
 
 
@@ -89,8 +90,9 @@ def headline_chart() -> str:
 def work_table() -> str:
     """Steps and starts of each shape on an H200: ours ± half of the spread, vLLM's, the limit."""
     ours, theirs = _by_shape("mllm"), _by_shape("vllm")
+    works = [work for _, work in (*STEPS, *PROMPTS)]
     sources = [
-        f"{shape.title}: " + ", ".join(of[shape.name].source for of in (ours, theirs) if shape.name in of)
+        f"{shape.title}: " + ", ".join(of[shape.name].source(works) for of in (ours, theirs) if shape.name in of)
         for shape in SHAPES
         if shape.name in ours
     ]
@@ -123,7 +125,7 @@ def h100_table() -> str:
     """Time per output token on an H100, as a figure and a share of the limit of the same command."""
     kept = [(shape, KeptFigures.of(shape, "mllm", "h100")) for shape in H100_SHAPES]
     rows = [
-        [f"{shape.title} ({figures.source})", *_shares(figures, "tpot")]
+        [f"{shape.title} ({figures.source(_at_batches('tpot'))})", *_shares(figures, "tpot")]
         for shape, figures in kept
         if figures is not None
     ]
@@ -137,7 +139,8 @@ def experts_table() -> str:
         return "Not measured yet.\n"
     rows = [[name, *_shares(figures, name)] for name in ("tpot", "prefill")]
     table = _markdown(["", "1 request", *map(str, BATCHES[1:])], rows)
-    return table + "\n" + f"{figures.source}; {'; '.join(provenance(figures.whole)[1:])}.\n"
+    source = figures.source([*_at_batches("tpot"), *_at_batches("prefill")])
+    return table + "\n" + f"{source}; {'; '.join(provenance(figures.whole)[1:])}.\n"
 
 
 def long_table() -> str:
@@ -181,7 +184,12 @@ def _by_shape(engine: str) -> dict[str, KeptFigures]:
 
 def _shares(figures: KeptFigures, name: str) -> Iterator[str]:
     """The cells of the work at each batch."""
-    return (_with_share(figures.lines.get(f"{name} b={batch}")) for batch in BATCHES)
+    return (_with_share(figures.lines.get(work)) for work in _at_batches(name))
+
+
+def _at_batches(name: str) -> list[str]:
+    """The names of its measurements at each batch."""
+    return [f"{name} b={batch}" for batch in BATCHES]
 
 
 def _once(line: Measurement | None) -> str:
