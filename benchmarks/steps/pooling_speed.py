@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=positives, help="tokens of each text, a table each")
     parser.add_argument("--tokens", type=positive, default=65536, help="of all texts together, with --lengths")
     parser.add_argument("--step", type=positive, help="most tokens of a step")
+    parser.add_argument("--graphs", type=positives, help="tokens of captured steps; by default the config's")
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     args = parser.parse_args()
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
@@ -52,6 +53,7 @@ def main() -> None:
     config: dict[str, Any] = {
         "model": {"path": str(args.model), "dtype": dtype, "task": "embed", "load_format": load_format},
         "compile": {"backend": args.backend},
+        "cudagraph": {"piecewise_tokens": args.graphs} if args.graphs else {},
         "runtime": {"device": args.device} | ({"max_num_batched_tokens": args.step} if args.step else {}),
     }
     model = theirs(args, getattr(torch, dtype))
