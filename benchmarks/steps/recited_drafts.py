@@ -56,7 +56,8 @@ def main() -> None:
     )
     first: dict[tuple[str, int], float] = {}
     for drafts in args.drafts:
-        with engine_of(config, DRAFTS[drafts], max(args.requests), replies) as engine:
+        asked = config_of(config, DRAFTS[drafts], max(args.requests), replies)
+        with engine_of(asked, script_length(replies)) as engine:
             for kind, known in replies.items():
                 for count in args.requests:
                     if len(known) < max(count, ALONE):
@@ -72,15 +73,21 @@ def script_length(replies: dict[str, list[Known]]) -> int:
     return max(len(one.reply) for known in replies.values() for one in known)
 
 
-def engine_of(config: EngineConfig, speculative: dict[str, Any], most: int, replies: dict[str, list[Known]]) -> Engine:
-    """An engine that recites, with room for all requests at once and for the prompts of the next ones."""
-    length = script_length(replies)
-    longest = max(len(one.prompt) for known in replies.values() for one in known) + 2 * length
+def config_of(
+    config: EngineConfig, speculative: dict[str, Any], most: int, replies: dict[str, list[Known]]
+) -> EngineConfig:
+    longest = max(len(one.prompt) for known in replies.values() for one in known) + 2 * script_length(replies)
     sections = config.model_dump(exclude_unset=True)
     runtime = sections.get("runtime", {})
     runtime |= {"max_model_len": longest, "max_running_requests": most, "page_size": PAGE_SIZE}
-    asked = EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
-    parts = assemble(asked, NullReporter(), num_pages=1 + 2 * most * (longest // PAGE_SIZE + 2))
+    return EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
+
+
+def engine_of(config: EngineConfig, length: int) -> Engine:
+    """An engine that recites scripts of so many tokens, with room for all requests and the prompts of as many more."""
+    runtime = config.runtime
+    num_pages = 1 + 2 * runtime.max_running_requests * (runtime.max_model_len // PAGE_SIZE + 2)
+    parts = assemble(config, NullReporter(), num_pages=num_pages)
     live = parts.live
     if isinstance(live, str):
         raise WeightUpdateError(live)
