@@ -45,6 +45,11 @@ class Served:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def port(self) -> int:
+        """The port at which it listens, once it is ready."""
+        return self._port
+
     def wait(self) -> dict[str, str]:
         """Waits until it is ready; the models' states, of a server of several."""
         end = time.monotonic() + _START_S
