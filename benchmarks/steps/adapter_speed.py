@@ -1,27 +1,33 @@
 """Milliseconds of decode steps and of prompts with no, one and several adapters, beside a model compiled without any.
 
     python -m benchmarks.steps.adapter_speed CONFIG [--requests 1,8,64,256] [--adapters 8] [--prompt 256] [--alone]
+                                                    [--kernels]
 
 Needs an NVIDIA GPU that holds the model twice: compiled without adapters, and with them. Both are driven by hand and
 take turns in each round: plain is the first one; none, one and several are the second, whose requests have no adapter,
 all the same one, or several in turn. Factors are random. Prompts are random tokens, and no prefix is cached. Prints
 medians of rounds, and medians of the ratios to plain. With --alone the first model is left out, and ratios are to none.
+With --kernels it prints what kernels of all steps take, those first that differ most; steps of each kind are profiled
+once.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.script import greedy, need_gpu, parser_of, positive, positives, told_in_one_line
 from mllm_compile import EngineConfig, open_model
 from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.bench.trace.device_events import device_events
 from mllm_compile.config.schema import LoraConfig
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.sampler import Sampler
@@ -29,6 +35,8 @@ from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.runner import StepRunner
+
+_SHOWN, _NAME = 16, 70  # kernels, and characters of a kernel's name
 
 
 @contextmanager
@@ -78,11 +86,31 @@ class Turns:
                 self._scheduler.update(before, output.token_ids, output.broken_rows.tolist(), output.runs)
             in_flight = launched
         ended = self._now()
+        if not num_steps:
+            raise SystemExit(f"answers of {new} tokens end while others' prompts are computed; set a higher --new")
         return (decoding - started) * 1e3, (ended - decoding) / num_steps * 1e3
 
     def _now(self) -> float:
         torch.cuda.synchronize(self._runner.device)
         return time.perf_counter()
+
+    def kernels_us(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], new: int) -> Counter[str]:
+        """Microseconds of all kernels of the steps, by name."""
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self.run(prompts, slots, new)
+        found: Counter[str] = Counter()
+        for event in device_events(trace):
+            found[event.name[:_NAME]] += event.end - event.start
+        return found
+
+
+def print_kernels(of_kinds: dict[str, Counter[str]]) -> None:
+    """Prints a line a kernel, a column a kind."""
+    base, *_, last = of_kinds.values()
+    names = sorted(last.keys() | base.keys(), key=lambda name: -abs(last[name] - base[name]))
+    print("    us of kernels:", ", ".join(f"{kind} {sum(found.values()):.0f}" for kind, found in of_kinds.items()))
+    for name in names[:_SHOWN]:
+        print("   ", " ".join(f"{found[name]:10.0f}" for found in of_kinds.values()), name)
 
 
 def main() -> None:
@@ -95,6 +123,7 @@ def main() -> None:
     parser.add_argument("--new", type=positive, default=128)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args()
     need_gpu()
     config, most = EngineConfig.from_yaml(arguments.config), max(arguments.requests)
@@ -128,6 +157,10 @@ def main() -> None:
                 print(
                     f"{count:4} requests, {name:8}: {step_ms:.3f} ms a decode step ({ratios[1]:.3f}), "
                     f"{prompt_ms:.2f} ms for their prompts ({ratios[0]:.3f})",
+                )
+            if arguments.kernels:
+                print_kernels(
+                    {name: turns.kernels_us(prompts, slots, arguments.new) for name, (turns, slots) in kinds.items()}
                 )
 
 

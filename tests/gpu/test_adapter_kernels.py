@@ -1,33 +1,33 @@
-"""The Triton kernels of adapters on a GPU, in packages as pieces are compiled, against float32."""
+"""The Triton kernels of adapters on a GPU, against float32. tests/gpu/test_adapters.py has them in packages."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
-from mllm_compile.inductor.compile_piece import compile_piece
-from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
-from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 MARGIN = 1.2  # ours may be this much further from float32 than torch in bfloat16 is
 SLOTS = 8
-SOURCE = """
-import torch
 
-class Piece(torch.nn.Module):
-    def forward(self, y, x, a, b, slots):
-        out = []
-        for is_few in (True, False):
-            shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, is_few, False)
-            out.append(torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, {starts}, {rows}, is_few, False))
-        return tuple(out)
-"""
+
+def by_kernels(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, *parts: Any
+) -> list[torch.Tensor]:
+    """y with what adapters add, of each form."""
+    found = []
+    for is_few in (True, False):
+        shrunk = op("lora_shrink")(x, a, slots, is_few, False)
+        found.append(op("lora_expand")(y, shrunk, b, slots, *parts, is_few, False))
+    return found
+
+
 SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
     (4096, 6144, [0, 4096, 5120], [4096, 1024, 1024], 16),
     (4096, 6144, [0, 5120], [4096, 1024], 64),
@@ -37,15 +37,9 @@ SHAPES = [  # inputs, outputs, first outputs and numbers of parts, rank
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, tmp_path: Path) -> None:
+def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any) -> None:
     inputs, outputs, starts, rows, rank = shape
-    source = tmp_path / "piece.py"
-    source.write_text(SOURCE.format(starts=starts, rows=rows))
     factors = (SLOTS, rank * len(rows), inputs), (SLOTS, sum(rows), rank)
-    shapes = ("T", outputs), ("T", inputs), *factors
-    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
-    compile_piece(source, given, "cuda:0", {"T": 8192}, tmp_path / "piece.pt2", tmp_path)
-    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(one, generator=generator, device="cuda") for one in factors)
     a, b = (a / inputs**0.5).bfloat16(), b.bfloat16()
@@ -58,8 +52,8 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, tmp_path: Pa
             exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
             torchs = add_lora_reference(y, x, a, b, slots, starts, rows)
             theirs = (torchs.float() - exact).norm() / exact.norm()
-            whole, first = [y, x, a, b, slots], [y[:1], x[:1], a, b, slots[:1]]
-            every = (piece(one) for one in (whole, whole, first))
+            whole, first = (y, x, a, b, slots), (y[:1], x[:1], a, b, slots[:1])
+            every = (by_kernels(*one, starts, rows) for one in (whole, whole, first))
             for form, (ours, again, alone) in zip(("few", "many"), zip(*every, strict=True), strict=True):
                 assert torch.equal(ours, again)
                 assert torch.equal(ours[slots < 0], y[slots < 0])
@@ -68,76 +62,77 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any, tmp_path: Pa
                 assert torch.equal(alone, ours[:1]), "a token's numbers do not depend on the others"
 
 
-GATED = """
-import torch
+@pytest.mark.parametrize(("rows", "rank"), [(32, 16), (48, 16), (192, 64)], ids=str)
+def test_norms_of_many_tokens_have_the_numbers_of_what_they_stand_for(rows: int, rank: int) -> None:
+    width, generator = 4096, torch.Generator("cuda").manual_seed(0)
 
-class Piece(torch.nn.Module):
-    def forward(self, y, x, a, b, slots):
-        found, parts = [], ([0, 12288], [12288, 12288])
-        for is_few in (True, False):
-            shrunk = torch.ops.mllm.lora_shrink.default(x, a, slots, is_few, False)
-            out = torch.ops.mllm.lora_expand.default(y, shrunk, b, slots, *parts, is_few, False)
-            found.append(torch.ops.mllm.silu_mul.default(out))
-            found.append(torch.ops.mllm.lora_expand_gated.default(y, shrunk, b, slots, *parts, is_few, False))
-        return tuple(found)
-"""
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    b, a, weight = random(SLOTS, width, rank) / 8, random(SLOTS, rows, width) / 64, random(width)
+    for tokens in (1, 31, 65, 256, 513, 2048, 8190):
+        every = torch.arange(tokens, device="cuda", dtype=torch.int32)
+        for slots in (every % (SLOTS + 1) - 1, every * SLOTS // tokens, every * 0 + 3, every * 0 - 1):
+            y, residual, shrunk = random(tokens, width), random(tokens, width), random(1, tokens, rank)
+            expanded = op("lora_expand")(y, shrunk, b, slots, [0], [width], False, True)
+            h, squares = op("lora_expand_residual")(y, shrunk, b, slots, residual)
+            assert torch.equal(h, residual + expanded), (tokens, slots)
+            assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1), rtol=1e-4)
+            normed, products = op("lora_norm_shrink")(h, squares, weight, 1e-6, False, a, slots)
+            exact = rms_norm(h.float(), (width,), weight.float(), 1e-6)
+            assert (normed.float() - exact).norm() <= 2e-3 * exact.norm(), (tokens, slots)
+            found, expected = (
+                one[0, slots >= 0].float() for one in (products, op("lora_shrink")(normed, a, slots, False, True))
+            )
+            assert (found - expected).norm() <= 4e-3 * expected.norm(), (tokens, slots)
+            h, squares = h[5:6], squares[5:6]
+            if len(h):
+                alone = op("lora_norm_shrink")(h, squares, weight, 1e-6, False, a, slots[5:6].clone())
+                assert torch.equal(alone[0][0], normed[5])
+                assert slots[5] < 0 or torch.equal(alone[1][0, 0], products[0, 5])
 
 
-def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both(tmp_path: Path) -> None:
-    source, generator = tmp_path / "piece.py", torch.Generator("cuda").manual_seed(0)
-    source.write_text(GATED)
+def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both() -> None:
+    generator, parts = torch.Generator("cuda").manual_seed(0), ([0, 12288], [12288, 12288])
     shapes = ("T", 24576), ("T", 4096), (SLOTS, 32, 4096), (SLOTS, 24576, 16)
-    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
-    compile_piece(source, given, "cuda:0", {"T": 8192}, tmp_path / "piece.pt2", tmp_path)
-    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
     for tokens in (1, 8, 17, 64, 300, 2048):
         sizes = [(tokens if size == "T" else size, *rest) for size, *rest in shapes]
         y, x, a, b = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes)
         slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
-        apart_of_few, of_few, apart, of_many = piece([y, x, a / 64, b, slots])
-        assert torch.equal(apart_of_few, of_few), tokens
-        assert torch.equal(apart, of_many), tokens
+        for is_few in (True, False):
+            shrunk = op("lora_shrink")(x, a / 64, slots, is_few, False)
+            apart = op("silu_mul")(op("lora_expand")(y, shrunk, b, slots, *parts, is_few, False))
+            ours = op("lora_expand_gated")(y, shrunk, b, slots, *parts, is_few, False)
+            assert torch.equal(apart, ours), (tokens, is_few)
 
 
-CHAINED = """
-import torch
-
-class Piece(torch.nn.Module):
-    def forward(self, x, o, residual, weight, gate_up, a_o, b_o, a_gate_up, b_gate_up, a_down, slots):
-        shrunk = torch.ops.mllm.lora_shrink.default(x, a_o, slots, True, True)
-        h = residual + torch.ops.mllm.lora_expand.default(o, shrunk, b_o, slots, [0], [4096], True, True)
-        out, scaled, squares, products = torch.ops.mllm.lora_expand_norm.default(
-            o, shrunk, b_o, slots, residual, weight, False, a_gate_up)
-        parts = [0, 12288], [12288, 12288]
-        norm = squares, 1e-6, 4096
-        gated = torch.ops.mllm.lora_expand_gated.default(gate_up, products, b_gate_up, slots, *parts, True, True, *norm)
-        again, last = torch.ops.mllm.lora_expand_gated_chained.default(
-            gate_up, products, b_gate_up, slots, *parts, *norm, a_down)
-        of_gated = torch.ops.mllm.lora_shrink.default(gated, a_down, slots, True, True)
-        of_scaled = torch.ops.mllm.lora_shrink.default(scaled, a_gate_up, slots, True, True)
-        return h, out, scaled, squares, gated, again, products, of_scaled, last, of_gated
-"""
-
-
-def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for(tmp_path: Path) -> None:
-    source, generator = tmp_path / "piece.py", torch.Generator("cuda").manual_seed(0)
-    source.write_text(CHAINED)
+def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for() -> None:
+    generator, parts, norm = torch.Generator("cuda").manual_seed(0), ([0, 12288], [12288, 12288]), (1e-6, 4096)
     of_adapters = (SLOTS, 16, 4096), (SLOTS, 4096, 16), (SLOTS, 32, 4096), (SLOTS, 24576, 16), (SLOTS, 16, 12288)
     shapes = (*[("T", 4096)] * 3, (4096,), ("T", 24576), *of_adapters)
-    given = [PieceInput.contiguous(one, "bfloat16") for one in shapes] + [PieceInput.contiguous(("T",), "int32")]
-    compile_piece(source, given, "cuda:0", {"T": 256}, tmp_path / "piece.pt2", tmp_path)
-    piece = load_piece("piece.pt2", (tmp_path / "piece.pt2").read_bytes())
     for tokens in (1, 8, 17, 64, 65, 256):
         sizes = [tuple(tokens if size == "T" else size for size in shape) for shape in shapes]
         tensors = [torch.randn(size, generator=generator, device="cuda") for size in sizes]
         tensors = [(one / 64 if len(one.shape) == 3 else one).bfloat16() for one in tensors]
+        x, o, residual, weight, gate_up, a_o, b_o, a_gate_up, b_gate_up, a_down = tensors
         slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
         torch.cuda.synchronize()  # slots are read early
-        h, out, scaled, squares, gated, again, *products = piece([*tensors, slots])
+        shrunk = op("lora_shrink")(x, a_o, slots, True, True)
+        h = residual + op("lora_expand")(o, shrunk, b_o, slots, [0], [4096], True, True)
+        out, scaled, squares, products = op("lora_expand_norm")(
+            o, shrunk, b_o, slots, residual, weight, False, a_gate_up
+        )
+        gated = op("lora_expand_gated")(gate_up, products, b_gate_up, slots, *parts, True, True, squares, *norm)
+        again, last = op("lora_expand_gated_chained")(
+            gate_up, products, b_gate_up, slots, *parts, squares, *norm, a_down
+        )
         assert torch.equal(h, out)
         assert torch.equal(gated, again)
-        assert torch.equal(scaled, (h.float() * tensors[3].float()).bfloat16())
+        assert torch.equal(scaled, (h.float() * weight.float()).bfloat16())
         assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1), rtol=1e-4)
-        for ours, theirs in (products[:2], products[2:]):
+        of_scaled, of_gated = (
+            op("lora_shrink")(one, a, slots, True, True) for one, a in ((scaled, a_gate_up), (gated, a_down))
+        )
+        for ours, theirs in ((products, of_scaled), (last, of_gated)):
             found, expected = (one.sum(0)[slots >= 0] for one in (ours, theirs))
             assert (found - expected).norm() <= 1e-3 * expected.norm()

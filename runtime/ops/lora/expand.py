@@ -22,20 +22,14 @@ from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
     MOST_PARTS,
     MOST_SLOTS,
-    SHORT_TOKENS,
-    STRETCH_TOKENS,
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
-    ranks_of_slots,
-    stages_of,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
-from mllm_compile.runtime.ops.lora.stretches import load_b, stretch_kernel
-from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
+from mllm_compile.runtime.ops.lora.stretches import load_b, written
 
 _GATED_COLUMNS = 64  # of a block, of gate and of up each
-_LEAST_SHARED_BYTES = 99 << 10  # of the GPUs that there are kernels for
 
 
 @triton.jit
@@ -347,6 +341,8 @@ def lora_expand(
         [..., N] in the dtype of y.
     """
     y = y.contiguous()
+    if not is_few:
+        return written(y, shrunk, b, slots, starts, rows)[0]
     outputs, num_tokens = y.shape[-1], math.prod(y.shape[:-1])
     block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
     blocks, shared = _shared(y, shrunk, b, is_few)
@@ -354,20 +350,6 @@ def lora_expand(
     for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
         shared |= {f"START_{at}": start, f"ROWS_{at}": count}
     shared |= {"N": outputs, "BLOCK_N": block_n}
-    if not is_few:
-        for name in ("SPLITS", "SLOTS"):
-            del shared[name]
-        further = SHORT_TOKENS // WRITTEN_TOKENS - SHORT_TOKENS // STRETCH_TOKENS  # of a short step
-        grid = outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS) + further
-        shared_bytes = most_shared_bytes() if torch.cuda.is_available() else _LEAST_SHARED_BYTES
-        shared |= {
-            "ALL_RANKS": ranks_of_slots(b.shape[0], b.shape[2], b.element_size()),
-            "STAGES": stages_of(b.shape[2], block_n, b.element_size(), shared_bytes),
-        }
-        wrap_triton(stretch_kernel)[grid](
-            y, shrunk, b, slots, out, num_tokens, STRETCH=STRETCH_TOKENS, SHORT_TOKENS=SHORT_TOKENS, **shared
-        )
-        return out
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](
         y,
         shrunk,

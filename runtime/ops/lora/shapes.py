@@ -12,11 +12,13 @@ MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
 STRETCH_TOKENS, SHORT_TOKENS = 128, 1024  # that a block of many writes, so many at a time; of steps of more
-LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on a block of many that read has so many splits
+APART_TOKENS = 512  # up to which a block of many that read has one slot: in longer steps such blocks are thousands
+LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on it has so many splits
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
-MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of some hundred
+MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of up to APART_TOKENS
+_MOST_NORM_COLUMNS = 256  # of a row that is normed, that are on their way together
 _MOST_RANKS = 256  # of all slots, whose B is one matrix
-_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch; of shared memory besides
+_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch, of columns of a norm; of shared memory besides
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -49,6 +51,18 @@ def chained_columns(outputs: int) -> int:
     """Outputs of a block that also multiplies them with the next linear's A; 0: too few of them are a power of two."""
     columns = min(outputs & -outputs, _CHAINED_COLUMNS)
     return columns if columns >= _FEWEST and outputs // columns <= _MOST_CHAINED_SPLITS else 0
+
+
+def norm_columns(inputs: int) -> int:
+    """Inputs that the norm ahead of A takes at once; 0: too few of them are a power of two."""
+    columns = min(inputs & -inputs, _MOST_NORM_COLUMNS)
+    return columns if columns >= _FEWEST else 0
+
+
+def stages_of_norm(inputs: int, rows: int, itemsize: int, shared_bytes: int) -> int:
+    """Parts of a row, and of as many rows of A as a product takes, that are under way at once."""
+    bytes_ahead = norm_columns(inputs) * (WRITTEN_TOKENS + padded_rank(rows)) * itemsize
+    return max(1, min(_STAGES, (shared_bytes - _FURTHER_BYTES) // bytes_ahead))
 
 
 def ranks_of_slots(slots: int, rank: int, itemsize: int) -> int:

@@ -23,6 +23,7 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
+    APART_TOKENS,
     FEW_TOKENS,
     INPUTS_OF_SPLIT,
     LONG_TOKENS,
@@ -107,6 +108,7 @@ def loop_kernel(
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    APART_TOKENS: tl.constexpr,
     LONG_TOKENS: tl.constexpr,
     SPLITS_OF_LONG: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -115,19 +117,20 @@ def loop_kernel(
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, rows, sum and slot).
+    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, sum and slot; rows).
 
-    A block goes through the slots of its tokens. With SLOTS it has one of these, as neighbours may have others. From
-    LONG_TOKENS on blocks are enough without that, and for SPLITS_OF_LONG of the sums each, which it adds up.
+    A block goes through the slots of its tokens. Up to APART_TOKENS it has one of the SLOTS, as neighbours may have
+    others. From LONG_TOKENS on blocks are enough for SPLITS_OF_LONG of the sums each, which it adds up.
     """
-    is_long = num_tokens >= LONG_TOKENS
-    if is_long & (tl.program_id(2) * SPLITS_OF_LONG * INPUTS >= K):
+    is_long, are_apart = num_tokens >= LONG_TOKENS, num_tokens <= APART_TOKENS
+    inputs = tl.where(is_long, SPLITS_OF_LONG * INPUTS, INPUTS)
+    num_blocks, slots_apart = tl.cdiv(num_tokens, BLOCK_T), tl.where(are_apart, SLOTS, 1)
+    if tl.program_id(0) >= num_blocks * tl.cdiv(K, inputs) * slots_apart:
         return
-    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    first = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_T
+    index, own_slot = tl.program_id(0) // num_blocks // slots_apart, tl.program_id(0) // num_blocks % slots_apart
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_token, is_row = first + tokens < num_tokens, rows < ROWS
-    index = tl.where(is_long, tl.program_id(2), tl.program_id(2) // SLOTS)
-    inputs = tl.where(is_long, SPLITS_OF_LONG * INPUTS, INPUTS)
     start = index * inputs
     end = tl.minimum(start + inputs, K)
     if EARLY:
@@ -135,7 +138,7 @@ def loop_kernel(
         start_dependents()
     slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
     if SLOTS > 1:
-        slots = tl.where(is_long | (slots == tl.program_id(2) % SLOTS), slots, -1)
+        slots = tl.where((are_apart == 0) | (slots == own_slot), slots, -1)
     x_places = x_ptr + first * K
     out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
@@ -221,8 +224,13 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
     shared |= {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
     long = {"LONG_TOKENS": NO_SLOT.value if is_few else LONG_TOKENS, "SPLITS_OF_LONG": SPLITS_OF_LONG}
     slots_apart = num_slots if num_slots <= MOST_SLOTS and not is_few else 1
-    grid = num_blocks, blocks_of_rows, splits * slots_apart
-    wrap_triton(loop_kernel)[grid](x, a, slots, out, num_tokens, SLOTS=slots_apart, **long, **shared)
+    # The grid is a multiple of the tokens and a number besides: what shorter steps have more blocks for each of them.
+    sums = splits if is_few else triton.cdiv(splits, SPLITS_OF_LONG)
+    further = APART_TOKENS * (splits * slots_apart - sums), LONG_TOKENS * (splits - sums)
+    grid = num_blocks * sums + triton.cdiv(max(further), block_t), blocks_of_rows
+    wrap_triton(loop_kernel)[grid](
+        x, a, slots, out, num_tokens, SLOTS=slots_apart, APART_TOKENS=APART_TOKENS, **long, **shared
+    )
     if is_few:
         return out
     summed = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
