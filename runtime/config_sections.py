@@ -98,6 +98,11 @@ class KVTransferSection:
         return float(given)
 
     @property
+    def transport(self) -> str:
+        """`nixl`, or `auto`: the memory itself on one host, else TCP."""
+        return str(self.kv_connector_extra_config.get("transport", "auto"))
+
+    @property
     def import_path(self) -> str:
         """module.Class of the store; empty without one."""
         if self.names_peers:

@@ -41,7 +41,7 @@ def check_settings(sources: Mapping[str, EngineConfig | Path], sleep_after: str 
             from mllm_compile.kv_connectors.peers.meeting import peer_secret
 
             peer_secret()
-        elif settings.kv_transfer_config.kv_connector:
+        if settings.kv_transfer_config.kv_connector:
             from mllm_compile.kv_connectors import installed
 
             installed.check_installed(settings.kv_transfer_config)

@@ -9,7 +9,8 @@ from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.runtime.config_sections import PEER_CONNECTOR, KVTransferSection, WritePolicy
 from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 
-_OF_PEERS = ("hold_s", "hosts")
+_OF_PEERS = ("hold_s", "hosts", "transport")
+_TRANSPORTS = ("auto", "nixl")
 
 
 def kv_transfer(asked: KVTransferConfig) -> KVTransferSection:
@@ -68,6 +69,8 @@ def _check_peers(asked: KVTransferSection) -> None:
     hold_s = options.get("hold_s", 60.0)
     if isinstance(hold_s, bool) or not isinstance(hold_s, int | float) or not 0 <= hold_s <= 86400:
         raise ConfigError(f"{place}.hold_s: expected seconds from 0 to 86400, got {hold_s!r}.")
+    if (transport := options.get("transport", "auto")) not in _TRANSPORTS:
+        raise ConfigError(f"{place}.transport: expected one of {', '.join(_TRANSPORTS)}, got {transport!r}.")
     try:
         KVTransferParams(remote_host=asked.kv_ip)  # as answers tell it
     except RequestError:

@@ -70,7 +70,7 @@ class KVTransferConfig(Section):
     """Its port; 0: a free one."""
 
     kv_connector_extra_config: dict[str, Any] = Field(default={})
-    """Options of the class; of PeerConnector hosts (that may be asked) and hold_s."""
+    """Options of the class; of PeerConnector hosts (that may be asked), hold_s and transport."""
 
     timeout_s: float = Field(default=5.0, gt=0.0, le=600.0)
     """Longest time of a call; the engine goes on without the store then."""

@@ -6,11 +6,15 @@ An engine of another config does not import this.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
+from mllm_compile.errors import ConfigError
 from mllm_compile.kv_connectors.peers.giver import Giver, Port
 from mllm_compile.kv_connectors.peers.meeting import peer_secret, secret_of_keys
 from mllm_compile.kv_connectors.peers.memory import LentMemory
+from mllm_compile.kv_connectors.peers.nixl import NixlLender, NixlReader
 from mllm_compile.kv_connectors.peers.taker import PeerStore
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -20,6 +24,8 @@ from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 from mllm_compile.runtime.tiers.connector import Namespace
 from mllm_compile.runtime.tiers.copies import SlotCopies
 from mllm_compile.runtime.tiers.layout import SlotLayout
+
+T = TypeVar("T")
 
 _MOST_KNOWN = 1 << 20  # pages of others, of which it is known where they are
 
@@ -49,7 +55,10 @@ def put_peers_behind(
         port = Port(asked.kv_ip, asked.kv_port) if gives else None
         if port is not None:
             opened.callback(port.socket.close)
-        store = PeerStore(secret, keys, namespace, runtime.page_size, asked.timeout_s) if takes else None
+        by_nixl = asked.transport == "nixl"
+        most_bytes = max(namespace.page_bytes, namespace.state_bytes)
+        reader = _by_nixl(lambda: NixlReader(most_bytes)) if by_nixl and takes else None
+        store = PeerStore(secret, keys, namespace, runtime.page_size, asked.timeout_s, reader) if takes else None
         copies = SlotCopies(*layouts, *sizes, runner.device, store, is_lent=gives)
         opened.callback(copies.close)
         # Pages may hold nothing, as of models without attention: their keys lead to states all the same.
@@ -67,7 +76,19 @@ def put_peers_behind(
         )
         if port is not None and tiers.handover is not None:
             memory = None if copies.file is None else LentMemory(copies.file)
-            giver = Giver(port, secret, engine_id, namespace, tiers.handover, copies.value_of, memory, copies.offset_of)
+            nixl = _by_nixl(lambda: NixlLender(copies.memory)) if by_nixl else None
+            content = copies.value_of, memory, copies.offset_of, nixl
+            giver = Giver(port, secret, engine_id, namespace, tiers.handover, *content)
             tiers.handover.on_close = giver.close
         opened.pop_all()
     scheduler.use_tiers(tiers)
+
+
+def _by_nixl(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except OSError as error:
+        raise ConfigError(
+            f"runtime.kv_transfer_config.kv_connector_extra_config.transport is nixl: {error}. Set auto: the memory "
+            "itself on one host and TCP between hosts."
+        ) from error

@@ -112,6 +112,12 @@ class SlotCopies:
         """The descriptor of the slots' memory, where it is lent."""
         return self._memory.file
 
+    @property
+    def memory(self) -> np.ndarray:
+        """[n] uint8, the slots' memory."""
+        data: np.ndarray = self._memory.data.numpy()
+        return data
+
     def value_of(self, slot: int, is_state: bool) -> np.ndarray:
         """[n] uint8, the bytes of a slot; for any thread. Nothing keeps them from changing."""
         return self._places[is_state][1].bytes_of(slot)

@@ -5,6 +5,7 @@ Tiny random models on a CPU; each engine has its own pages, and meets the other 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,14 +75,30 @@ def handed(prefill: Engine, prompt: list[int], params: SamplingParams = GREEDY, 
 def test_tokens_are_one_engines_and_whole_prompts_are_handed_over(
     folders: Callable[[Kind], Served], kind: Kind, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = folders(kind)
-    monkeypatch.setattr(taker, "_copied" if way == "connection" else "_received", None)
+    monkeypatch.setattr(taker, "_read" if way == "connection" else "_received", None)
     if way == "connection":
         monkeypatch.setattr(taker, "borrow", _not_lent)
+    check_tokens(folders(kind), way)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the extra nixl")
+@pytest.mark.parametrize("kind", slow_but_a_sample(KINDS, 1))
+def test_tokens_are_one_engines_over_nixl(
+    folders: Callable[[Kind], Served], kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("_received", "borrow", "_copy"):
+        monkeypatch.setattr(taker, other, None)
+    check_tokens(folders(kind), "nixl", transfer={"kv_connector_extra_config": {"transport": "nixl"}})
+
+
+def check_tokens(served: Served, way: str, **runtime: Any) -> None:
     turns = turns_of(Random(f"{served.kind} {way}"), 10)
     with served.engine() as plain:
         expected = tokens_of(plain, turns, 1)
-    with engine(served, "kv_producer") as prefill, engine(served, "kv_consumer", 60) as decode:
+    with (
+        engine(served, "kv_producer", **runtime) as prefill,
+        engine(served, "kv_consumer", 60, **runtime) as decode,
+    ):
         first = [decode.generate(turn, handed(prefill, turn))[0] for turn in turns]
         assert first[0].num_cached_tokens == (len(turns[0]) - 1) // PAGE * PAGE
         assert first[0].num_disk_tokens == first[0].num_cached_tokens

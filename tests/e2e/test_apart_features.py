@@ -192,6 +192,7 @@ def test_an_images_pages_are_its_own(
         ({"kv_transfer_config": PEERS | {"kv_connector_extra_config": {"hosts": "a"}}}, "a list of names"),
         ({"kv_transfer_config": PEERS | {"kv_connector_extra_config": {"hold_s": -1}}}, "from 0 to 86400"),
         ({"kv_transfer_config": PEERS | {"kv_connector_extra_config": {"hosts": ["10.0.0.0/33"]}}}, "a network such"),
+        ({"kv_transfer_config": PEERS | {"kv_connector_extra_config": {"transport": "ucx"}}}, "one of auto, nixl"),
         ({"kv_transfer_config": PEERS | {"kv_ip": ""}}, "an address of this host"),
         ({"kv_transfer_config": PEERS | {"kv_ip": "höst"}}, "an address of this host, got 'höst'"),
         ({"kv_transfer_config": PEERS | {"kv_ip": "0.0.0.0"}}, "the one address .* got 0.0.0.0, which is any"),

@@ -44,7 +44,7 @@ def test_make_installs_the_torch_of_the_constraints():
 
 def test_what_is_imported_is_declared():
     declared = {canonicalize_name(one.name) for one in DEPENDENCIES}
-    for extra in ("cuda", "bench", "serve", "structured", "images", "audio", "ray", "otel", "events"):
+    for extra in ("cuda", "bench", "serve", "structured", "images", "audio", "ray", "otel", "events", "nixl"):
         declared |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"][extra]}
     # With torch: Triton where it has CUDA, SymPy for sizes.
     own = set(sys.stdlib_module_names) | {"mllm_compile", "triton", "sympy", "cuda"}

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +35,9 @@ from mllm_compile.process.shared_secret import send_line, wait_until
 from mllm_compile.runtime.schedule.tiers.handover import HandOver
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.tiers.connector import Namespace
+
+if TYPE_CHECKING:
+    from mllm_compile.kv_connectors.peers.nixl import NixlLender
 
 logger = logging.getLogger("mllm_compile.tiers")
 
@@ -72,6 +77,7 @@ class Giver:
         namespace: what its pages depend on.
         value_of: gives the bytes of a slot of pages, or of states (True).
         memory: lends the host's memory; None: it is private.
+        nixl: lends it by NIXL too.
         offset_of: of a value in that memory.
     """
 
@@ -85,11 +91,12 @@ class Giver:
         value_of: ValueOf,
         memory: LentMemory | None,
         offset_of: Callable[[np.ndarray], int],
+        nixl: NixlLender | None = None,
     ) -> None:
         self._port, self._secret, self._engine_id, self._namespace = port, secret, engine_id, namespace
         self._facts = facts_of(namespace)
         self._handover, self._value_of = handover, value_of
-        self._memory, self._offset_of = memory, offset_of
+        self._memory, self._nixl, self._offset_of = memory, nixl, offset_of
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
@@ -114,6 +121,8 @@ class Giver:
             thread.join()
         if self._memory is not None:
             self._memory.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _accept(self) -> None:
         while True:
@@ -184,6 +193,8 @@ class Giver:
             return False
         memory = self._memory
         told = Welcome(None) if memory is None else Welcome(None, memory.name, memory.pass_word())
+        if self._nixl is not None:
+            told = replace(told, nixl_agent=self._nixl.lent.agent, nixl_address=self._nixl.lent.address)
         send_line(connection, session, told)
         return True
 
@@ -231,7 +242,7 @@ class Giver:
         connection.sendall(self._held(found, is_state))
 
     def _places(self, found: Sequence[tuple[bytes, Entry | None]], is_state: bool) -> bytes:
-        if self._memory is None:
+        if self._memory is None and self._nixl is None:
             raise ValueError("it asks for memory that is not lent")
         heads = []
         for _, entry in found:

@@ -50,11 +50,14 @@ class Welcome:
         refusal: why nothing is handed over, or None.
         memory: the name of a socket of this host where the memory itself can be had; None: it cannot.
         pass_word: by which that socket knows who asks.
+        nixl_agent, nixl_address: as nixl.py's Lent has them; None: it does not lend by NIXL.
     """
 
     refusal: str | None
     memory: str | None = None
     pass_word: str | None = None
+    nixl_agent: str | None = None
+    nixl_address: int = 0
 
 
 def peer_secret() -> bytes:

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from mllm_compile.kv_connectors.peers import frames
 from mllm_compile.kv_connectors.peers.meeting import RefusedError, deadline, hello_of, introduce
 from mllm_compile.kv_connectors.peers.memory import borrow
+from mllm_compile.kv_connectors.peers.nixl import Lent, NixlReader
 from mllm_compile.process.shared_secret import read_exactly
 from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.tiers.connector import VERSION, Namespace
@@ -50,6 +52,7 @@ class PeerStore:
         keys: the secret of keys of pages.
         page_size: tokens of a page.
         timeout_s: of a call, beside what its bytes take.
+        nixl: reads values; None: they come as the other end has them.
 
     Attributes:
         takes_writes: False once it is closed.
@@ -58,9 +61,17 @@ class PeerStore:
     version = VERSION
     share = 1.0
 
-    def __init__(self, secret: bytes, keys: bytes, namespace: Namespace, page_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        keys: bytes,
+        namespace: Namespace,
+        page_size: int,
+        timeout_s: float,
+        nixl: NixlReader | None = None,
+    ) -> None:
         self.secret, self._secret = keys, secret
-        self._namespace, self._page_size, self._timeout_s = namespace, page_size, timeout_s
+        self._namespace, self._page_size, self._timeout_s, self._nixl = namespace, page_size, timeout_s, nixl
         self.takes_writes = True
         self._lock = threading.Lock()
         self._peers: OrderedDict[_Address, _Peer] = OrderedDict()
@@ -133,6 +144,8 @@ class PeerStore:
             peer.close()
         self._is_closing.set()
         self._thread.join()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _look(self) -> None:
         while not self._is_closing.wait(_LOOK_S):
@@ -146,7 +159,7 @@ class PeerStore:
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
-                peer = self._peers[address] = _Peer(address, self._secret, self._namespace, self._timeout_s)
+                peer = self._peers[address] = _Peer(address, self._secret, self._namespace, self._timeout_s, self._nixl)
                 others = (one for one in self._peers.values() if one.is_at(address))
                 peer.silent_until = max((one.silent_until for one in others), default=0.0)
             self._peers.move_to_end(address)
@@ -164,11 +177,14 @@ class _Peer:
         silent_until: time.monotonic() up to which nobody is asked at its address, whatever its id: a client names ids.
     """
 
-    def __init__(self, address: _Address, secret: bytes, namespace: Namespace, timeout_s: float) -> None:
+    def __init__(
+        self, address: _Address, secret: bytes, namespace: Namespace, timeout_s: float, nixl: NixlReader | None
+    ) -> None:
         self._address, self._secret, self._timeout_s = address, secret, timeout_s
         self._hello = hello_of(namespace, address.engine_id)
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
+        self._nixl, self._lent = nixl, Lent("", 0)
         self._memory: np.ndarray | None = None
         self._was_lent = False  # memory was asked for
         self._num_calls = 0
@@ -204,8 +220,10 @@ class _Peer:
 
         def call(connection: socket.socket) -> list[bool]:
             until = deadline(self._timeout_s + frames.seconds_for(sum(map(len, buffers))))
+            if (nixl := self._nixl) is not None:
+                return _read(connection, partial(nixl.read, self._lent), keys, is_state, buffers, until)
             if (memory := self._memory) is not None:
-                return _copied(connection, memory, keys, is_state, buffers, until)
+                return _read(connection, partial(_copy, memory), keys, is_state, buffers, until)
             return _received(connection, keys, is_state, buffers, until)
 
         return self._call(call)
@@ -276,6 +294,11 @@ class _Peer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             welcome = introduce(connection, self._secret, self._hello, until)
+            if self._nixl is not None:
+                if welcome.nixl_agent is None:
+                    raise RefusedError("it does not lend by NIXL: set transport of both to nixl, or of neither")
+                self._lent = Lent(welcome.nixl_agent, welcome.nixl_address)
+                return connection
             with self._lock:
                 asks, self._was_lent = not self._was_lent and welcome.memory is not None, True
             if asks and welcome.memory is not None and welcome.pass_word is not None:
@@ -313,25 +336,33 @@ def _received(
     return [is_there and is_held for is_there, is_held in zip(flags, held, strict=True)]
 
 
-def _copied(
+def _read(
     connection: socket.socket,
-    memory: np.ndarray,
+    fill: Callable[[Sequence[tuple[int, memoryview]], float], None],
     keys: Sequence[bytes],
     is_state: bool,
     buffers: Sequence[memoryview],
     until: float,
 ) -> list[bool]:
+    """Reads the other end's memory itself.
+
+    Args:
+        fill: fills buffers from their offsets there, until then.
+    """
     frames.ask(connection, frames.MAP, is_state, keys, until)
-    flags = []
-    for buffer, (is_there, offset) in zip(buffers, frames.read_places(connection, len(keys), until), strict=True):
-        if is_there and offset + len(buffer) > memory.size:
-            raise ValueError(f"an offset of {offset} in memory of {memory.size} bytes")
-        if is_there and buffer:
-            np.frombuffer(buffer, dtype=np.uint8)[:] = memory[offset : offset + len(buffer)]
-        flags.append(is_there)
+    places = [*frames.read_places(connection, len(keys), until)]
+    pairs = zip(buffers, places, strict=True)
+    fill([(offset, buffer) for buffer, (is_there, offset) in pairs if is_there and buffer], until)
     frames.ask(connection, frames.HELD, is_state, (), until)
     held = frames.read_flags(connection, len(keys), until)
-    return [is_there and is_held for is_there, is_held in zip(flags, held, strict=True)]
+    return [is_there and is_held for (is_there, _), is_held in zip(places, held, strict=True)]
+
+
+def _copy(memory: np.ndarray, values: Sequence[tuple[int, memoryview]], until: float) -> None:
+    for offset, buffer in values:
+        if offset + len(buffer) > memory.size:
+            raise ValueError(f"an offset of {offset} in memory of {memory.size} bytes")
+        np.frombuffer(buffer, dtype=np.uint8)[:] = memory[offset : offset + len(buffer)]
 
 
 def _has_ended(connection: socket.socket) -> bool:

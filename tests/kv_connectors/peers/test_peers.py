@@ -21,6 +21,7 @@ from mllm_compile.kv_connectors.peers import frames, giver, memory, taker
 from mllm_compile.kv_connectors.peers.giver import Giver, Port
 from mllm_compile.kv_connectors.peers.meeting import VARIABLE, deadline, peer_secret
 from mllm_compile.kv_connectors.peers.memory import LentMemory, borrow
+from mllm_compile.kv_connectors.peers.nixl import NixlLender, NixlReader
 from mllm_compile.kv_connectors.peers.rules import PeerRules
 from mllm_compile.kv_connectors.peers.taker import PeerStore
 from mllm_compile.runtime.config_sections import KVTransferSection
@@ -76,7 +77,7 @@ def namespace(**changes: str) -> Namespace:
 
 
 @contextmanager
-def prefill(is_lent: bool = False) -> Iterator[Prefill]:
+def prefill(is_lent: bool = False, by_nixl: bool = False) -> Iterator[Prefill]:
     import torch
 
     host = HostMemory([NUM_PAGES * PAGE_BYTES], torch.device("cpu"), is_lent=is_lent)
@@ -89,7 +90,9 @@ def prefill(is_lent: bool = False) -> Iterator[Prefill]:
     def offset_of(value: np.ndarray) -> int:
         return int(value.ctypes.data) - host.data.data_ptr()
 
-    given = Giver(port, SECRET, "prefill", namespace(), handover, lambda slot, _: values[slot], lent, offset_of)  # type: ignore[arg-type]
+    nixl = NixlLender(host.data.numpy()) if by_nixl else None
+    content = lambda slot, _: values[slot], lent, offset_of, nixl
+    given = Giver(port, SECRET, "prefill", namespace(), handover, *content)  # type: ignore[arg-type]
     try:
         yield Prefill(handover, values, port.number)
     finally:
@@ -98,8 +101,10 @@ def prefill(is_lent: bool = False) -> Iterator[Prefill]:
 
 
 @contextmanager
-def store(timeout_s: float = 30.0, secret: bytes = SECRET, **facts: str) -> Iterator[PeerStore]:
-    made = PeerStore(secret, b"k" * 32, namespace(**facts), PAGE_SIZE, timeout_s)
+def store(
+    timeout_s: float = 30.0, secret: bytes = SECRET, nixl: NixlReader | None = None, **facts: str
+) -> Iterator[PeerStore]:
+    made = PeerStore(secret, b"k" * 32, namespace(**facts), PAGE_SIZE, timeout_s, nixl)
     try:
         yield made
     finally:
