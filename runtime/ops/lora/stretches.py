@@ -273,7 +273,7 @@ def written(
         slots,
         y if residual is None else residual,
         out,
-        out if squares is None else squares,
+        y if squares is None else squares,  # not `out`: an output that is another argument too is copied first
         num_tokens,
         N=outputs,
         B_ROWS=b.shape[1],
