@@ -54,7 +54,7 @@ from mllm_compile.kernels.flashinfer import collect_kernels
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS, splits_in_order
 from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.memory import give_back_unused
 from mllm_compile.runtime.media.tower import MAX_FEATURES
@@ -83,7 +83,6 @@ from mllm_compile.text.generation_defaults import default_params, load_generatio
 from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
 
 _MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
-_MOST_SPLITS = max(OF_FEW.most, OF_LATENTS.most)
 
 
 def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
@@ -308,7 +307,8 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         yield None
         return
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
+    most_splits = max(splits.most for splits in (OF_FEW, OF_LATENTS, splits_in_order(config.runtime.max_model_len)))
+    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": most_splits}
     sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
     sizes |= {"F": MAX_FEATURES, "G": MAX_FEATURES}
     with (

@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.hopper.shapes import are_served, has_cluster
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
-from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, OF_ONE, Splits
+from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits, splits_in_order
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.runner_config import MOST_VERIFIED
@@ -72,11 +72,11 @@ def _variants(
     numbers. A step may hold many tokens of one request, so no key can be fetched before the previous kernel has ended.
     And a request's numbers must not depend on the number of others.
     """
-    splits = OF_ONE if config.runtime.any_rows else OF_MANY
+    splits = splits_in_order(config.runtime.max_model_len) if config.runtime.any_rows else OF_MANY
     many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
     of_many = DecodeVariant(None, many.name, splits)
     if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
-        rows = _rows_piece(config, layer, f"decode_{index}_rows")
+        rows = _rows_piece(config, layer, f"decode_{index}_rows", splits)
         of_many = replace(of_many, most_sequences=_MOST_ROWS_ALONE * layer.num_kv_heads)
         return (of_many, DecodeVariant(None, rows.name)), (many, rows)
     if config.runtime.deterministic:
@@ -149,7 +149,7 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
     )
 
 
-def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:
+def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits) -> WrittenPiece:
     out = PieceInput.contiguous(("T", layer.num_heads, layer.head_dim), config.model.dtype)
     return WrittenPiece.calling(
         "rows_decode",
@@ -162,6 +162,7 @@ def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenP
             "page_size": config.runtime.page_size,
             "sm_scale": layer.sm_scale,
             "soft_cap": layer.logits_soft_cap,
+            "keys_of_split": splits.keys,
         },
         gives_tensor=False,
     )
@@ -207,6 +208,7 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
             "window_left": layer.window_left,
             "fetch_first": fetch_first,
             "chunk": layer.chunk,
+            "keys_of_split": splits.keys,
         },
         gives_tensor=False,
     )

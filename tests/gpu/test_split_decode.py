@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, splits_in_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -43,6 +43,7 @@ def decode(
     soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
+    keys_of_split: int = 0,
 ) -> torch.Tensor:
     import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (needs Triton)
 
@@ -71,6 +72,7 @@ def decode(
         window_left,
         fetch_first,
         0,
+        keys_of_split,
     )
     assert not done.any()
     return out
@@ -192,7 +194,12 @@ def test_rows_of_a_request_are_attended_together_with_the_same_bits(heads, kv_he
     q = torch.randn(len(lengths), heads, head_dim, device="cuda").bfloat16()
     sinks = torch.randn(heads, device="cuda").bfloat16() if features.get("has_sinks") else None
     soft_cap = features.get("soft_cap", 0.0)
-    one_by_one = decode(cache, q, 1, fetch_first=False, soft_cap=soft_cap, sinks=sinks)
+    splits = splits_in_order(max(lengths))
+    options = {"fetch_first": False, "soft_cap": soft_cap, "sinks": sinks, "keys_of_split": splits.keys}
+    one_by_one = decode(cache, q, 1, **options)
+    assert torch.equal(decode(cache, q, splits.most, **options), one_by_one), "in blocks of their own"
+    assert torch.equal(decode(cache, q, 2, **options), one_by_one), "where there is no room for all"
+    assert worst_head(one_by_one, in_float32(cache, q, soft_cap, sinks=sinks)) < 1e-2
     together = torch.full_like(q, math.nan)
     torch.ops.mllm.rows_decode(
         q,
@@ -206,5 +213,6 @@ def test_rows_of_a_request_are_attended_together_with_the_same_bits(heads, kv_he
         cache.page_size,
         head_dim**-0.5,
         soft_cap,
+        splits.keys,
     )
     assert torch.equal(together, one_by_one)

@@ -1,7 +1,7 @@
 """Decodes whose neighbours may be of one request: rows of a prompt in the deterministic mode, a token each.
 
 A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request are attended
-together: its keys are read once. A row's bits are as by split_decode with one block a request. Keys are in the same
+together: its keys are read once. A row's bits are as by split_decode with splits of as many keys. Keys are in the same
 order, and a key that a row does not see adds zeros.
 
 Registered and packaged as split_decode.py's. Shape legend: as there.
@@ -17,6 +17,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.attention.split_decode import (
     LOG2_E,
     add_keys,
+    add_split,
     block_of_keys,
     sink_weights,
     slots_of,
@@ -50,6 +51,7 @@ def _rows_decode_kernel(
     BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    KEYS_OF_SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -94,6 +96,7 @@ def _rows_decode_kernel(
         top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((DOT_ROWS,), tl.float32)
         acc = tl.zeros((DOT_ROWS, D), tl.float32)
+        all_top, all_total, all_acc = top, total, acc
         for offset in tl.range(0, num_keys, BLOCK, num_stages=STAGES):
             offsets = offset + block
             valid = offsets < num_keys
@@ -103,6 +106,16 @@ def _rows_decode_kernel(
             is_seen = offsets[None, :] < my_keys[:, None]
             bias = slopes[:, None] * (offsets[None, :] - (my_keys[:, None] - 1)).to(tl.float32)
             top, total, acc = add_keys(q, k, v, is_seen, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
+            ends = ((offset + BLOCK) % KEYS_OF_SPLIT == 0) | (offset + BLOCK >= num_keys)
+            takes = ends & (offset // KEYS_OF_SPLIT * KEYS_OF_SPLIT < my_keys)  # others see no key of the split
+            new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
+            all_top = tl.where(takes, new_top, all_top)
+            all_total = tl.where(takes, new_total, all_total)
+            all_acc = tl.where(takes[:, None], new_acc, all_acc)
+            top = tl.where(ends, float("-inf"), top)
+            total = tl.where(ends, 0.0, total)
+            acc = tl.where(ends, 0.0, acc)
+        top, total, acc = all_top, all_total, all_acc
         if HAS_SINKS:
             total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -124,6 +137,7 @@ def rows_decode(
     page_size: int,
     sm_scale: float,
     soft_cap: float,
+    keys_of_split: int,
 ) -> None:
     """Attention of one new token a row over its request's keys up to its own.
 
@@ -134,7 +148,7 @@ def rows_decode(
         page_table: [R, W] int32, the pages of each row's request, contiguous; seq_lens: [R] int32; with 0 a row is
             passed over and its output left as it is.
         out: [R, H, D], contiguous, written.
-        sinks, slopes, page_size, sm_scale, soft_cap: as split_decode's.
+        sinks, slopes, page_size, sm_scale, soft_cap, keys_of_split: as split_decode's.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -164,6 +178,7 @@ def rows_decode(
         BLOCK=block_of_keys(head_dim),
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None,
+        KEYS_OF_SPLIT=keys_of_split,
         STAGES=3,
         EARLY=starts_early(),
         num_warps=4,

@@ -6,7 +6,8 @@ needs neither Triton nor this op.
 
 The caller chooses the number of blocks of a request by the number of requests alone; a block without keys ends at once.
 The last block of a head to end adds up the others' results, always in the same order. So only the number of other
-requests changes a request's numbers, and the deterministic mode holds that fixed.
+requests changes a request's numbers. In the deterministic mode that changes nothing: there splits are of
+`keys_of_split` keys, and one block adds up splits just as several do (`add_split`).
 
 `benchmarks/kernels/decode_attention_speed.py` compares it with FlashInfer's kernels.
 
@@ -68,6 +69,27 @@ def add_keys(
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+    return new_top, total, acc
+
+
+@triton.jit
+def add_split(
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    its_top: tl.tensor,
+    its_total: tl.tensor,
+    its_acc: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(largest logit, sum, weighted values) of splits with those of the next one, which has a key.
+
+    Products and sums are written out as fused or not: a compiler chooses nothing, whatever is around it.
+    """
+    new_top = tl.maximum(top, its_top)
+    shrink = tl.exp2(top - new_top)
+    factor = tl.exp2(its_top - new_top)
+    total = tl.fma(its_total, factor, total * shrink)
+    acc = tl.fma(its_acc, tl.broadcast_to(factor[:, None], its_acc.shape), acc * shrink[:, None])
     return new_top, total, acc
 
 
@@ -135,6 +157,39 @@ def _combine(
 
 
 @triton.jit
+def _combine_in_order(
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    num_active: tl.tensor,
+    GROUP: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+) -> None:
+    """Like _combine, one split after another."""
+    members = tl.arange(0, DOT_ROWS)
+    dims = tl.arange(0, D)
+    is_member = members < GROUP
+    top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((DOT_ROWS,), tl.float32)
+    acc = tl.zeros((DOT_ROWS, D), tl.float32)
+    for split in range(num_active):
+        parts = split * GROUP + members
+        its_top = tl.load(tops_ptr + parts, mask=is_member, other=0.0, cache_modifier=".cg")
+        its_total = tl.load(totals_ptr + parts, mask=is_member, other=1.0, cache_modifier=".cg")
+        sums_ptr = partial_ptr + parts[:, None] * D + dims[None, :]
+        its_acc = tl.load(sums_ptr, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
+        top, total, acc = add_split(top, total, acc, its_top, its_total, its_acc)
+    if HAS_SINKS:
+        total += sink_weights(sinks_ptr, members, top, GROUP)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + members[:, None] * D + dims[None, :], out, mask=is_member[:, None])
+
+
+@triton.jit
 def _split_decode_kernel(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -173,6 +228,7 @@ def _split_decode_kernel(
     CHUNK: tl.constexpr,
     IS_REST: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
+    KEYS_OF_SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -196,6 +252,10 @@ def _split_decode_kernel(
     if IS_REST:
         first = tl.load(first_keys_ptr)
     share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
+    if KEYS_OF_SPLIT > 0:
+        all_keys = num_keys - first
+        has_room = (num_splits > 1) & (all_keys <= num_splits * KEYS_OF_SPLIT)
+        share = tl.where(has_room, KEYS_OF_SPLIT, tl.maximum(tl.cdiv(all_keys, BLOCK), 1) * BLOCK)
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
@@ -251,6 +311,7 @@ def _split_decode_kernel(
                 )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
+            all_top, all_total, all_acc = top, total, acc
             for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
                 offsets = offset + block
                 valid = offsets < end
@@ -262,6 +323,18 @@ def _split_decode_kernel(
                 if HAS_TABLE:
                     bias += bias_of(bias_ptr, own_heads[:, None], distances, num_distances)
                 top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_BIAS)
+                if KEYS_OF_SPLIT > 0:
+                    next_key = offset + BLOCK - start
+                    ends = (next_key % KEYS_OF_SPLIT == 0) | (offset + BLOCK >= end)
+                    new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
+                    all_top = tl.where(ends, new_top, all_top)
+                    all_total = tl.where(ends, new_total, all_total)
+                    all_acc = tl.where(ends, new_acc, all_acc)
+                    top = tl.where(ends, float("-inf"), top)
+                    total = tl.where(ends, 0.0, total)
+                    acc = tl.where(ends, 0.0, acc)
+            if KEYS_OF_SPLIT > 0:
+                top, total, acc = all_top, all_total, all_acc
         if num_active == 1:
             if HAS_SINKS:
                 total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
@@ -279,22 +352,36 @@ def _split_decode_kernel(
             if tl.atomic_add(done_ptr + sequence, 1, sem="acq_rel") == num_active - 1:
                 tl.store(done_ptr + sequence, 0)
                 first_part = sequence * num_splits
-                _combine(
-                    out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
-                    partial_ptr + first_part * GROUP * D,
-                    tops_ptr + first_part * GROUP,
-                    totals_ptr + first_part * GROUP,
-                    sinks_ptr + head * GROUP,
-                    log_sums_ptr + (row.to(tl.int64) * HK + head) * GROUP,
-                    num_active,
-                    GROUP,
-                    PADDED_GROUP,
-                    D,
-                    MAX_SPLITS,
-                    SPLITS_AT_ONCE,
-                    HAS_SINKS,
-                    IS_REST,
-                )
+                if KEYS_OF_SPLIT > 0:
+                    _combine_in_order(
+                        out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
+                        partial_ptr + first_part * GROUP * D,
+                        tops_ptr + first_part * GROUP,
+                        totals_ptr + first_part * GROUP,
+                        sinks_ptr + head * GROUP,
+                        num_active,
+                        GROUP,
+                        DOT_ROWS,
+                        D,
+                        HAS_SINKS,
+                    )
+                else:
+                    _combine(
+                        out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
+                        partial_ptr + first_part * GROUP * D,
+                        tops_ptr + first_part * GROUP,
+                        totals_ptr + first_part * GROUP,
+                        sinks_ptr + head * GROUP,
+                        log_sums_ptr + (row.to(tl.int64) * HK + head) * GROUP,
+                        num_active,
+                        GROUP,
+                        PADDED_GROUP,
+                        D,
+                        MAX_SPLITS,
+                        SPLITS_AT_ONCE,
+                        HAS_SINKS,
+                        IS_REST,
+                    )
 
 
 def block_of_keys(head_dim: int) -> int:
@@ -324,6 +411,7 @@ def split_decode(
     window_left: int,
     fetch_first: bool,
     chunk: int,
+    keys_of_split: int = 0,
 ) -> None:
     """Attention of one new token a request over its keys, the token's own included.
 
@@ -345,6 +433,8 @@ def split_decode(
             its ends. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
+        keys_of_split: a multiple of block_of_keys; without fetch_first. A row's bits do not depend on N then: one block
+            takes all splits where N are too few. 0: keys are divided evenly.
     """
     batch, scratch = (q, keys, values, page_table, seq_lens), (partial, tops, totals, done)
     launch_split_decode(
@@ -361,6 +451,7 @@ def split_decode(
         slopes=slopes,
         bias=bias,
         chunk=chunk,
+        keys_of_split=keys_of_split,
     )
 
 
@@ -379,6 +470,7 @@ def launch_split_decode(
     slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     chunk: int = 0,
+    keys_of_split: int = 0,
     first_keys: torch.Tensor | None = None,
     log_sums: torch.Tensor | None = None,
 ) -> None:
@@ -426,6 +518,7 @@ def launch_split_decode(
         CHUNK=chunk,
         IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,
+        KEYS_OF_SPLIT=keys_of_split,
         STAGES=3,
         EARLY=starts_early(),
         num_warps=4,
