@@ -16,7 +16,7 @@ import numpy as np
 
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
-from mllm_compile.media.sound import read_samples
+from mllm_compile.media.samples import read_samples
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.runtime.sources.facts import SourceFacts

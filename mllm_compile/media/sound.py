@@ -119,23 +119,6 @@ def _check(channels: int, rate: int, frames: int) -> None:
         raise RequestError(f"the sound has {frames / rate:,.0f} s; expected at most {MAX_SECONDS:,.0f}. Cut it.")
 
 
-def read_samples(given: Any, model_rate: int) -> np.ndarray:
-    """Samples [N] float32 at the model's rate, of a WAV file's bytes, an array, or (an array, its rate).
-
-    Raises:
-        RequestError: it is no sound, or has no samples, or NaN.
-    """
-    rate = model_rate
-    if isinstance(given, bytes | bytearray | memoryview):
-        given, rate = read_wav(bytes(given))
-    elif isinstance(given, tuple | list) and len(given) == 2 and not np.isscalar(given[0]):
-        given, rate = given
-    is_rate = isinstance(rate, int | float | np.number) and not isinstance(rate, bool) and math.isfinite(rate)
-    if not is_rate or int(rate) != rate:
-        raise RequestError(f"a sound's rate: expected a whole number of samples a second, got {typed_repr(rate)}")
-    return resampled(check_samples(given, int(rate)), int(rate), model_rate)
-
-
 def check_samples(given: Any, rate: int) -> np.ndarray:
     """One channel [N] float32 of samples.
 

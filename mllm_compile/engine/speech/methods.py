@@ -24,7 +24,7 @@ from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
-from mllm_compile.media.sound import read_samples
+from mllm_compile.media.samples import read_samples
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.short_repr import typed_repr
 
@@ -61,7 +61,7 @@ class SpeechMethods:
         other, or one after another.
 
         Args:
-            sounds: bytes of a WAV file, samples at the model's rate, (samples, rate), or a list of such.
+            sounds: bytes of a file, samples at the model's rate, (samples, rate), or a list of such.
             language: a code such as en; None: the model finds it in each sound.
             task: transcribe, or translate, into English.
             timestamps: the model marks when segments begin and end, in steps of 20 ms.

@@ -29,7 +29,8 @@ from mllm_compile.server.http import (
     unless_gone,
 )
 
-# Of a form's bytes: itself, and samples of one byte each as float32, whole and as one channel.
+# Of a form's bytes: itself, and samples of one byte each as float32, whole and as one channel. Denser files are bounded
+# by two hours, of two sounds at a time.
 _TIMES_BODY = 9
 
 

@@ -19,7 +19,7 @@ from mllm_compile.engine.speech.methods import speech_of
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.errors import RequestError
 from mllm_compile.media.log_mel import LogMel
-from mllm_compile.media.sound import read_samples
+from mllm_compile.media.samples import read_samples
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
 from mllm_compile.server.api.interfaces import AnswerPlan

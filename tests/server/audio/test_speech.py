@@ -186,9 +186,9 @@ def with_header(wav: bytes, at: int, number: int, form: str = "<I") -> bytes:
 SHORT = wav_of(tone(0.3))
 BAD = {
     "no samples": (wav_of(np.zeros(0)), "no samples"),
-    "words": (b"hello", "no WAV file"),
-    "FLAC": (b"fLaC\0\0\0\x22", "it is FLAC"),
-    "MP3": (b"ID3\4\0\0", "it is MP3"),
+    "words": (b"hello", "no WAV file|cannot be read"),
+    "FLAC": (b"fLaC\0\0\0\x22", "it is FLAC|cannot be read"),
+    "MP3": (b"ID3\4\0\0", "it is MP3|cannot be read"),
     "no channels": (with_header(SHORT, 22, 0, "<H"), "no WAV file|0 channels"),
     "many channels": (with_header(SHORT, 22, 999, "<H"), "999 channels"),
     "rate": (with_header(SHORT, 24, 0xFFFFFFFF), "samples a second"),
