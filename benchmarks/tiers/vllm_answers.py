@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Coroutine
@@ -33,6 +34,7 @@ class VllmAnswers:
     """
 
     def __init__(self, setting: Setting, total_tokens: int, host_gib: float) -> None:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # a fork of torch's threads stands still
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

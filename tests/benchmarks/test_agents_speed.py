@@ -55,6 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "mllm_compile.bench.adapters.vllm_engine", raising=False)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # as the script sets it
     return found
 
 
