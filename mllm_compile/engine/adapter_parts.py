@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts
+from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts, pageable_bytes
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
 from mllm_compile.engine.adapter_queue import AdapterParts
@@ -45,7 +45,7 @@ class PoolWriter:
 
     def new_bytes(self, count: int) -> torch.Tensor:
         """[count] uint8 of the host's memory, which the device copies from quickly."""
-        return torch.empty(count, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return pageable_bytes(count) if self._stream is None else torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def prepared(self, matrices: Matrices) -> Matrices:
         """The matrices in pinned memory, for a GPU: in one block if some are elsewhere."""

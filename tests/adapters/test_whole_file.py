@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mllm_compile.adapters import whole_file as module
 from mllm_compile.adapters.base_model import pageable_bytes
 from mllm_compile.adapters.whole_file import WholeFile, whole_file
 from mllm_compile.errors import CheckpointError
+from mllm_compile.runtime.cuda import host_pages
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 
 BLOCK = 64
@@ -60,3 +62,16 @@ def test_a_file_that_is_shorter_than_its_header_said_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="has changed while it was read"):
         whole_file(path, header, pageable_bytes)
+
+
+def test_large_pages_are_asked_for_within_the_memory_of_a_large_file(monkeypatch):
+    asked = []
+    monkeypatch.setattr(host_pages, "_advise", lambda advice, *place: asked.append((advice, *place)))
+    pageable_bytes(1000)
+    assert not asked
+    memory = pageable_bytes(5 << 20)
+    ((advice, start, size),) = asked
+    assert advice == mmap.MADV_HUGEPAGE
+    assert start % mmap.PAGESIZE == 0
+    assert memory.data_ptr() <= start < memory.data_ptr() + mmap.PAGESIZE
+    assert start + size == memory.data_ptr() + len(memory)
