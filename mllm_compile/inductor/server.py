@@ -203,9 +203,10 @@ def main(device: str, scratch: Path, waiting: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.nice(_NICENESS)
+    from mllm_compile.process.bytecode import kept_bytecode
     from mllm_compile.process.no_gc import gc_paused
 
-    with gc_paused():
+    with kept_bytecode(), gc_paused():
         from mllm_compile.inductor.compile_piece import enter_device, prepare_compiler
 
         prepare_compiler(device, scratch)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import marshal
 import os
 import re
 import subprocess
@@ -24,12 +23,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
-from types import CodeType
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, make_private
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.process.hashed_bytecode import HashedLoader, load_ours
 
 _setting = threading.Lock()
 
@@ -60,65 +58,20 @@ def kept_bytecode() -> Iterator[None]:
                 sys.pycache_prefix, sys.dont_write_bytecode = None, before
 
 
-class _KeptLoader(SourceFileLoader):
-    """Loads a module of this project: with bytecode that is beside it and no older, or else in the user's cache.
+class _KeptLoader(HashedLoader):
+    """Loads a module of this project: with bytecode that is beside it and no older, or else in the user's cache."""
 
-    What is kept there is of a source's hash. By time and size, as Python has it, a module of another checkout or image
-    at the same place could pass for this one: all files of an image may have one time.
-    """
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        is_beside = sys.pycache_prefix is None and _is_up_to_date(self.path)
-        folder = None if is_beside else _folder_or_none()
-        if folder is None or sys.pycache_prefix not in (None, folder):
-            return super().get_code(fullname)
-        name = os.path.basename(importlib.util.cache_from_source(self.path))
-        kept = os.path.join(folder, os.path.dirname(self.path).lstrip(os.sep), name)
-        source = self.get_data(self.path)
-        head = _HEAD + importlib.util.source_hash(source)
-        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none is kept, or a damaged file
-            data = self.get_data(kept)
-            if data.startswith(head) and isinstance(code := marshal.loads(memoryview(data)[len(head) :]), CodeType):
-                return code
-        code = self.source_to_code(source, self.path)
-        self.set_data(kept, head + marshal.dumps(code))
-        return code
-
-
-# A file of bytecode that holds as long as its source has the same hash: PEP 552.
-_HEAD = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little")
+    def folder(self) -> str | None:
+        if sys.pycache_prefix is None and _is_up_to_date(self.path):
+            return None
+        folder = _folder_or_none()
+        return folder if sys.pycache_prefix in (None, folder) else None
 
 
 @cache
 def _keep_ours() -> None:
     """Has this project's modules loaded so from now on."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-    def find_ours(path: str) -> FileFinder:
-        if path != root and not path.startswith(root + os.sep):
-            raise ImportError(f"{path} is another's")
-        return FileFinder(path, (_KeptLoader, SOURCE_SUFFIXES))
-
-    sys.path_hooks.insert(0, find_ours)
-    for path in [path for path in sys.path_importer_cache if path.startswith(root)]:
-        del sys.path_importer_cache[path]
-    if sys.pycache_prefix is not None and not sys.dont_write_bytecode:
-        for module in list(sys.modules.values()):
-            spec = getattr(module, "__spec__", None)
-            if spec is not None and spec.cached and (spec.origin or "").startswith(root + os.sep):
-                with contextlib.suppress(OSError):
-                    _go_by_hash(spec.name, spec.origin, spec.cached)
-
-
-def _go_by_hash(name: str, source: str, kept: str) -> None:
-    """Has bytecode that Python has written by its source's time and size go by its hash."""
-    loader = SourceFileLoader(name, source)
-    data, now = loader.get_data(kept), os.stat(source)
-    by_time = importlib.util.MAGIC_NUMBER + b"".join(
-        (number & 0xFFFFFFFF).to_bytes(4, "little") for number in (0, int(now.st_mtime), now.st_size)
-    )
-    if data.startswith(by_time):
-        loader.set_data(kept, _HEAD + importlib.util.source_hash(loader.get_data(source)) + data[len(by_time) :])
+    load_ours(_KeptLoader)
 
 
 @cache
@@ -135,6 +88,14 @@ def environment() -> dict[str, str]:
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix} | ({} if sys.dont_write_bytecode else {_NO_BYTECODE: ""})
+
+
+def preamble() -> str:
+    """The statement that a new Python process begins with which gets `environment()` and is no `kept_bytecode`: then
+    this project's modules go by their hash there too."""
+    if sys.pycache_prefix is None or not _is_own(sys.pycache_prefix):
+        return ""
+    return "from mllm_compile.process import hashed_bytecode; hashed_bytecode.load_ours(); "
 
 
 @contextmanager

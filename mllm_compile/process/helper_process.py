@@ -187,10 +187,10 @@ class _Process:
         """
         # The process has the modules of this one, wherever they come from, and of its own nothing to do before.
         folders = [*child_python.module_folders(), str(Path(__file__).parents[2])]
-        run = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
         self._socket, theirs = socket.socketpair()
         parent, self._alive = os.pipe()
         with theirs, open(parent, "rb", buffering=0), bytecode.kept_bytecode():
+            run = f"import sys; sys.path[:] = sys.argv[1:]; {bytecode.preamble()}from {module} import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-s", "-P", "-c", run, *folders],
                 stdin=theirs.fileno(),

@@ -185,6 +185,28 @@ def test_a_process_that_is_started_keeps_the_projects_own_by_its_hash_and_takes_
     assert times[0] == times[1]
 
 
+# A helper process, which does not keep any bytecode itself.
+HELPED = """
+from mllm_compile.process import bytecode
+from mllm_compile.process.helper_process import HelperProcesses
+bytecode._is_kept_beside = lambda package: package == "mllm_compile"
+limits = {"seconds": 1000, "max_wait_s": HANG_S, "max_start_s": HANG_S, "max_answer": 1000, "most": 1}
+helpers = HelperProcesses("tests.process.helper", b"", task="that helps", kept_after=(b"A",), **limits)
+assert helpers.ask(b"") == (b"A", b"")
+"""
+
+
+def test_a_helper_keeps_the_projects_own_by_its_hash_and_takes_it(package, tmp_path):
+    times = []
+    for _ in range(2):
+        run(package, tmp_path / "cache", HELPED.replace("HANG_S", str(HANG_S)), PYTHONDONTWRITEBYTECODE="1")
+        kept = {path.name.partition(".")[0]: path for path in (tmp_path / "cache" / "bytecode").rglob("*.pyc")}
+        for name, flags in (("helper_server", 3), ("hashed_bytecode", 3), ("helper", 0)):
+            assert kept[name].read_bytes()[4] == flags, name
+        times.append({name: path.stat().st_mtime_ns for name, path in kept.items()})
+    assert times[0] == times[1]
+
+
 def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
     for _ in range(2):
         told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="")
