@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_compile.config.schema import EngineConfig
@@ -27,18 +28,24 @@ _CUDA = re.compile(r"auto|cuda(?::(\d{1,9}))?")  # another device is refused whe
 def early_context(source: EngineConfig | Path, timeline: Timeline) -> Iterator[None]:
     """Makes the context of the engine's own GPU meanwhile; on a CPU it does nothing.
 
-    Use it in the process that will own the device. A context takes half a gigabyte there, also behind a start that
-    fails, and does not outlive a fork.
+    Use it in the process that will own the device. A context takes half a gigabyte there and does not outlive a fork. A
+    start that fails gives it back, unless torch or another library uses it by then.
     """
     index = _own_gpu(source)
     if index is None:
         yield
         return
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # the driver reads it once; torch sets it so, but later
-    making = threading.Thread(target=_make, args=(index, timeline), name="mllm-context", daemon=True)
+    made: list[_Context] = []
+    making = threading.Thread(target=_make, args=(index, timeline, made), name="mllm-context", daemon=True)
     making.start()
     try:
         yield
+    except BaseException:
+        making.join(_MOST_WAIT_S)
+        for context in made:
+            context.give_back()
+        raise
     finally:
         making.join(_MOST_WAIT_S)  # a process must not end within the driver's start
 
@@ -61,14 +68,26 @@ def _has_cuda() -> bool:
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "lib/libc10_cuda.so").is_file()
 
 
-def _make(index: int, timeline: Timeline) -> None:
+@dataclass(frozen=True)
+class _Context:
+    """A device's primary context, which the driver keeps for as long as anybody has retained it."""
+
+    driver: ctypes.CDLL
+    device: ctypes.c_int
+
+    def give_back(self) -> None:
+        self.driver.cuDevicePrimaryCtxRelease_v2(self.device)
+
+
+def _make(index: int, timeline: Timeline, made: list[_Context]) -> None:
     driver, device, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
     if driver is None:
         return
     with timeline.stage("device context"):
         if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
             return
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # kept for the process
+        if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            made.append(_Context(driver, device))
 
 
 def _driver() -> ctypes.CDLL | None:

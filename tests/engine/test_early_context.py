@@ -22,10 +22,11 @@ LOADING = "CUDA_MODULE_LOADING"
 
 
 class Driver:
-    """Notes the devices whose contexts are retained; `number_of` fails for devices that are not there."""
+    """Notes the devices whose contexts are retained and released; `number_of` fails for devices that are not there."""
 
     def __init__(self, count: int = 8, starts: bool = True) -> None:
         self.retained: list[int] = []
+        self.released: list[int] = []
         self.loading: str | None = None
         self._count, self._starts = count, starts
 
@@ -39,6 +40,10 @@ class Driver:
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
         self.retained.append(device.value)
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
+        self.released.append(device.value)
         return 0
 
 
@@ -69,7 +74,7 @@ def start(source: EngineConfig | Path) -> list[str]:
 @pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:3", 3)])
 def test_the_context_is_that_of_the_config_s_gpu(driver, monkeypatch, device, number):
     assert start(config(device=device)) == ["device context"]
-    assert driver.retained == [100 + number]
+    assert (driver.retained, driver.released) == ([100 + number], [])
     assert driver.loading == "LAZY", "kernels are loaded when they are first launched, as torch has it"
     monkeypatch.setenv(LOADING, "EAGER")
     start(config(device=device))
@@ -130,7 +135,7 @@ def test_what_fails_is_left_to_torch(driver, monkeypatch, faulty):
     assert faulty is None or faulty.retained == []
 
 
-def test_a_start_that_fails_ends_behind_the_driver_s_start(driver, monkeypatch):
+def test_a_start_that_fails_ends_behind_the_driver_s_start_and_gives_the_context_back(driver, monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
 
     class Thread(threading.Thread):
@@ -148,7 +153,7 @@ def test_a_start_that_fails_ends_behind_the_driver_s_start(driver, monkeypatch):
     with pytest.raises(ValueError, match="no such model"), early_context(config(device="cuda"), Timeline()):
         begun.wait()
         raise ValueError("no such model")
-    assert driver.retained == [100]
+    assert driver.retained == driver.released == [100]
 
 
 def test_the_module_imports_no_torch():

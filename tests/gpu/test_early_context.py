@@ -31,6 +31,26 @@ assert own.value == current.value
 """
 
 
+_FAILED = """
+import ctypes
+from mllm_compile import Engine, MllmError
+
+try:
+    Engine({"model": {"path": "/nowhere"}, "runtime": {"device": "cuda"}})
+except MllmError as error:
+    print(error)
+driver, flags, is_active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active)) == 0
+assert is_active.value == 0
+"""
+
+
+def test_a_start_that_fails_ahead_of_torchs_use_leaves_no_context():
+    done = subprocess.run([sys.executable, "-c", _FAILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "there is no such" in done.stdout
+
+
 def test_torch_finds_the_context_that_was_made_ahead():
     done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
