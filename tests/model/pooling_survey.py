@@ -63,7 +63,8 @@ def attempt(name: str, scratch: Path) -> PoolingOutcome:
         except Exception as failure:
             return PoolingOutcome(name, "failed", f"{type(failure).__name__}: {first_line(failure)}")
     status = "served" if error <= models.LIMIT else "wrong"
-    return PoolingOutcome(name, status, f"{facts.task}, {facts.rules[0]}", error)
+    of_what = "" if facts.end_id is None else "; only texts that end with eos_token_id"
+    return PoolingOutcome(name, status, f"{facts.task}, {facts.rules[0]}{of_what}", error)
 
 
 def survey(names: Iterable[str]) -> Iterator[PoolingOutcome]:
