@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.kv_connectors.installed import no_class
 from mllm_compile.runtime.config_sections import KVTransferSection
 from mllm_compile.runtime.tiers.connector import Namespace
 from mllm_compile.runtime.tiers.guarded import GuardedConnector, MakeConnector
@@ -37,8 +38,5 @@ def class_of(import_path: str) -> MakeConnector:
         ) from error
     found: MakeConnector | None = getattr(module, class_name, None)
     if not isinstance(found, type):
-        raise ConfigError(
-            f"runtime.kv_transfer_config names {import_path}, and {module_name} has no class {class_name}. Name the "
-            "class that follows KVConnector (docs/lab/tiers.md)."
-        )
+        raise no_class(module_name, class_name)
     return found

@@ -13,6 +13,7 @@ from mllm_compile.server.options import ServeOptions, seconds_of
 
 TINY = "configs/tiny.yaml"
 MEMORY = ("--kv-offloading-size", "0.1")
+STRAY = '{"kv_connector": "examples.folder_store.FolderStory", "trust_local_code": true}'
 ELSEWHERE = '{"kv_connector": "nowhere.at.all.Store", "trust_local_code": true}'
 PEER = '{"kv_connector": "PeerConnector", "kv_role": "kv_both"}'
 
@@ -44,6 +45,7 @@ PEER = '{"kv_connector": "PeerConnector", "kv_role": "kv_both"}'
             "NixlConnector, without a module",
         ),
         ([TINY, *MEMORY, "--kv-transfer-config", ELSEWHERE], "names nowhere.at.all, and there is no package nowhere"),
+        ([TINY, *MEMORY, "--kv-transfer-config", STRAY], "examples.folder_store has no class FolderStory"),
         (
             [TINY, *MEMORY, "--kv-transfer-config", '{"kv_role": "kv_sender"}'],
             "kv_role is 'kv_sender'; expected 'kv_both'",
