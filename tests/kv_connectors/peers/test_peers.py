@@ -326,20 +326,21 @@ def test_who_listens_without_the_secret_gets_no_question(caplog: pytest.LogCaptu
 
 
 def test_strangers_at_the_port_get_nothing_and_stop_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giver, "_MEETING_S", 0.2)
     chance = Random(5)
     with prefill() as has, store() as fetches:
-        for _ in range(30):
-            with socket.create_connection(("127.0.0.1", has.port)) as stranger:
-                stranger.sendall(chance.randbytes(chance.choice([1, 64, 80, 5000])))
-                stranger.settimeout(5)
-                greeting = 10 + 32
-                said = b""
-                while data := _received(stranger):
-                    said += data
-                assert len(said) <= greeting + 1  # the greeting, and no
+        with monkeypatch.context() as strangers:
+            strangers.setattr(giver, "_MEETING_S", 0.2)
+            for _ in range(30):
+                with socket.create_connection(("127.0.0.1", has.port)) as stranger:
+                    stranger.sendall(chance.randbytes(chance.choice([1, 64, 80, 5000])))
+                    stranger.settimeout(HANG_S)
+                    greeting = 10 + 32
+                    said = b""
+                    while data := _received(stranger):
+                        said += data
+                    assert len(said) <= greeting + 1  # the greeting, and no
         assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
-    assert not [one for one in threading.enumerate() if one.name.startswith("mllm-kv")]
+    until(lambda: not any(one.name.startswith("mllm-kv") for one in threading.enumerate()), "the port's threads end")
 
 
 def test_strangers_that_say_nothing_keep_no_engine_out(monkeypatch: pytest.MonkeyPatch) -> None:
