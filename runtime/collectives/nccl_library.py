@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 
@@ -29,9 +28,6 @@ TYPES = {
 SUM = 0
 NO_PART = -1  # of a rank that is in none of the parts of a group
 IN_PROGRESS = 7  # a call that goes on, of a group that waits for nobody
-_EXIT_S = 1.0  # that a process which exits waits for groups that end
-
-_ending: set[threading.Thread] = set()
 
 
 class UniqueId(ctypes.Structure):
@@ -98,23 +94,25 @@ def end_beside(handle: ctypes.c_void_p, then: Callable[[], None] = lambda: None)
     """Aborts a group on a thread of its own, and calls `then` behind it.
 
     What is under way ends at once. NCCL returns when no captured graph has calls of the group any more. A process that
-    exits waits for that, a second at most: CUDA would else go away beneath NCCL.
+    exits does not wait for that, and leaves out what C++ libraries do at their end: CUDA would go away beneath NCCL.
     """
 
     def end() -> None:
-        try:
-            library().ncclCommAbort(handle)
-            then()
-        finally:
-            _ending.discard(thread)
+        library().ncclCommAbort(handle)
+        then()
 
-    thread = threading.Thread(target=end, name="nccl-abort", daemon=True)
-    _ending.add(thread)
-    thread.start()
+    _exit_at_once()
+    threading.Thread(target=end, name="nccl-abort", daemon=True).start()
 
 
-@atexit.register
-def _wait_for_ends() -> None:
-    deadline = time.monotonic() + _EXIT_S
-    for thread in list(_ending):
-        thread.join(max(0.0, deadline - time.monotonic()))
+@cache
+def _exit_at_once() -> None:
+    """Lets the process end behind Python's own end, with its status and all that C programs have written."""
+    atexit.register(_leave_out_ends)
+
+
+def _leave_out_ends() -> None:
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    # The handler that came last is called first, with the status: a handler of Python's comes behind all libraries'.
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -166,21 +168,25 @@ def test_an_id_is_what_vllms_pickle_holds(monkeypatch):
         id_in(pickle.dumps(ctypes.c_int(5)))
 
 
-def test_a_process_that_exits_waits_a_bounded_time_for_groups_that_end(library, monkeypatch):
-    until(lambda: not nccl_library._ending, "other tests' groups end")
-    ended, may_end = list[str](), threading.Event()
+_EXITING = """
+import ctypes, sys, threading
+from types import SimpleNamespace
 
-    def abort(handle) -> int:
-        may_end.wait(HANG_S)
-        return 0
+from mllm_compile.runtime.collectives import nccl_library
 
-    library.ncclCommAbort = abort
-    nccl_library.end_beside(ctypes.c_void_p(1), lambda: ended.append("given back"))
-    (thread,) = nccl_library._ending
-    monkeypatch.setattr(nccl_library, "_EXIT_S", 0.01)
-    nccl_library._wait_for_ends()
-    assert thread.is_alive() and not ended
-    may_end.set()
-    monkeypatch.setattr(nccl_library, "_EXIT_S", HANG_S)
-    nccl_library._wait_for_ends()
-    assert ended == ["given back"] and not nccl_library._ending
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)  # as CUDA ends beneath NCCL
+nccl_library.library = lambda: SimpleNamespace(ncclCommAbort=lambda handle: threading.Event().wait())
+if sys.argv[1] == "ends":
+    nccl_library.end_beside(ctypes.c_void_p(1))
+libc.printf(b"told by C ")
+print("told by Python", end="")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("ends", 7), ("has none", -signal.SIGABRT)])
+def test_a_process_that_exits_amid_the_end_of_a_group_has_its_status_and_output(what, status):
+    done = subprocess.run([sys.executable, "-c", _EXITING, what], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == status, done.stderr
+    assert "told by Python" in done.stdout and ("told by C" in done.stdout or status < 0)
