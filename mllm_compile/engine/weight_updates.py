@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
 
     Attributes:
         partial: weights that it does not bring stay as they are.
-        direct: it is written in place, without a copy beside the weights; no step runs meanwhile.
+        direct: it is written in place, without a copy beside the weights; no step runs from its first tensor on.
         names: the vocabulary of tensors' names, where a name is one thing in the checkpoint and another in
             Transformers' model.
         keep_prefix_cache: new requests may use what older weights computed of their prompts.
@@ -92,7 +92,7 @@ class WeightUpdates:
         self._open: WeightUpdate | None = None
         self._is_direct = self._keeps_prefixes = False
         self._torn: str | None = None
-        self._direct_since = 0.0
+        self._direct_since: float | None = None  # when steps were held; None: they are not
         self._prefix_epoch = 0
         self.version, self.epoch = FIRST_VERSION, 0
 
@@ -161,17 +161,8 @@ class WeightUpdates:
             self._check_awake()
             if partial and self._torn is not None:
                 raise self._core.gate.torn_error()
-            try:
-                if direct:  # it begins when no step reads weights
-                    self._direct_since = time.monotonic()
-                    self._core.move_gate(lambda gate: gate.begin_writing())
-                    self._core.while_still(lambda requests: None)
-                self._open = self._begun(live, is_direct=direct, is_partial=partial, names=names)
-            except BaseException:  # nobody would go on with it, and no step would run
-                if direct:
-                    self._core.move_gate(lambda gate: gate.end_writing(self._torn))
-                raise
-            self._is_direct, self._keeps_prefixes = direct, keep_prefix_cache
+            self._open = self._begun(live, is_direct=direct, is_partial=partial, names=names)
+            self._is_direct, self._keeps_prefixes, self._direct_since = direct, keep_prefix_cache, None
 
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None, **options: Unpack[Options]
@@ -247,7 +238,9 @@ class WeightUpdates:
         with self._lock:
             update, count = self._session(), 0
             try:
+                self._hold_steps(update)
                 for name, tensor in tensors:
+                    self._held()
                     update.take(name, tensor, None if sums is None else sums.get(name))
                     count += 1
             except BaseException as error:
@@ -281,6 +274,7 @@ class WeightUpdates:
             update = self._session()
             update.check_complete()
             try:
+                self._hold_steps(update)
                 update.prepare()
                 pause_s = self._core.while_still(lambda requests: self._swap(update, version, requests))
             except BaseException as error:
@@ -337,9 +331,16 @@ class WeightUpdates:
         return self._core.while_still(of_live)
 
     def let_go(self) -> None:
-        """Holds the weights no longer, as the engine is closed: who still has the engine does not have them. An update
-        that is open does until it ends."""
+        """Holds the weights no longer, as the engine is closed: who still has the engine does not have them.
+
+        An update that is open ends; where another thread feeds it, at its next tensor.
+        """
         self._live = end_errors.closed()
+        if self._lock.acquire(blocking=False):
+            try:
+                self.abandon("the engine is closed")
+            finally:
+                self._lock.release()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -357,6 +358,18 @@ class WeightUpdates:
         if "weights" in self._core.gate.sleeping:
             raise UpdateConflictError("the weights are asleep. Call wake_up(tags=['weights']) first.")
 
+    def _hold_steps(self, update: WeightUpdate) -> None:
+        """Holds steps from here on, if the update is direct: it begins to write when none reads weights.
+
+        What comes ahead of the first tensor, as opening a trainer's memory does, is beside steps.
+        """
+        if not self._is_direct or self._direct_since is not None:
+            return
+        self._direct_since = time.monotonic()
+        self._core.move_gate(lambda gate: gate.begin_writing())
+        self._core.while_still(lambda requests: None)
+        update.begin_writing()
+
     def _session(self) -> WeightUpdate:
         if self._open is None:
             raise UpdateConflictError("no update of the weights is open. Start one first.")
@@ -367,7 +380,7 @@ class WeightUpdates:
         with self._swapping:
             if self._open is not update:
                 raise UpdateConflictError("the update was abandoned before it was swapped in.")
-            began = self._direct_since if self._is_direct else time.monotonic()
+            began = time.monotonic() if self._direct_since is None else self._direct_since
             update.swap()
             self.epoch += 1
             if not self._keeps_prefixes:

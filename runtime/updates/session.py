@@ -1,8 +1,8 @@
 """One update of a model's weights: takes tensors one by one, checks them, and swaps them in whole.
 
 *Staged*: tensors go into copies beside the weights, which serve on; `swap` copies these over. *Direct*: they go
-straight into the weights, so no step is launched from its beginning on, and one that breaks off leaves them neither old
-nor new (`is_torn`). The caller sees to the moment; nothing here knows steps or requests.
+straight into the weights, so no step is launched from the first one on, and an update that breaks off leaves them
+neither old nor new (`is_torn`). The caller sees to the moment; nothing here knows steps or requests.
 """
 
 from __future__ import annotations
@@ -64,13 +64,21 @@ class WeightUpdate:
         self._needed: dict[str, list[str]] = {}  # a held tensor → all that its weight is made of
         self._staged: dict[str, torch.Tensor] = {}
         self._scatters: list[Scatter] = []
-        if is_direct:  # ahead of all tensors: to receive one may hold up whatever waits for the whole device
-            _synchronize(self._device)
+        self._may_write = not is_direct
 
     @property
     def is_torn(self) -> bool:
         """True if the weights are neither the old ones nor the new."""
         return self._has_written and not self.is_whole
+
+    def begin_writing(self) -> None:
+        """Waits for steps that read weights, if the update is direct; else for nothing, and once.
+
+        Ahead of a tensor that comes over a group: to receive one may hold up whatever waits for the whole device.
+        """
+        if not self._may_write:
+            _synchronize(self._device)
+            self._may_write = True
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Found:
         """Where a tensor would go that is announced.
@@ -95,6 +103,7 @@ class WeightUpdate:
         """
         tensor = tensor.detach()
         found = self.check(name, tuple(tensor.shape), tensor.dtype)
+        self.begin_writing()
         with torch.inference_mode(), _room():
             if byte_sum is not None and _sum_of(tensor) != byte_sum:
                 raise WeightUpdateError(f"tensor {name!r} is not what was sent: its sum differs. Send it again.")

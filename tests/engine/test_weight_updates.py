@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -349,15 +350,43 @@ def test_nobody_waits_for_the_requests_of_a_torn_engine(engine):
 
 def test_no_step_runs_while_weights_are_written_and_requests_wait(engine):
     engine.weights.start(direct=True)
+    assert len(engine.generate(PROMPT, SHORT)[0].token_ids) == 8, "until the first tensor comes"
+    steps, (first, *others) = engine.stats().steps, tensors_of(7).items()
+    engine.weights.receive([first])
     assert engine.state == "updating"
     with pytest.raises(UpdateConflictError, match="a direct update of the weights is open"):
         engine.resume()
     answer = beside(engine.generate, PROMPT, SHORT)
     until(lambda: engine.stats().waiting)
-    engine.weights.receive(tensors_of(7).items())
-    assert not answer.done() and engine.stats().steps == 0
+    engine.weights.receive(others)
+    assert not answer.done() and engine.stats().steps == steps
     engine.weights.finish()
     assert answer.result(HANG_S)[0].token_ids == expected_tokens(PROMPT, 8, with_key(7))
+
+
+def test_an_update_that_is_open_ends_with_its_engine(live):
+    came, goes_on = threading.Event(), threading.Event()
+
+    def fed():
+        for tensor in tensors_of(7).items():
+            yield tensor
+            came.set()
+            goes_on.wait(HANG_S)
+
+    with fake_engine(live=live) as engine:
+        engine.weights.start()
+        engine.weights.receive(list(tensors_of(7).items())[:1])
+        update = weakref.ref(engine.weights._open)
+    gc.collect()
+    assert not engine.weights.is_open and update() is None
+    with fake_engine(live=live) as engine:
+        engine.weights.start()
+        feeding = beside(engine.weights.receive, fed())
+        assert came.wait(HANG_S)
+    goes_on.set()
+    with pytest.raises(EngineDeadError, match="closed"):
+        feeding.result(HANG_S)
+    assert not engine.weights.is_open
 
 
 def test_a_partial_update_leaves_the_rest(engine, live):
