@@ -1,4 +1,4 @@
-"""The walk of docs/adding.md that adds a protocol of towers: in a copy of the product."""
+"""The walk of docs/lab/adding.md that adds a protocol of towers: in a copy of the product."""
 
 from __future__ import annotations
 
