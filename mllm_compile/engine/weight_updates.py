@@ -361,7 +361,7 @@ class WeightUpdates:
     def _hold_steps(self, update: WeightUpdate) -> None:
         """Holds steps from here on, if the update is direct: it begins to write when none reads weights.
 
-        What comes ahead of the first tensor, as opening a trainer's memory does, is beside steps.
+        Steps run while a trainer's memory is opened, ahead of the first tensor.
         """
         if not self._is_direct or self._direct_since is not None:
             return
