@@ -40,7 +40,7 @@ class Decodes:
         if decodes is None:
             running = RequestStatus.RUNNING  # looking it up in its class takes longer than all else of the loop
             decoding = [request for request in self.requests if request.status is running]
-            decodes = self._keep(self._longest_first(decoding) if len(decoding) > 1 else decoding)
+            decodes = self._keep(self._ordered(decoding) if len(decoding) > 1 else decoding)
         if not decodes.requests:
             return decodes
         done = self._rows.computed[decodes.rows] >= self._rows.last_computed[decodes.rows]
@@ -56,11 +56,16 @@ class Decodes:
         self._made = RunningDecodes.of(requests) if requests else NO_DECODES
         return self._made
 
-    def _longest_first(self, requests: list[Request]) -> list[Request]:
-        """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
+    def _ordered(self, requests: list[Request]) -> list[Request]:
+        """Sorts for attention, longest first: its blocks begin so, and a long one that begins last is waited for alone.
 
-        All grow alike from then on, except requests that sit out.
+        Those of an adapter are neighbours, the adapter with the longest first: kernels take neighbours with one adapter
+        together. All grow alike from then on, except requests that sit out.
         """
-        rows = np.array([request.row for request in requests], dtype=np.int32)
-        order = np.argsort(-self._rows.computed[rows], kind="stable")
+        lengths = self._rows.computed[[request.row for request in requests]]
+        slots = np.array([request.adapter_slot for request in requests])
+        order = np.argsort(-lengths, kind="stable")
+        if (slots != slots[0]).any():
+            _, firsts, groups = np.unique(slots[order], return_index=True, return_inverse=True)
+            order = order[np.argsort(firsts[groups], kind="stable")]
         return [requests[index] for index in order.tolist()]

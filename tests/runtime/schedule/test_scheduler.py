@@ -59,6 +59,19 @@ def test_decodes_come_longest_first_also_when_one_joins_and_one_ends() -> None:
     ]
 
 
+def test_decodes_of_an_adapter_are_neighbours_and_the_adapter_with_the_longest_comes_first() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=64))
+    for name, length, slot in (("b", 9, 1), ("none", 15, -1), ("long b", 20, 1), ("a", 11, 0)):
+        request = make_request(name, prompt_of(length), max_tokens=9, **FREE)
+        request.adapter_slot = slot
+        scheduler.add(request)
+    run_alone(scheduler, [5])  # the prompts
+    batch = scheduler.schedule()
+    assert ids(batch) == ["long b", "b", "none", "a"]
+    assert batch is not None
+    assert batch.adapter_slots.tolist() == [1, 1, -1, 0]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
