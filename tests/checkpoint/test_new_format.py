@@ -1,4 +1,4 @@
-"""The walk of docs/lab/adding.md that adds a format of quantised weights which linears keep: in a copy of the product."""
+"""The walk of docs/lab/adding.md that adds a format which linears keep: in a copy of the product."""
 
 from __future__ import annotations
 
