@@ -51,8 +51,8 @@ class AttendSegments(GraphPass):
 
 def _is_taken(node: fx.Node) -> bool:
     operands: list[Any] = list(node.args)
-    if any(one not in (-1, None) for one in operands[8:14]) or any(operands[14:]):
-        return False  # windows, a bias or a soft cap, which the kernels lack
+    if any(one not in (-1, None) for one in operands[8:15]) or any(operands[15:]):
+        return False  # windows, a bias, sinks or a soft cap, which the kernels lack
     values = [operand.meta["val"] for operand in operands[:3]]
     head_dims = {int(value.shape[2]) for value in values}
     is_bfloat16 = all(value.dtype == torch.bfloat16 for value in values)

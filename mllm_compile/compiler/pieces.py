@@ -17,7 +17,7 @@ from mllm_compile.passes.match.layer_kinds import PackedAttentionKind, StateLaye
 from mllm_compile.passes.match.nodes import is_call, is_weight
 from mllm_compile.passes.sharding.calls import name_of
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
-from mllm_compile.runtime.program.steps import OF_DISTANCES
+from mllm_compile.runtime.program.steps import OF_SCORES
 from mllm_compile.runtime.state.layer import StateLayer
 
 _VIEWS = frozenset(
@@ -93,8 +93,8 @@ def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
 
 
 def packed_operands(graph: fx.GraphModule) -> dict[str, dict[str, PieceInput]]:
-    """Attention over packed rows → its q, k and v, and what it has that depends on distances, as the piece compiler
-    needs them, by the op's arguments. A value whose strides are no numbers stands as a contiguous one: it is copied.
+    """Attention over packed rows → its q, k and v, and what its scores get beside, as the piece compiler needs
+    them, by the op's arguments. A value whose strides are no numbers stands as a contiguous one: it is copied.
 
     Raises:
         CompileError: one has a size that is neither a number nor a multiple of a symbol.
@@ -104,7 +104,7 @@ def packed_operands(graph: fx.GraphModule) -> dict[str, dict[str, PieceInput]]:
     for node in graph.graph.nodes:
         if isinstance(lowered_kind(node), PackedAttentionKind):
             operands: Any = node.args
-            named = dict(zip("qkv", operands[:3], strict=True)) | of_distances(node)
+            named = dict(zip("qkv", operands[:3], strict=True)) | of_scores(node)
             given = {name: _input_of(one, symbols) for name, one in named.items()}
             found[str(operands[6])] = {
                 name: one
@@ -115,9 +115,9 @@ def packed_operands(graph: fx.GraphModule) -> dict[str, dict[str, PieceInput]]:
     return found
 
 
-def of_distances(node: fx.Node) -> dict[str, fx.Node]:
-    """The values of attention over packed rows that depend on distances, by the op's arguments."""
-    given: Any = dict(zip(OF_DISTANCES, node.args[10:], strict=False))
+def of_scores(node: fx.Node) -> dict[str, fx.Node]:
+    """The values that scores over packed rows get beside queries and keys, by the op's arguments."""
+    given: Any = dict(zip(OF_SCORES, node.args[10:], strict=False))
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mllm_compile.compiler.pieces import of_distances, size_symbols
+from mllm_compile.compiler.pieces import of_scores, size_symbols
 from mllm_compile.errors import CompileError
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
@@ -247,8 +247,8 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
         int(left),
         int(right),
     )
-    values: dict[str, Any] = {name: _value_name(value) for name, value in of_distances(node).items()}
-    (cap,) = operands[14:] or (0.0,)
+    values: dict[str, Any] = {name: _value_name(value) for name, value in of_scores(node).items()}
+    (cap,) = operands[15:] or (0.0,)
     return replace(step, soft_cap=float(cap), **values)
 
 

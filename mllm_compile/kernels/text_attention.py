@@ -1,8 +1,8 @@
 """Attention of packed texts as pieces of the program, on CUDA: by the kernel of runtime/ops/segments/texts.py.
 
-A captured step attends by it, as its grid follows from the number of tokens, and so does any step of layers that have
-windows, values of distances or float32, which the kernels for Hopper lack (passes/attend_segments.py). Layers alike
-share a piece.
+A captured step attends by it, as its grid follows from the number of tokens. So does any step of layers that have
+windows, values of distances, capped scores, sinks or float32, which the kernels for Hopper lack
+(passes/attend_segments.py). Layers alike share a piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.program.spec import Program
-from mllm_compile.runtime.program.steps import OF_DISTANCES, PackedAttentionStep, Step, TextPiece
+from mllm_compile.runtime.program.steps import OF_SCORES, PackedAttentionStep, Step, TextPiece
 
 _WIDEST = 256  # columns of a head that a block holds
 
@@ -25,7 +25,7 @@ def add_text_attention(
     """Adds pieces for attention over packed rows to the program of texts, where Triton's kernels run; returns them too.
 
     Args:
-        operands: layer → its q, k, v, and what it has that depends on distances (compiler/pieces.packed_operands).
+        operands: layer → its q, k, v, and what its scores get beside (compiler/pieces.packed_operands).
     """
     if not config.runtime.device.startswith("cuda") or config.compile.backend == "eager":
         return program, ()
@@ -66,7 +66,7 @@ def _piece(
     q, k, v = (given.pop(one) for one in "qkv")
     of_rows = PieceInput.contiguous(("T",), "int64")
     out = PieceInput.contiguous(q.shape, q.dtype)
-    lacking = {one: None for one in OF_DISTANCES if one not in given}
+    lacking = {one: None for one in OF_SCORES if one not in given}
     return WrittenPiece.calling(
         "text_attention",
         {"q": q, "k": k, "v": v, "starts": of_rows, "ends": of_rows, **given, "out": out},

@@ -259,7 +259,7 @@ class ProgramExecutor:
         self, step: PackedAttentionStep, pieces: Mapping[str, PieceFunction], buffer: int, dead: tuple[int, ...]
     ) -> LinkedPackedAttention:
         q, k, v, segments, out = map(self._register, (*step.reads[:4], step.out))
-        of_distances = {name: self._register(value) for name, value in step.of_distances.items()}
+        of_scores = {name: self._register(value) for name, value in step.of_scores.items()}
         attend: Callable[..., None] = segment_attention_by_kernel
         if not step.by_kernel:
             attend = partial(
@@ -277,7 +277,7 @@ class ProgramExecutor:
             k,
             v,
             segments,
-            of_distances,
+            of_scores,
             out,
             shape,
             scale,

@@ -163,11 +163,11 @@ class ByRows:
         k: torch.Tensor,
         v: torch.Tensor,
         rows: torch.Tensor,
-        of_distances: Iterable[torch.Tensor],
+        of_scores: Iterable[torch.Tensor],
         out: torch.Tensor,
     ) -> None:
         of_rows = [self._as_compiled(x, *strides) for x, strides in zip((q, k, v), self.strides, strict=True)]
-        self.piece([*of_rows, rows[0], rows[1], *(one.contiguous() for one in of_distances), out])
+        self.piece([*of_rows, rows[0], rows[1], *(one.contiguous() for one in of_scores), out])
 
     def _as_compiled(self, x: torch.Tensor, row: int, head: int) -> torch.Tensor:
         if x.stride() == (row, head, 1):
@@ -187,7 +187,7 @@ class LinkedPackedAttention:
     k: int
     v: int
     segments: int
-    of_distances: dict[str, int]
+    of_scores: dict[str, int]
     out: int
     out_shape: tuple[int, int]
     sm_scale: float
@@ -200,14 +200,14 @@ class LinkedPackedAttention:
         q, segments = values[self.q], values[self.segments]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         k, v = values[self.k], values[self.v]
-        of_distances = {name: values[register] for name, register in self.of_distances.items()}
+        of_scores = {name: values[register] for name, register in self.of_scores.items()}
         if self.by_rows is not None and segments.rows is not None and (segments.is_captured or not self.by_kernel):
-            self.by_rows(q, k, v, segments.rows, of_distances.values(), out)
+            self.by_rows(q, k, v, segments.rows, of_scores.values(), out)
             values[self.out] = out
             return
         if segments.is_captured:
             raise RuntimeError(f"attention of {self.layer} cannot be captured: the program has no piece for it")
-        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **of_distances)
+        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest, **of_scores)
         values[self.out] = out
 
 

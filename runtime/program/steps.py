@@ -124,7 +124,7 @@ class TextPiece:
 
 
 # The op's arguments over packed rows that depend on distances, in its order.
-OF_DISTANCES = ("bias", "distance_keys", "distance_queries", "distance_columns")
+OF_SCORES = ("bias", "distance_keys", "distance_queries", "distance_columns", "sinks")
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class PackedAttentionStep:
     Attributes:
         layer: its name, for people.
         segments: the input that bounds them (linked_steps.Segments).
-        by_kernel: a kernel of the program attends (passes/attend_segments.py). It has neither windows nor a soft cap
-            nor values of distances. Those are `bias` [H, 2R + 1], or `distance_keys` and `distance_queries` [W, H, D]
-            with `distance_columns` [2R + 1] (ops/segments/distance_scores.py).
+        by_kernel: a kernel of the program attends (passes/attend_segments.py). It has neither windows nor a soft cap,
+            nor what scores get beside: `bias` [H, 2R + 1], or `distance_keys` and `distance_queries` [W, H, D] with
+            `distance_columns` [2R + 1] (ops/segments/distance_scores.py), and `sinks` [H].
         of_texts: a piece that has them, where the program has one.
     """
 
@@ -155,18 +155,19 @@ class PackedAttentionStep:
     distance_keys: str | None = None
     distance_queries: str | None = None
     distance_columns: str | None = None
+    sinks: str | None = None
     soft_cap: float = 0.0
     of_texts: TextPiece | None = None
 
     @property
-    def of_distances(self) -> dict[str, str]:
-        """The values that depend on distances, by the op's arguments."""
-        found = {name: getattr(self, name) for name in OF_DISTANCES}
+    def of_scores(self) -> dict[str, str]:
+        """The values that scores get beside queries and keys, by the op's arguments."""
+        found = {name: getattr(self, name) for name in OF_SCORES}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, self.segments, *self.of_distances.values())
+        return (self.q, self.k, self.v, self.segments, *self.of_scores.values())
 
     @property
     def writes(self) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ class TextsAttention:
         position_bias: torch.Tensor | None = None,
         distances: DistanceScores | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
@@ -93,7 +94,7 @@ class TextsAttention:
         right = 0 if is_causal else left
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        of_texts = left, right, bias, *(distances or (None, None, None)), float(softcap or 0.0)
+        of_texts = left, right, bias, *(distances or (None, None, None)), s_aux, float(softcap or 0.0)
         out = torch.ops.mllm.segment_attention(q, k, v, bounds, scale, "; ".join(refusals), *of_texts)
         return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -58,7 +58,7 @@ def attend_within_texts(graph: fx.Graph) -> None:
             continue
         right = 0 if node.meta[KNOWS_ITS_MASK] else -1
         node.target = torch.ops.mllm.segment_attention.default
-        node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, *(None,) * 4, cap)
+        node.args = (q, k, v, _bounds_of(graph), scale, refusals, left, right, *(None,) * 5, cap)
 
 
 def _stays(node: fx.Node) -> bool:

@@ -17,7 +17,8 @@ from mllm_compile.runtime.ops.segments.distance_scores import DistanceScores
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _OF_DISTANCES = "Tensor? distance_keys=None, Tensor? distance_queries=None, Tensor? distance_columns=None"
-_OF_TEXTS = f"int window_left=-1, int window_right=-1, Tensor? bias=None, {_OF_DISTANCES}, float soft_cap=0.0"
+_OF_SCORES = "Tensor? sinks=None, float soft_cap=0.0"
+_OF_TEXTS = f"int window_left=-1, int window_right=-1, Tensor? bias=None, {_OF_DISTANCES}, {_OF_SCORES}"
 _LIBRARY.define(
     "segment_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals, "
     f"{_OF_TEXTS}) -> Tensor"
@@ -64,6 +65,7 @@ def segment_attention_with_output(
     distance_keys: torch.Tensor | None = None,
     distance_queries: torch.Tensor | None = None,
     distance_columns: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> None:
     """Attends within segments: row i to rows i - window_left to i + window_right of its own.
@@ -80,13 +82,15 @@ def segment_attention_with_output(
         distance_keys, distance_queries: [W, H, D], where H is Hk: what a distance's column says to queries and to keys.
             Added to q_i · k_j are q_i · distance_keys[c] and distance_queries[c] · k_j; either may be left out.
         distance_columns: [2R + 1] int64, c of each distance j - i; those beyond R are as R.
+        sinks: [H], a score of each head's that takes part in the softmax and carries no value.
         soft_cap: c of c · tanh(score / c), ahead of what is added to scores; 0: none.
     """
     of_distances = None
     if distance_columns is not None:
         of_distances = DistanceScores(distance_keys, distance_queries, distance_columns)
+    is_written_out = sinks is not None or soft_cap > 0
     is_taken = q.is_cuda and q.dtype in _KERNEL_DTYPES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
-    if is_taken and bias is None and of_distances is None and not soft_cap:
+    if is_taken and bias is None and of_distances is None and not is_written_out:
         length = longest or q.shape[0]
         is_causal, window = window_left < 0 and window_right == 0, {}
         if not is_causal and max(window_left, window_right) >= 0:
@@ -97,7 +101,9 @@ def segment_attention_with_output(
         out.copy_(attended[0])
         return
     group = q.shape[1] // k.shape[1]
-    for start, count, length in _runs(cu_seqlens.tolist(), q.shape[1] if of_distances is not None or soft_cap else 0):
+    for start, count, length in _runs(
+        cu_seqlens.tolist(), q.shape[1] if of_distances is not None or is_written_out else 0
+    ):
         end = start + count * length
         queries, keys, values = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
         keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (keys, values))
@@ -105,8 +111,8 @@ def segment_attention_with_output(
         if of_distances is not None:
             scores = of_distances.of(queries, keys).mul_(sm_scale)
             added = scores if added is None else scores.add_(added)
-        if soft_cap:
-            attended = _capped(queries, keys, values, added, sm_scale, soft_cap)
+        if is_written_out:
+            attended = _written_out(queries, keys, values, added, sm_scale, soft_cap, sinks)
         else:
             attended = torch.nn.functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=added, scale=sm_scale
@@ -114,14 +120,27 @@ def segment_attention_with_output(
         out[start:end] = attended.transpose(1, 2).flatten(0, 1)
 
 
-def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, sm_scale: float, soft_cap: float
+def _written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    added: torch.Tensor | None,
+    sm_scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention [S, H, n, Dv] of segments whose scores are capped, in float32."""
-    scores = (q.float() @ k.float().mT).mul_(sm_scale / soft_cap).tanh_().mul_(soft_cap)
+    """Attention [S, H, n, Dv] of segments whose scores are capped or have sinks, in float32."""
+    scores = (q.float() @ k.float().mT).mul_(sm_scale)
+    if soft_cap:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
     if added is not None:
         scores += added
-    return (scores.softmax(-1) @ v.float()).to(v.dtype)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (weights @ v.float()).to(v.dtype)
 
 
 def _runs(bounds: list[int], scored_heads: int = 0) -> Iterator[tuple[int, int, int]]:

@@ -34,6 +34,7 @@ def _text_attention_kernel(
     of_queries_ptr: tl.tensor,
     of_keys_ptr: tl.tensor,
     columns_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     T: tl.tensor,
     Q_ROW: tl.constexpr,
@@ -59,6 +60,7 @@ def _text_attention_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (query head, tile of rows). LEFT and RIGHT below 0: no window; FAR 0: no bias; SOFT_CAP 0: none,
@@ -120,6 +122,8 @@ def _text_attention_kernel(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634 - top)
     out = acc / tl.where(is_row, total, 1.0)[:, None]
     to = out_ptr + (places * H + head) * D + dims[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
@@ -136,6 +140,7 @@ def text_attention(
     distance_keys: torch.Tensor | None,
     distance_queries: torch.Tensor | None,
     distance_columns: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     sm_scale: float,
     window_left: int,
@@ -151,6 +156,7 @@ def text_attention(
         bias: [H, 2R + 1], added to the scores by distance j - i; those beyond R are as R. Or none.
         distance_keys, distance_queries: [W, H, D], where H is Hk, contiguous; and distance_columns [2R + 1] int64: what
             distance_scores.py has. Or none. Products with all rows are made ahead: [T, H, W] each.
+        sinks: [H], a score of each head's that takes part in the softmax and carries no value. Or none.
         out: [T, H, D], contiguous, written.
         sm_scale: factor on q·k.
         window_left, window_right: -1: no bound. A window_right of 0 is causal.
@@ -171,6 +177,7 @@ def text_attention(
         q if of_queries is None else of_queries,
         q if of_keys is None else of_keys,
         starts if distance_columns is None else distance_columns,
+        q if sinks is None else sinks,
         out,
         num_tokens,
         Q_ROW=q.stride(0),
@@ -196,6 +203,7 @@ def text_attention(
         STAGES=2,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # which products in 16 bits do not read
         SOFT_CAP=soft_cap * _LOG2_E,
+        HAS_SINKS=sinks is not None,
         EARLY=starts_early(),
         num_warps=8 if is_wide else 4,
         num_stages=2,

@@ -33,12 +33,23 @@ def test_scores_are_capped_ahead_of_a_bias_and_within_windows() -> None:
     torch.manual_seed(0)
     q, k, v = (3 * torch.randn(18, heads, 8) for heads in (4, 2, 2))
     bias, cap = torch.randn(4, 2 * 20 + 1), 1.5
-    out = segment_attention(q, k, v, torch.tensor(BOUNDS), 0.3, "", 4, 1, bias, None, None, None, cap)
+    out = segment_attention(q, k, v, torch.tensor(BOUNDS), 0.3, "", 4, 1, bias, None, None, None, None, cap)
     for (start, end), head in itertools.product(itertools.pairwise(BOUNDS), range(4)):
         far = torch.arange(end - start) - torch.arange(end - start)[:, None]
         scores = cap * torch.tanh(q[start:end, head] @ k[start:end, head // 2].T * 0.3 / cap) + bias[head, far + 20]
         scores = scores.masked_fill((far < -4) | (far > 1), float("-inf"))
         assert torch.allclose(out[start:end, head], scores.softmax(-1) @ v[start:end, head // 2], atol=1e-5)
+
+
+def test_sinks_take_their_part_of_the_softmax() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(18, heads, 8) for heads in (4, 2, 2))
+    sinks = torch.randn(4)
+    out = segment_attention(q, k, v, torch.tensor(BOUNDS), 0.3, "", -1, -1, None, None, None, None, sinks)
+    for (start, end), head in itertools.product(itertools.pairwise(BOUNDS), range(4)):
+        weights = (q[start:end, head] @ k[start:end, head // 2].T * 0.3).exp()
+        weights /= weights.sum(-1, keepdim=True) + sinks[head].exp()
+        assert torch.allclose(out[start:end, head], weights @ v[start:end, head // 2], atol=1e-5)
 
 
 def test_segments_of_equal_lengths_are_attended_over_together_as_alone() -> None:

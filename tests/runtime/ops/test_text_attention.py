@@ -54,7 +54,7 @@ def texts(monkeypatch):
         (2, 1, 32, -1, -1, 0, 0.7),
         (2, 2, 80, 70, 3, 20, 0.7),
     ],
-    ids=["full", "causal and shared keys", "window", "causal window", "bias", "capped", "all"],
+    ids=["full", "causal and shared keys", "window", "causal window", "bias", "capped with sinks", "all"],
 )
 def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, left, right, far, cap) -> None:
     torch.manual_seed(0)
@@ -63,18 +63,21 @@ def test_each_way_of_seeing_is_the_reference(texts, heads, kv_heads, head_dim, l
     packed = torch.randn(count + PADDING, heads + 2 * kv_heads, head_dim)
     q, k, v = packed.split((heads, kv_heads, kv_heads), 1)
     bias = torch.randn(heads, 2 * far + 1) if far else None
+    sinks = torch.randn(heads) if cap else None
     padding = np.arange(count, count + PADDING)
     starts, ends = (
         torch.from_numpy(np.concatenate([np.repeat(edge, LENGTHS), of_padding]))
         for edge, of_padding in ((bounds[:-1], padding), (bounds[1:], padding + 1))
     )
     out = torch.full((count + PADDING, heads, head_dim), float("nan"))
-    texts.text_attention(q, k, v, starts, ends, bias, None, None, None, out, 0.2, left, right, cap)
+    texts.text_attention(q, k, v, starts, ends, bias, None, None, None, sinks, out, 0.2, left, right, cap)
     expected = torch.empty(count, heads, head_dim)
     own = torch.from_numpy(bounds).int()
-    seen: dict = {"window_left": left, "window_right": right, "bias": bias, "soft_cap": cap}
+    seen: dict = {"window_left": left, "window_right": right, "bias": bias, "soft_cap": cap, "sinks": sinks}
     segment_attention_with_output(q[:count], k[:count], v[:count], own, expected, 0.2, "", **seen)
     assert (out[:count] - expected).abs().max() < 1e-5
+    if sinks is not None:
+        return  # rows of padding see their own too
     assert (out[count:] - v[count:].repeat_interleave(heads // kv_heads, 1)).abs().max() < 1e-5
 
 
@@ -88,7 +91,7 @@ def test_scores_with_columns_of_distances_are_the_references(texts, has_keys, ha
     columns = torch.randint(12, (2 * 30 + 1,))
     starts, ends = (torch.from_numpy(np.repeat(edge, LENGTHS)) for edge in (bounds[:-1], bounds[1:]))
     out, expected = torch.full_like(q, float("nan")), torch.empty_like(q)
-    texts.text_attention(q, k, v, starts, ends, None, keys, queries, columns, out, 0.2, -1, -1, 0.0)
+    texts.text_attention(q, k, v, starts, ends, None, keys, queries, columns, None, out, 0.2, -1, -1, 0.0)
     own = torch.from_numpy(bounds).int()
     segment_attention_with_output(q, k, v, own, expected, 0.2, "", 0, -1, -1, None, keys, queries, columns)
     assert (out - expected).abs().max() < 1e-5
