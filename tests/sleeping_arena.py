@@ -23,6 +23,10 @@ class LostMemory:
         machine.stretches.append(self)
         self.map()
 
+    @property
+    def copy_bytes(self) -> int:
+        return 0 if self._copy is None else self.num_bytes
+
     def tensor(self) -> torch.Tensor:
         return self._bytes
 

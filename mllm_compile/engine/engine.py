@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
@@ -392,7 +393,8 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         Raises:
             EngineDeadError: this process is a fork of the engine's.
         """
-        return self._running_core.stats()
+        stats = self._running_core.stats()
+        return stats if self._pooling is not None else replace(stats, sleep_host_bytes=self._sleep.host_bytes)
 
     def session_state(self, session_id: str, cache_salt: str | None = None) -> SessionState | None:
         """The state of a session; None: none has that name.

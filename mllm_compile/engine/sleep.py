@@ -63,6 +63,11 @@ class EngineSleep:
         """Bytes of this rank's device that level 1 gives back."""
         return 0 if isinstance(self._memory, str) else sum(self._memory.num_bytes.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that copies of this rank's weights have, asleep or awake."""
+        return 0 if isinstance(self._memory, str) else self._memory.host_bytes
+
     def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
         """See Engine.sleep.
 

@@ -189,6 +189,7 @@ class EngineStats:
         accepted_by_position: the same by place in the draft.
         adapters: the adapters in use; None unless lora.max_adapters.
         tiers: the memory behind the KV cache, one for each tier.
+        sleep_host_bytes: bytes of the host's memory that copies of weights have, from the first sleep of level 1 on.
     """
 
     running: int
@@ -224,6 +225,7 @@ class EngineStats:
     accepted_by_position: tuple[int, ...] = ()
     adapters: AdapterStats | None = None
     tiers: tuple[TierFigures, ...] = ()
+    sleep_host_bytes: int = 0
 
     @property
     def acceptance_length(self) -> float:

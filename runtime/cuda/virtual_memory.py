@@ -81,6 +81,11 @@ class VirtualMemory:
         """Its bytes, for torch (numba's CUDA Array Interface, version 3)."""
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the host's memory that a copy has."""
+        return 0 if self._copy is None else self.num_bytes
+
     def tensor(self) -> torch.Tensor:
         """[num_bytes] uint8; it keeps this alive."""
         return torch.as_tensor(self, device=self._device)

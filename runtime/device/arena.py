@@ -28,6 +28,8 @@ class Memory(Protocol):
 
     num_bytes: int
 
+    @property
+    def copy_bytes(self) -> int: ...
     def tensor(self) -> torch.Tensor: ...
     def map(self, *, restores: bool = False) -> None: ...
     def unmap(self) -> None: ...
@@ -56,6 +58,11 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes of all that is alive."""
         return sum(one.num_bytes for one in self._stretches)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that copies have."""
+        return sum(one.copy_bytes for one in self._stretches)
 
     def empty(self, kinds: Sequence[Kind]) -> list[torch.Tensor]:
         """Uninitialised tensors, in one stretch.

@@ -46,10 +46,16 @@ def _host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     group = root / "sys/fs/cgroup"
     try:
         limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
+        used = int((group / "memory.current").read_text()) - _unread_file_bytes(group)
     except (OSError, ValueError):  # no such group, or "max": no limit
         return available, total
     return min(available, max(0, limit - used)), min(total, limit)
+
+
+def _unread_file_bytes(group: Path) -> int:
+    """Bytes of files that the system keeps of a control group, and gives up first where others want memory."""
+    lines = (group / "memory.stat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def check_weights_fit(weight_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:

@@ -44,6 +44,11 @@ class RankedMemory:
         """Bytes of this rank by tag."""
         return self._own.num_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that this rank's copies have."""
+        return self._own.host_bytes
+
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
         """Does what is slow on all ranks.
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from mllm_compile.runtime.device.arena import Arena
+from mllm_compile.runtime.device.memory import check_fits
 
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
@@ -38,15 +39,24 @@ class SleepingMemory:
         """Bytes that each tag gives back."""
         return {tag: sum(arena.num_bytes for arena in arenas) for tag, arenas in self._arenas}
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that copies have, asleep or awake."""
+        return sum(arena.host_bytes for arena in (*self._kept, *self._weights))
+
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
         """Does what is slow ahead of `sleep`, once: takes the host's memory for copies. From any thread.
 
         Raises:
             DeviceMemoryError: the host has too little.
         """
-        if "weights" in tags:
-            for arena in (*self._kept, *(self._weights if saves else ())):
-                arena.prepare_to_save()
+        saved = [*self._kept, *(self._weights if saves else ())] if "weights" in tags else []
+        needed = sum(arena.num_bytes - arena.host_bytes for arena in saved)
+        if needed:  # of the system that would end the process, later
+            remedy = "Free some, or use level 2, which copies none that an update brings."
+            check_fits(needed, "a copy of sleeping weights needs", remedy, torch.device("cpu"))
+        for arena in saved:
+            arena.prepare_to_save()
 
     def sleep(self, tags: Collection[MemoryTag], version: int | None) -> None:
         """Gives memory back. Once or often.

@@ -21,6 +21,7 @@ from mllm_compile.errors import (
     WeightsTornError,
     WeightUpdateError,
 )
+from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.updates.live import LiveWeights
 from tests.engine.test_pauses import LONG, PROMPT, SHORT, WITHOUT_END, beside, rest, started
@@ -294,6 +295,22 @@ def test_a_host_that_is_full_leaves_all_awake(made_engine, first):
     machine.is_host_full = False
     engine.wake_up()
     made_engine.tokens()
+
+
+def test_copies_that_the_host_has_no_room_for_are_refused_ahead(made_engine, monkeypatch):
+    engine, needed = made_engine.engine, made_engine.weights_bytes
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (needed - 1, 1 << 30))
+    with pytest.raises(DeviceMemoryError, match=r"a copy of sleeping weights needs .* or use level 2"):
+        engine.sleep(1)
+    assert engine.state == "running" and engine.stats().sleep_host_bytes == 0
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (needed, 1 << 30))
+    engine.sleep(1)
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (0, 1 << 30))
+    for _ in range(2):  # the memory is there
+        assert engine.stats().sleep_host_bytes == needed
+        engine.wake_up()
+        made_engine.tokens()
+        engine.sleep(1)
 
 
 def test_arguments_that_cannot_be_are_refused(made_engine):

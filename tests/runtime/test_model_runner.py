@@ -252,6 +252,8 @@ def test_a_control_group_s_limit_counts_as_the_machine_s_memory(tmp_path):
     (group / "memory.current").write_text("1024\n")
     assert memory._host_memory_bytes(tmp_path) == (800 * 1024, 1000 * 1024)
     (group / "memory.max").write_text("409600\n")
+    (group / "memory.current").write_text("3024\n")
+    (group / "memory.stat").write_text("file 5000\ninactive_file 2000\n")
     assert memory._host_memory_bytes(tmp_path) == (408576, 409600)
 
 
