@@ -7,7 +7,7 @@ them cost in truth, with the waits around them, is bounded by trial_budget.py. F
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.schedule.trial_budget import TrialBudget
+from mllm_compile.runtime.speculation.acceptance_rates import HOPE
 from mllm_compile.runtime.speculation.depth import DepthByCost
 
 # Steps until depths are chosen anew: while drafts are off, and while they are accepted. It takes as long as a draft.
@@ -26,7 +27,7 @@ class _Planned:
     """A step that was planned.
 
     Attributes:
-        num_tokens: its tokens if it is without prompts, else 0; where the device drafts, with padding.
+        num_tokens: its tokens if it is without prompts, else 0; of a captured step with padding.
         is_ahead: it was planned while the one before was in flight.
         is_on_device: the device makes its drafts.
         depths: [decodes] int: most tokens of each draft; None: none were asked for.
@@ -45,22 +46,26 @@ class DraftDepths:
     """See the module's header.
 
     Args:
-        num_rows, most, most_in_step: as DepthByCost takes them.
+        num_rows, most, most_in_step, hope: as DepthByCost takes them.
+        captured: as Speculation has them.
 
     Attributes:
         is_on: some request gets drafts in the next step.
     """
 
-    def __init__(self, num_rows: int, most: int, most_in_step: int) -> None:
+    def __init__(
+        self, num_rows: int, most: int, most_in_step: int, captured: Mapping[int, int], hope: float = HOPE
+    ) -> None:
         self.is_on = False
-        self._by_cost = DepthByCost(num_rows, most, most_in_step)
+        self._captured = captured
+        self._by_cost = DepthByCost(num_rows, most, most_in_step, hope)
         self._budget = TrialBudget()
         self._depths = np.zeros(num_rows, dtype=np.int64)
         self._planned: deque[_Planned] = deque(maxlen=4)  # more than are in flight
         self._num_steps = 0  # planned since depths were chosen
         self._was_in_vain = False  # a draft since then
         self._newest_ms = 0.0  # of the step that was taken in last
-        self._are_alike = False
+        self._on_device = False  # the device makes the drafts that were chosen last
 
     def of(self, request: Request) -> int:
         """Most tokens of a running request's draft."""
@@ -75,7 +80,7 @@ class DraftDepths:
         """Depths are to be chosen for the next step; where the host makes drafts, as soon as all tokens are known."""
         if self._num_steps >= _OFF_STEPS:
             return True
-        if self._are_alike:
+        if self._on_device:
             return self.is_on and self._num_steps >= _ON_STEPS
         return self.is_on and not in_flight and (self._was_in_vain or self._num_steps >= _ON_STEPS)
 
@@ -84,18 +89,26 @@ class DraftDepths:
         rows = _rows_of(requests)
         self._take(rows, self._by_cost.choose(rows, num_decodes, most) if self._budget.is_left else None)
 
-    def choose_alike(self, requests: Sequence[Request], num_decodes: int, depths: Sequence[int]) -> None:
-        """Chooses one of `depths`, or none, for all of them: the device drafts."""
-        rows = _rows_of(requests)
-        depth = self._by_cost.choose_alike(rows, num_decodes, depths) if self._budget.is_left else 0
-        self._take(rows, depth or None, are_alike=True)
+    def choose_alike(
+        self, requests: Sequence[Request], num_decodes: int, depths: Sequence[int], *, on_device: bool
+    ) -> None:
+        """Chooses one of `depths`, or none, for all of them: steps of these are captured."""
+        rows, depth = _rows_of(requests), 0
+        if self._budget.is_left:
+            depth = self._by_cost.choose_alike(rows, num_decodes, depths, on_device=on_device)
+        self._take(rows, depth or None, on_device=on_device)
 
-    def _take(self, rows: np.ndarray, depths: np.ndarray | int | None, are_alike: bool = False) -> None:
+    def _take(self, rows: np.ndarray, depths: np.ndarray | int | None, *, on_device: bool = False) -> None:
         self.is_on, self._num_steps, self._was_in_vain = depths is not None, 0, False
-        self._are_alike = are_alike
+        self._on_device = on_device
         self._depths[:] = 0
         if depths is not None:
             self._depths[rows] = depths
+
+    def learn(self, rows: np.ndarray, num_drafted: np.ndarray, num_right: np.ndarray) -> None:
+        """Learns of drafts [n] that no step checked, as AcceptanceRates.learn does of others."""
+        if rows.size:
+            self._by_cost.rates.learn(rows, num_drafted, num_right)
 
     def planned(self, batch: ScheduledBatch, is_ahead: bool) -> None:
         """A step was planned."""
@@ -108,9 +121,7 @@ class DraftDepths:
         depths, is_on_device = None, batch.device_lens is not None
         if self.is_on and (is_on_device or not is_ahead):
             depths = self._depths[batch.rows[: batch.num_decodes]]
-        num_tokens = 0 if batch.num_prompt_tokens else batch.num_tokens
-        if is_on_device:
-            num_tokens = batch.num_decodes * int(batch.num_new.max())
+        num_tokens = 0 if batch.num_prompt_tokens else self._with_padding(batch)
         last = self._planned[-1] if self._planned else None
         is_tried = depths is not None or (not is_ahead and last is not None and last.depths is not None)
         self._planned.append(_Planned(batch.step_id, num_tokens, is_ahead, is_on_device, depths, is_tried))
@@ -160,6 +171,16 @@ class DraftDepths:
         self._was_in_vain |= bool((num_accepted[asked] == 0).any())
         rows = batch.rows[: batch.num_decodes]
         self._by_cost.rates.learn(rows[asked], num_drafted[asked], num_accepted[asked])
+
+    def _with_padding(self, batch: ScheduledBatch) -> int:
+        """The tokens that a step without prompts computes."""
+        if not batch.has_drafts:
+            return batch.num_tokens
+        longest = int(batch.num_new.max()) - 1
+        for depth, most_requests in self._captured.items():
+            if depth >= longest and most_requests >= batch.num_decodes:
+                return batch.num_decodes * (1 + depth)
+        return batch.num_tokens
 
     def _find(self, step_id: int) -> _Planned | None:
         return next((step for step in self._planned if step.step_id == step_id), None)

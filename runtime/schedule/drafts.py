@@ -15,10 +15,13 @@ from mllm_compile.runtime.schedule.ahead import Ahead, may_be_ahead
 from mllm_compile.runtime.schedule.batch_builder import NOTHING_DRAFTED, Drafted, RunningDecodes
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.draft_depths import DraftDepths
+from mllm_compile.runtime.schedule.quiet_drafts import QuietDrafts
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
+from mllm_compile.runtime.speculation.acceptance_rates import HOPE
 from mllm_compile.runtime.speculation.drafter import Asked, Draft, Speculation
+from mllm_compile.runtime.speculation.texts import TextDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,14 @@ class Drafts:
         self._boundary = config.rope.boundary if config.rope is not None and config.rope.recomputes else None
         self._told: set[str] = set()  # reasons in the log
         self.depths: DraftDepths | None = None
+        self._quiet: QuietDrafts | None = None
         if speculation.by_cost:
+            if isinstance(speculation.drafter, TextDrafter) and not speculation.is_on_device:
+                self._quiet = QuietDrafts(speculation.drafter, speculation.num_tokens)
             num_rows = rows.computed.size
             most_in_step = most_drafted_by_cost(rows.most)
-            self.depths = DraftDepths(num_rows, speculation.num_tokens, most_in_step)
+            hope = HOPE if self._quiet is None else 0.0
+            self.depths = DraftDepths(num_rows, speculation.num_tokens, most_in_step, speculation.captured, hope)
         self.ahead: Ahead | None = None
         if speculation.is_on_device and self._boundary is None:
             self.ahead = Ahead(speculation, rows, config.max_num_batched_tokens, self.depths)
@@ -62,11 +69,14 @@ class Drafts:
         if self.depths is None or not requests or not self.depths.is_due(in_flight):
             return
         drafted = [request for request in requests if self._may_have_any(request)]
+        if self._quiet is not None:
+            self.depths.learn(*self._quiet.look([request for request in drafted if not self.depths.of(request)]))
         captured = [depth for depth, most in self._speculation.captured.items() if most >= len(requests)]
-        if self.ahead is not None and all(map(may_be_ahead, requests)):
-            self.depths.choose_alike(drafted, len(requests), captured)
+        on_device = self.ahead is not None and all(map(may_be_ahead, requests))
+        if captured or on_device:
+            self.depths.choose_alike(drafted, len(requests), captured, on_device=on_device)
         else:
-            self.depths.choose(drafted, len(requests), max(captured, default=self._speculation.num_tokens))
+            self.depths.choose(drafted, len(requests), self._speculation.num_tokens)
 
     @property
     def are_off(self) -> bool:

@@ -1,8 +1,8 @@
 """How likely drafted tokens are accepted: by their place in a draft, for all requests, and for each request.
 
 What a request's drafts brought counts for its next ones, the newest for most. It fades with the steps, so a request
-whose drafts are never accepted is tried again at times. A request without a history is hoped to be a fair one. Free of
-torch.
+whose drafts are never accepted is tried again at times. A request without a history is hoped to be a fair one, or to be
+like the others. Free of torch.
 
 Shape legend: N requests, K most tokens of a draft.
 """
@@ -27,9 +27,11 @@ class AcceptanceRates:
     Args:
         num_rows: rows of requests, the dummy among them.
         most: K.
+        hope: the least share that a request without a history is hoped to have accepted, where others have less.
     """
 
-    def __init__(self, num_rows: int, most: int) -> None:
+    def __init__(self, num_rows: int, most: int, hope: float = HOPE) -> None:
+        self._hope = hope
         # Of each row: drafts that were asked for and made of the newest, drafts checked, and their accepted shares.
         self._counts = np.zeros((4, num_rows))
         self._num_steps = np.zeros(num_rows)  # when these were brought up to date
@@ -73,7 +75,7 @@ class AcceptanceRates:
         """
         asked, made, checked, shares = self._faded(rows)
         mean = (self._shares + HOPE) / (self._checked + 1)
-        own = (shares + max(mean, HOPE)) / (checked + 1)
+        own = (shares + max(mean if self._checked else 0.0, self._hope)) / (checked + 1)
         likely = np.minimum((own / mean)[:, None] * self._rates_by_place(), _MOST)
         return likely.cumprod(axis=1), (made + 1) / (asked + 1)
 

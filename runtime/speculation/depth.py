@@ -2,8 +2,8 @@
 
 A step gets the drafted tokens with which most tokens a second are expected. Those that are likeliest accepted come
 first; each is worth while as long as the step gains more by it than it gets longer. Where no number of them is worth
-it, as with many requests, steps are without drafts and planned ahead. Where the device drafts, all requests of a step
-get as many: it takes as long for those with fewer. Free of torch.
+it, as with many requests, steps are without drafts and planned ahead. Where steps are captured, all requests of one get
+as many: it takes as long for those with fewer. Free of torch.
 
 Shape legend: N requests that may have a draft, K most tokens of a draft.
 """
@@ -28,14 +28,15 @@ class DepthByCost:
         num_rows: rows of requests, the dummy among them.
         most: K.
         most_in_step: most drafted tokens of all requests together.
+        hope: as AcceptanceRates takes it.
 
     Attributes:
         times, times_on_device, rates: what was seen so far; on_device: of steps whose drafts the device makes.
     """
 
-    def __init__(self, num_rows: int, most: int, most_in_step: int) -> None:
-        self.times, self.times_on_device = StepTimes(), StepTimes()
-        self.rates = AcceptanceRates(num_rows, most)
+    def __init__(self, num_rows: int, most: int, most_in_step: int, hope: float) -> None:
+        self.times, self.times_on_device = StepTimes(waits=True), StepTimes(waits=False)
+        self.rates = AcceptanceRates(num_rows, most, hope)
         self._most_in_step = most_in_step
 
     def choose(self, rows: np.ndarray, num_decodes: int, most: int) -> np.ndarray | None:
@@ -61,14 +62,15 @@ class DepthByCost:
             return None
         return np.bincount(of_rows[: best + 1], minlength=rows.size)
 
-    def choose_alike(self, rows: np.ndarray, num_decodes: int, depths: Sequence[int]) -> int:
+    def choose_alike(self, rows: np.ndarray, num_decodes: int, depths: Sequence[int], *, on_device: bool) -> int:
         """The tokens of the draft of each request in the next steps, one of `depths`; 0: they are to be without drafts.
 
         Args:
             rows, num_decodes: as `choose` takes them.
             depths: ascending; a draft of one takes as long as one of all its tokens.
+            on_device: the device drafts.
         """
-        times = self.times_on_device.of(num_decodes)
+        times = (self.times_on_device if on_device else self.times).of(num_decodes)
         num_known = sum(1 for _ in takewhile(lambda depth: times.knows(num_decodes * depth), depths))
         tried = np.array(depths[: num_known + 1], dtype=np.int64)  # one at a time: nothing unknown costs much
         if times.plain_ms is None or not rows.size or not tried.size:

@@ -23,9 +23,14 @@ _PLAIN = -1  # the size of steps without drafts, of which the host plans the nex
 
 
 class StepTimes:
-    """The times of steps without prompts."""
+    """The times of steps without prompts.
 
-    def __init__(self) -> None:
+    Args:
+        waits: as KnownTimes has it.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
         self._sizes: dict[int, dict[int, _Times]] = {}  # of decodes, then of drafted tokens
         self._count = 0  # steps that were taken in
 
@@ -46,7 +51,7 @@ class StepTimes:
         for size in [size for size, times in sizes.items() if times.last < self._count - _FORGOTTEN_AFTER]:
             del sizes[size]
         known = {size: times.median for size, times in sizes.items() if len(times.newest) >= _LEAST}
-        return KnownTimes(num_decodes, known.pop(_PLAIN, None), known)
+        return KnownTimes(num_decodes, known.pop(_PLAIN, None), known, self._waits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +61,18 @@ class KnownTimes:
     Attributes:
         plain_ms: of a step without drafts; None: not known.
         by_drafted: of others, by the drafted tokens of all their decodes.
+        waits: others wait for the host, and those without drafts do not. So between the two is no line.
     """
 
     num_decodes: int
     plain_ms: float | None
     by_drafted: dict[int, float]
+    waits: bool
 
     @property
     def most_drafted(self) -> int:
         """Tokens that may be drafted in a step: at most twice what is known, so that nothing unknown costs much."""
-        return max(_FIRST_DRAFTED, self.num_decodes // 4, 2 * max(self.by_drafted, default=0))
+        return max(_FIRST_DRAFTED, self.num_decodes, 2 * max(self.by_drafted, default=0))
 
     def knows(self, num_drafted: int) -> bool:
         """True if the time of so many drafted tokens is known."""
@@ -75,10 +82,11 @@ class KnownTimes:
         """Times [N] of steps in which so many tokens [N] are drafted; as if they were free where nothing is known."""
         sizes = sorted(self.by_drafted)
         seen = [self.by_drafted[size] for size in sizes]
+        begin = 0
         if not sizes or sizes[0] > 0:
-            sizes, seen = [0, *sizes], [self.plain_ms or 0.0, *seen]
+            sizes, seen, begin = [0, *sizes], [self.plain_ms or 0.0, *seen], int(self.waits and bool(sizes))
         times = np.maximum.accumulate(seen)
-        slope = (times[-1] - times[0]) / max(sizes[-1], 1)
+        slope = (times[-1] - times[begin]) / max(sizes[-1] - sizes[begin], 1)
         beyond = slope * np.maximum(num_drafted - sizes[-1], 0)
         found: np.ndarray = np.interp(num_drafted, sizes, times)
         found += beyond

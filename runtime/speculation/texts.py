@@ -55,9 +55,10 @@ class TextDrafter:
         self._followed: dict[DraftedRequest, _Followed] = {}
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:
-        return [self._propose(one.request, one.most) for one in asked]
+        return [self.guess(one.request, one.most) for one in asked]
 
-    def _propose(self, request: DraftedRequest, most: int) -> Draft:
+    def guess(self, request: DraftedRequest, most: int) -> Draft:
+        """At most `most` ≥ 1 tokens that may follow what the request has; a step may be in flight."""
         followed = self._followed.get(request)
         if followed is None:
             text = self._guesser.begin(request.prompt_token_ids, request.cache_salt)

@@ -47,7 +47,8 @@ class World:
 
     def __post_init__(self) -> None:
         count = len(self.rates)
-        self.depths = DraftDepths(count + 1, MOST_BY_COST, most_drafted_by_cost(count))
+        self.captured = {k: count for k in CAPTURED_BY_COST if self.on_device and count * (1 + k) <= MOST_VERIFIED}
+        self.depths = DraftDepths(count + 1, MOST_BY_COST, most_drafted_by_cost(count), self.captured)
         self.requests = [make_request(str(index), [5, 6]) for index in range(count)]
         for row, request in enumerate(self.requests, start=1):
             request.row = row
@@ -82,7 +83,8 @@ class World:
         batch = self._batch(most if self.on_device else lengths)
         self.drafted += int(lengths.sum())
         depths.planned(batch, is_ahead)
-        ms = self.ms_of(batch.num_tokens) + (0 if is_ahead else self.host_ms)
+        padded = min((k for k in self.captured if k >= lengths.max()), default=0) if batch.has_drafts else 0
+        ms = self.ms_of(count * (1 + padded) if padded else batch.num_tokens) + (0 if is_ahead else self.host_ms)
         self._finish()
         runs = None
         if batch.has_drafts:
@@ -94,8 +96,8 @@ class World:
         depths, count = self.depths, len(self.requests)
         if not depths.is_due(self.in_flight is not None):
             return
-        if self.on_device:
-            depths.choose_alike(self.requests, count, [k for k in CAPTURED_BY_COST if count * (1 + k) <= MOST_VERIFIED])
+        if self.captured or self.on_device:
+            depths.choose_alike(self.requests, count, [*self.captured], on_device=self.on_device)
         else:
             depths.choose(self.requests, count, MOST_BY_COST)
 
@@ -248,7 +250,7 @@ def test_a_new_request_in_a_row_is_tried_like_any():
 
 
 def test_a_step_that_took_long_once_is_tried_again():
-    times = StepTimes()
+    times = StepTimes(waits=True)
     for ms in (4.0, 4.0):
         times.learn(1, None, ms)
     times.learn(1, 4, 900.0)
@@ -261,8 +263,39 @@ def test_a_step_that_took_long_once_is_tried_again():
     assert times.of(1).plain_ms is None, "old times are forgotten"
 
 
+def test_a_wait_for_the_host_is_no_time_of_a_token():
+    """Drafts of eight requests are mostly right, but a step with few drafted tokens does not pay for its wait."""
+    tried = world(8, 0.9, weights_bound, host_ms=0.9)
+    tried.run(100)
+    assert tried.run(200) > 3
+
+
+@pytest.mark.parametrize(("waits", "expected"), [(True, [10.0, 12.0, 12.0]), (False, [10.0, 12.0, 14.0])])
+def test_one_known_time_behind_a_wait_says_nothing_of_more_tokens(waits, expected):
+    times = StepTimes(waits=waits)
+    for _ in range(2):
+        times.learn(3, None, 10.0)
+        times.learn(3, 4, 12.0)
+    assert times.of(3).verify_ms(np.array([0, 4, 8])).tolist() == expected
+
+
+@pytest.mark.parametrize(("rate", "made"), [(0.9, 1.0), (0.7, 0.7), (0.5, 0.3)])
+def test_drafts_of_the_host_are_as_deep_as_the_best_captured_ones(rate, made):
+    """A captured step is padded to as many drafted tokens of each request, so the longest draft says its time."""
+
+    def of_fixed_depth(most: int) -> float:
+        tokens = 1 + made * sum(rate**place for place in range(1, most + 1))
+        return tokens * weights_bound(32) / (weights_bound(32 * (most + 1)) + 0.9)
+
+    tried = world(32, rate, weights_bound, made, host_ms=0.9)
+    tried.captured.update({1: 32, 3: 32, 7: 32})
+    tried.run(150)
+    best = max(map(of_fixed_depth, tried.captured))
+    assert tried.run(200) > max(0.9 * best, 0.98)
+
+
 def test_times_between_known_ones_and_beyond_them_are_on_lines():
-    times = StepTimes()
+    times = StepTimes(waits=True)
     for _ in range(2):
         for drafted, ms in ((None, 10.0), (0, 11.0), (4, 13.0), (8, 12.0)):
             times.learn(3, drafted, ms)

@@ -58,8 +58,9 @@ def serve(requests, section=None, drafter=None, prefix_cache=False, joining=0, m
         assert verifies is not None
         speculation = make_speculation(section, VOCAB, captured=verifies.most_requests)
         if drafter is not None:
-            most = section.num_speculative_tokens
-            speculation = Speculation(drafter=drafter, num_tokens=most, vocab_size=VOCAB)
+            captured = verifies.most_requests if section.by_cost else {}
+            sizes = {"num_tokens": section.most_drafted, "by_cost": section.by_cost, "captured": captured}
+            speculation = Speculation(drafter=drafter, vocab_size=VOCAB, **sizes)
     loop = TimedLoop(runner, prefix_cache, speculation)
     loop.requests, waiting, in_flight = [], list(requests), None
     with torch.inference_mode():
@@ -103,6 +104,20 @@ def test_drafts_of_the_host_give_the_same_tokens_in_one_launch(played, kind):
     if kind == "right":
         assert len(drafted.batches) < len(plain.batches) / 2
         assert drafted.runner.forward_pass_id == len(drafted.batches)
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_drafts_by_cost_are_known_to_be_right_before_steps_check_them(played, monkeypatch, kind):
+    monkeypatch.setattr(TimedLoop, "ms_of_token", 0.2)
+    requests = [{"prompt": prompt, "max_tokens": 60} for prompt in PROMPTS]
+    plain = serve(requests)
+    answers = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain.requests}
+    drafted = serve(requests, section_of(method="suffix", **AUTO), TextDrafter(ReplayingDrafter(answers, kind)))
+    assert seen(drafted) == seen(plain)
+    if kind == "right":
+        assert len(drafted.batches) < 0.8 * len(plain.batches)
+    else:
+        assert sum(batch.has_drafts for batch in drafted.batches) <= 4, "which tell how long such steps take"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
