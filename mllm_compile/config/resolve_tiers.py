@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 
 from mllm_compile.config.schema_runtime import KVTransferConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError, RequestError
@@ -108,6 +109,16 @@ def check_tiers(asked: RuntimeConfig) -> None:
     Raises:
         ConfigError: there is memory behind the KV cache, and something that it does not work with.
     """
+    _check_below(asked)
+    if asked.kv_offloading_size:
+        _check_names(asked)
+        _check_ranks(asked)
+    else:
+        _check_nothing_needs_memory(asked)
+
+
+def _check_below(asked: RuntimeConfig) -> None:
+    """Checks what is behind the host's memory: files, a store, or other engines."""
     path, size, store = asked.kv_offloading_disk_path, asked.kv_offloading_disk_size, asked.kv_transfer_config
     if store.kv_connector and path:
         raise ConfigError(
@@ -119,7 +130,7 @@ def check_tiers(asked: RuntimeConfig) -> None:
             "kv_offloading_memory_file": asked.kv_offloading_memory_file is not None,
             "kv_offloading_write_policy": asked.kv_offloading_write_policy == "write_back",
         }
-        for key in (key for key, is_set in kept.items() if is_set):
+        if (key := _first(kept)) is not None:
             raise ConfigError(
                 f"runtime.{key} is {getattr(asked, key)}, and runtime.kv_transfer_config names {PEER_CONNECTOR}: "
                 "memory that engines share ends with its own, and nothing is written below. Set one of them alone."
@@ -129,40 +140,56 @@ def check_tiers(asked: RuntimeConfig) -> None:
             f"runtime.kv_offloading_disk_path is {path or 'not set'} and runtime.kv_offloading_disk_size is {size:g} "
             "GiB. Set both, or none."
         )
-    if not asked.kv_offloading_size:
-        set_ones = {
-            "kv_offloading_memory_file": asked.kv_offloading_memory_file,
-            "kv_offloading_disk_path": path,
-            "kv_transfer_config": store.kv_connector,
-            "kv_offloading_write_policy": asked.kv_offloading_write_policy not in ("auto", None),
-        }
-        for key in (key for key, value in set_ones.items() if value):
-            raise ConfigError(
-                f"runtime.{key} is set, and runtime.kv_offloading_size is 0: pages come and go through that memory. "
-                "Set it to 1 or more."
-            )
-        return
-    if (path or store.kv_connector or asked.kv_offloading_memory_file) and asked.skip_compiled:
-        key = "kv_offloading_disk_path" if path else "kv_transfer_config"
-        key = key if path or store.kv_connector else "kv_offloading_memory_file"
+
+
+def _check_nothing_needs_memory(asked: RuntimeConfig) -> None:
+    """Checks that without memory behind the KV cache nothing is set that goes through it."""
+    set_ones = {
+        "kv_offloading_memory_file": bool(asked.kv_offloading_memory_file),
+        "kv_offloading_disk_path": bool(asked.kv_offloading_disk_path),
+        "kv_transfer_config": bool(asked.kv_transfer_config.kv_connector),
+        "kv_offloading_write_policy": asked.kv_offloading_write_policy not in ("auto", None),
+    }
+    if (key := _first(set_ones)) is not None:
+        raise ConfigError(
+            f"runtime.{key} is set, and runtime.kv_offloading_size is 0: pages come and go through that memory. "
+            "Set it to 1 or more."
+        )
+
+
+def _check_names(asked: RuntimeConfig) -> None:
+    """Checks that pages which outlive the process can be named."""
+    lasting = {
+        "kv_offloading_disk_path": bool(asked.kv_offloading_disk_path),
+        "kv_transfer_config": bool(asked.kv_transfer_config.kv_connector),
+        "kv_offloading_memory_file": bool(asked.kv_offloading_memory_file),
+    }
+    if asked.skip_compiled and (key := _first(lasting)) is not None:
         raise ConfigError(
             f"runtime.{key} and runtime.skip_compiled are set: pages are named after the weights of a compiled model. "
             "Set one of them alone."
         )
+
+
+def _check_ranks(asked: RuntimeConfig) -> None:
+    """Checks what ranks cannot share, and what excludes any memory behind the KV cache."""
+    store = asked.kv_transfer_config.kv_connector
     of_one = {
         "kv_offloading_memory_file": asked.kv_offloading_memory_file is not None,
-        "kv_transfer_config": store.kv_connector == PEER_CONNECTOR,
+        "kv_transfer_config": store == PEER_CONNECTOR,
     }
-    for key in (key for key, is_set in of_one.items() if is_set and asked.tensor_parallel_size > 1):
-        raise ConfigError(
-            f"runtime.{key} is set, which runtime.tensor_parallel_size: {asked.tensor_parallel_size} excludes: ranks "
-            "share their pages with files and stores alone. Set one of them alone."
-        )
-    if asked.tensor_parallel_size > 1 and asked.distributed_executor_backend == "ray" and (path or store.kv_connector):
-        raise ConfigError(
-            f"runtime.{'kv_offloading_disk_path' if path else 'kv_transfer_config'} is set, which "
-            "runtime.distributed_executor_backend: ray excludes: ranks share memory with the first one. Set mp."
-        )
+    shared = {"kv_offloading_disk_path": bool(asked.kv_offloading_disk_path), "kv_transfer_config": bool(store)}
+    if asked.tensor_parallel_size > 1:
+        if (key := _first(of_one)) is not None:
+            raise ConfigError(
+                f"runtime.{key} is set, which runtime.tensor_parallel_size: {asked.tensor_parallel_size} excludes: "
+                "ranks share their pages with files and stores alone. Set one of them alone."
+            )
+        if asked.distributed_executor_backend == "ray" and (key := _first(shared)) is not None:
+            raise ConfigError(
+                f"runtime.{key} is set, which runtime.distributed_executor_backend: ray excludes: ranks share memory "
+                "with the first one. Set mp."
+            )
     obstacles = {
         "pipeline_parallel_size": asked.pipeline_parallel_size > 1,
         "expert_parallel_size": asked.expert_parallel_size > 1,
@@ -170,9 +197,13 @@ def check_tiers(asked: RuntimeConfig) -> None:
         "routed_experts": asked.routed_experts,
         "enable_prefix_cache: false": not asked.enable_prefix_cache,
     }
-    for name, is_set in obstacles.items():
-        if is_set:
-            raise ConfigError(
-                f"runtime.kv_offloading_size is {asked.kv_offloading_size:g}, which runtime.{name} excludes. Set one "
-                "of them alone."
-            )
+    if (key := _first(obstacles)) is not None:
+        raise ConfigError(
+            f"runtime.kv_offloading_size is {asked.kv_offloading_size:g}, which runtime.{key} excludes. Set one of "
+            "them alone."
+        )
+
+
+def _first(keys: Mapping[str, bool]) -> str | None:
+    """The first of the keys that is set."""
+    return next((key for key, is_set in keys.items() if is_set), None)
