@@ -41,11 +41,11 @@ def test_sounds_over_http_are_the_engines(tmp_path: Path) -> None:
         running(command, tmp_path / "log") as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
     ):
-        plain = client.audio.transcriptions.create(file=("talk.wav", wav), model="")
+        plain = client.audio.transcriptions.create(file=("talk.wav", wav), model="", temperature=0)
         with_times = client.audio.transcriptions.create(
-            file=("talk.wav", wav), model="", response_format="verbose_json"
+            file=("talk.wav", wav), model="", response_format="verbose_json", temperature=0
         )
-        form: Any = {"prompt": "w50 w51", "response_format": "verbose_json", "extra_body": told}
+        form: Any = {"prompt": "w50 w51", "response_format": "verbose_json", "temperature": 0, "extra_body": told}
         one_by_one = client.audio.transcriptions.create(file=("talk.wav", wav), model="", **form)
         events = list(client.audio.transcriptions.create(file=("talk.wav", wav), model="", stream=True))
     assert plain.text == expected[0].text

@@ -33,7 +33,7 @@ class AudioFields(msgspec.Struct, kw_only=True):
     language: str | None = None
     prompt: str | None = None
     response_format: TranscriptForm = "json"
-    temperature: float = 0.0  # 0: the next ones too, of windows whose text is doubted
+    temperature: float | None = None  # none: several, of windows whose text is doubted
     stream: bool = False
     timestamp_granularities: list[Literal["segment", "word"]] = []
     chunking_strategy: Literal["auto"] | None = None  # long sounds are cut where they are quiet, unless `sequential`
@@ -57,8 +57,8 @@ class AudioFields(msgspec.Struct, kw_only=True):
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """The temperatures that are tried one after another; 0 goes on to higher ones, as in OpenAI's interface."""
-        return (self.temperature,) if self.temperature else TEMPERATURES
+        """The temperatures that are tried one after another: the one that is given, or OpenAI's."""
+        return TEMPERATURES if self.temperature is None else (self.temperature,)
 
     def of_prompts(self) -> SoundFields:
         """The fields that all requests have which generate."""
@@ -121,7 +121,7 @@ def _check(fields: AudioFields) -> None:
     Raises:
         ApiError: fields that do not go together.
     """
-    if not 0 <= fields.temperature <= 1:
+    if fields.temperature is not None and not 0 <= fields.temperature <= 1:
         raise bad_request(f"temperature: expected 0 to 1, got {fields.temperature:g}")
     if "word" in fields.timestamp_granularities:
         raise bad_request(

@@ -110,7 +110,7 @@ def test_fields_have_openais_names_and_types() -> None:
         ([("file", b""), ("file", b"")], "file", "got it twice"),
         ([("file", b""), ("model", b"m")], "model", "got a file"),
         ([("file", b""), ("prompt", "x" * 70000)], "prompt", "at most 65,536 bytes"),
-        ([("file", b""), ("temperature", "hot")], "temperature", "expected `float`"),
+        ([("file", b""), ("temperature", "hot")], "temperature", "expected `float | null`"),
         ([("file", b""), ("temperature", "nan")], "temperature", "expected 0 to 1"),
         ([("file", b""), ("temperature", "1.5")], "temperature", "expected 0 to 1, got 1.5"),
         ([("file", b""), ("response_format", "diarized_json")], "response_format", "diarized_json"),
