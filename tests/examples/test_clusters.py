@@ -57,6 +57,33 @@ CHARTS = {
     },
 }
 
+# What their values may be: a type, or the words of an enumeration. A name with ! has to be there.
+VALUES: dict[str, dict[str, type | str]] = {
+    "LeaderWorkerSet": {
+        "spec.replicas": int,
+        "spec.leaderWorkerTemplate.size": int,
+        "spec.leaderWorkerTemplate.restartPolicy": "RecreateGroupOnPodRestart RecreateGroupAfterStart None",
+        "spec.leaderWorkerTemplate.workerTemplate!": dict,
+    },
+    "RayService": {
+        "spec.serveConfigV2!": str,
+        "spec.rayClusterConfig.rayVersion": str,
+        **{f"spec.rayClusterConfig.{group}.rayStartParams!": dict for group in ("headGroupSpec", "workerGroupSpecs.0")},
+        **{f"spec.rayClusterConfig.{group}.template!": dict for group in ("headGroupSpec", "workerGroupSpecs.0")},
+        "spec.rayClusterConfig.workerGroupSpecs.0.groupName!": str,
+        **{f"spec.rayClusterConfig.workerGroupSpecs.0.{name}!": int for name in ("minReplicas", "maxReplicas")},
+        "spec.rayClusterConfig.workerGroupSpecs.0.replicas": int,
+    },
+    "router": {
+        "servingEngineSpec.enableEngine": bool,
+        "routerSpec.enableRouter": bool,
+        **{f"routerSpec.{name}": int for name in ("replicaCount", "engineScrapeInterval", "requestStatsWindow")},
+        "routerSpec.serviceDiscovery": "k8s static",
+        **{f"routerSpec.{name}": str for name in ("staticBackends!", "staticModels!", "sessionKey!")},
+        "routerSpec.routingLogic": "roundrobin session prefixaware kvaware disaggregated_prefill",
+    },
+}
+
 
 def at(document: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
@@ -144,6 +171,28 @@ def test_services_find_pods_with_the_port():
 def test_fields_are_known(document, known):
     for path, names in known.items():
         assert set(at(document, path)) <= set(names.split()), path
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_of_the_kinds_that_the_resources_definitions_ask_for(name):
+    documents = [one for of in FILES.values() for one in of if one.get("kind") == name] or FILES[name]
+    for path, wanted in VALUES[name].items():
+        try:
+            value = at(documents[0], path.rstrip("!"))
+        except KeyError:
+            assert not path.endswith("!"), f"{path} is missing"
+            continue
+        assert value in wanted.split() if isinstance(wanted, str) else type(value) is wanted, path
+
+
+def test_what_ray_starts_with_is_text():
+    cluster = FILES["ray_service"][0]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    router = FILES["router"][0]["routerSpec"]
+    assert len(router["staticBackends"].split(",")) == len(router["staticModels"].split(","))
 
 
 def test_rays_application_takes_its_arguments():
