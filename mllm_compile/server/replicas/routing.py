@@ -7,6 +7,9 @@ first ones.
 A text that goes on from an earlier one, its tail included, goes home. One that only begins as others do, by a system's
 prompt, would find what they have in common on the engine of the first of them, and so would all: sessions pause, and
 that engine is idle whenever the next one begins. So for these an engine's choices of late count beside its requests.
+
+Of engines with as few requests a text without a home gets the one whose next block to be forgotten is the oldest: there
+it displaces what is least likely to be asked for again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from math import inf
 from operator import or_
 
 from mllm_compile.server.replicas.text import BLOCK, MOST_BLOCKS, Text
@@ -53,7 +57,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.blocks: dict[int, _Block] = {}
-        self._last: OrderedDict[int, None] = OrderedDict()  # those with none behind, by their last use
+        self._last: OrderedDict[int, int] = OrderedDict()  # those with none behind, by the choice that used them last
         self.most_blocks = MOST_BLOCKS
         self.has_tiers = False
         self.load = 0
@@ -82,40 +86,47 @@ class _Known:
         """Notes that it was chosen."""
         self._late, self.chosen = self.late(number, kept) + 1, number
 
-    def take(self, text: Text, last_first: Sequence[int]) -> None:
-        """Has a text's blocks from now on."""
+    def age(self, number: int) -> float:
+        """Choices since the block was used that would be forgotten next; inf: there is room."""
+        if len(self.blocks) < self.most_blocks or not self._last:
+            return inf
+        return number - next(iter(self._last.values()))
+
+    def take(self, text: Text, last_first: Sequence[int], number: int) -> None:
+        """Has a text's blocks from now on, by the choice of this number."""
         num_blocks, tail = len(last_first), text.tail_bytes
         if not num_blocks:
             return
         for place in range(self.matched(last_first), num_blocks):
-            self._put(text.blocks[place], text.blocks[place - 1] if place else None)
+            self._put(text.blocks[place], text.blocks[place - 1] if place else None, number)
         last = self.blocks[last_first[0]]
         last.tails |= 1 << tail
         end = text.hash_to(num_blocks, tail)
         if end not in self.blocks:
-            self._put(end, last_first[0])
+            self._put(end, last_first[0], number)
         if end in self._last:
+            self._last[end] = number
             self._last.move_to_end(end)
         while len(self.blocks) > self.most_blocks:
             self._forget_one()
 
-    def _put(self, name: int, before: int | None) -> None:
+    def _put(self, name: int, before: int | None, number: int) -> None:
         self.blocks[name] = _Block(before)
-        self._last[name] = None
+        self._last[name] = number
         if before is not None:
             self._last.pop(before, None)
             self.blocks[before].behind += 1
 
     def _forget_one(self) -> None:
         """Forgets a block with none behind, the least recently used; the one before it is the next then."""
-        name, _ = self._last.popitem(last=False)
+        name, number = self._last.popitem(last=False)
         before = self.blocks.pop(name).before
         if before is None:
             return
         block = self.blocks[before]
         block.behind -= 1
         if not block.behind:
-            self._last[before] = None
+            self._last[before] = number
             self._last.move_to_end(before, last=False)
 
 
@@ -182,13 +193,13 @@ class Routing:
         homes, name = (self._hints, hint or "") if session is None else (self._sessions, session)
         home = homes.get(name, "")
         stays = home in known and (known[home].has_tiers or known[home].matched(last_first) >= _WORTH * len(last_first))
-        if not stays or (session is None and self._is_overloaded(home, known)):
+        if not stays or (session is None and _is_overloaded(known[home], min(one.load for one in known.values()))):
             home = self._by_prefix(known, text, last_first)
         if name:
             _note(homes, name, home)
         self._count += 1
         known[home].note_choice(self._count, self._kept)
-        known[home].take(text, last_first)
+        known[home].take(text, last_first, self._count)
         return home
 
     @property
@@ -203,20 +214,22 @@ class Routing:
         having = {name: one.blocks for name, one in known.items() if not most or text.blocks[most - 1] in one.blocks}
         kept, number = self._kept, self._count + 1
         late = {name: one.late(number, kept) for name, one in known.items()}
-        least = min(known, key=lambda name: (known[name].load, late[name]))
         homes = _homes_of(text, most, having) if most else []
         best = min(homes or having, key=lambda name: (known[name].load, late[name]))
-        is_worth = most > 0 and most >= _WORTH * len(last_first)
-        if is_worth and not homes:
-            saved = most - known[least].matched(last_first)
-            ahead = known[best].load - known[least].load + (late[best] - late[least]) / _LATE_A_REQUEST
-            is_worth = saved >= _REQUEST_BLOCKS * ahead
-        return best if is_worth and not self._is_overloaded(best, known) else least
+        fewest = min(one.load for one in known.values())
+        is_worth = most > 0 and most >= _WORTH * len(last_first) and not _is_overloaded(known[best], fewest)
+        if is_worth and homes:
+            return best
+        idle = [name for name, one in known.items() if one.load == fewest]
+        least = min(idle, key=lambda name: (-known[name].age(number), late[name]))
+        saved = most - known[least].matched(last_first)
+        ahead = known[best].load - fewest + (late[best] - late[least]) / _LATE_A_REQUEST
+        return best if is_worth and saved >= _REQUEST_BLOCKS * ahead else least
 
-    @staticmethod
-    def _is_overloaded(name: str, known: Mapping[str, _Known]) -> bool:
-        least = min(one.load for one in known.values())
-        return known[name].load > max(least + AHEAD, least * TIMES)
+
+def _is_overloaded(engine: _Known, fewest: int) -> bool:
+    """True if an engine has much more to do than the one with the fewest requests."""
+    return engine.load > max(fewest + AHEAD, fewest * TIMES)
 
 
 def _homes_of(text: Text, num_matched: int, having: Mapping[str, Mapping[int, _Block]]) -> list[str]:

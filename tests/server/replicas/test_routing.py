@@ -129,6 +129,20 @@ def test_a_new_text_goes_where_most_of_it_is_unless_that_engine_was_asked_much_m
         assert routing.choose(NAMES, Text.of(begin + b"\0" * 40 * BLOCK)) == home, "it goes on from an earlier one"
 
 
+def test_of_engines_with_as_few_requests_a_new_text_displaces_what_was_not_used_for_longest():
+    routing, names = Routing(NAMES), ("0", "1")
+    for name in names:
+        routing.started(name, 20 * BLOCK // 4)  # twenty blocks
+        routing.choose((name,), Text.of(name.encode() * 19 * BLOCK + b"."))
+    for _ in range(3):
+        routing.choose(("0",))  # asked more of late, by texts that leave no block
+    assert routing.choose(names, Text.of(b"x" * 10 * BLOCK)) == "0"
+    assert routing.choose(names, Text.of(b"y" * 10 * BLOCK)) == "0", "the rest of the same text is older still"
+    assert routing.choose(names, Text.of(b"z" * 10 * BLOCK)) == "1"
+    with loaded(routing, {"1": 1}):
+        assert routing.choose(names, Text.of(b"a" * 9 * BLOCK)) == "0", "its requests count more"
+
+
 def test_short_texts_go_to_each_in_turn():
     routing = Routing(NAMES)
     assert [routing.choose(NAMES) for _ in range(6)] == [*NAMES, *NAMES]
