@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+
+if TYPE_CHECKING:
+    from mllm_compile.model.hf_model import HFModel
 
 Bound = tuple[ProgramExecutor, tuple[AttentionLayer, ...]]
 Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
@@ -274,3 +277,10 @@ def run_packed(
         if rows is None:
             return (logits,)
         return logits, executor.head(body, rows), executor.head(executor.body(inputs, every), rows)
+
+
+def model_requests(hf_model: HFModel, program: Program, device: str) -> tuple[Requests, Requests]:
+    """The check's requests. Blocks of keys lie at places that their indexer knows by tokens' positions, from 0 on."""
+    is_of_blocks = hf_model.choice is not None and hf_model.choice.block > 0
+    second = 0 if is_of_blocks else SECOND_REQUEST_POSITION
+    return small_requests(hf_model.sizes(program.layers), device, program.rope, second)

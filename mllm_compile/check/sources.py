@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mllm_compile.check.bounds import TOLERANCE, hint
 from mllm_compile.check.compiled import linked_of_folder
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
-from mllm_compile.check.program import TOLERANCE, hint
 from mllm_compile.check.weights import program_weights
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation

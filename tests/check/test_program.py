@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from mllm_compile.check import packed_requests, transformers_forward
+from mllm_compile.check import bounds, packed_requests, transformers_forward
 from mllm_compile.check import program as self_check
 from mllm_compile.check.kernels import relative_errors
 from mllm_compile.compiler.load_or_compile import load_or_compile
@@ -114,7 +114,7 @@ def test_a_program_that_does_not_run_is_not_the_models_fault(monkeypatch, tmp_pa
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rounding_stays_well_below_the_limit(dtype, errors, tmp_path):
     compile_tiny(tmp_path, dtype)
-    assert errors[0] < self_check.TOLERANCE[getattr(torch, dtype)] / 4
+    assert errors[0] < bounds.TOLERANCE[getattr(torch, dtype)] / 4
 
 
 def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float32(monkeypatch, tmp_path):
@@ -159,7 +159,7 @@ def test_a_token_that_rounded_inputs_send_to_another_expert_may_be_off(rounds, m
         return errors
 
     monkeypatch.setattr(self_check, "relative_errors", one_is_off)
-    monkeypatch.setattr(self_check, "_calls", lambda lowered, tokens, *names: rounds and "scaled_linear" not in names)
+    monkeypatch.setattr(bounds, "_calls", lambda lowered, tokens, *names: rounds and "scaled_linear" not in names)
     refused = pytest.raises(UnsupportedModelError, match=r"off by 0\.19 from")
     with nullcontext() if rounds else refused:
         compile_tiny(tmp_path, config=tiny_config("qwen3_moe"))
@@ -200,7 +200,7 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
     monkeypatch.setattr(AttentionLayer, "of", with_half_the_scale)
     with pytest.raises(UnsupportedModelError, match="logits are off by"):
         compile_tiny(tmp_path, dtype)
-    assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
+    assert errors[0] > 2 * bounds.TOLERANCE[getattr(torch, dtype)]
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_the_worst_token_counts():
     theirs = torch.eye(4)
     ours = theirs.clone()
     ours[2] *= 1.5
-    assert self_check._counted(relative_errors(ours, theirs), False) == pytest.approx(0.5)
+    assert bounds.counted(relative_errors(ours, theirs), False) == pytest.approx(0.5)
     ours[1, 0] = float("nan")
     for may_be_rerouted in (False, True):
-        assert not self_check._counted(relative_errors(ours, theirs), may_be_rerouted) <= 1.0
+        assert not bounds.counted(relative_errors(ours, theirs), may_be_rerouted) <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -298,4 +298,4 @@ def test_the_worst_token_counts():
     ],
 )
 def test_of_experts_in_16_bits_the_token_in_the_middle_counts(errors, counts):
-    assert self_check._counted(torch.tensor(errors), True) == pytest.approx(counts)
+    assert bounds.counted(torch.tensor(errors), True) == pytest.approx(counts)
