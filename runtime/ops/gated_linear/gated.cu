@@ -191,16 +191,24 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       wait_for_prerequisites();
       for (int i = 0; i < AHEAD; i++) ask_x(tile, tokens, i, i);
     }
-    for (int step = turn == 0 ? AHEAD : 0; step < STEPS; step++) {
-      if (is_one) wait_for(empty + 8 * place.slot, place.phase ^ 1);  // others might see a phase that is over
+    const int first_step = turn == 0 ? AHEAD : 0;
+#if RANK
+    const int stage = place.slot + STEPS - first_step;  // the next one behind these, for lanes that do not ask
+    const Place behind = {stage % STAGES, place.phase ^ (stage / STAGES & 1)};
+#endif
+    // The lane has these to itself: while others went through them too, it asked late.
+    for (int step = first_step; is_one && step < STEPS; step++) {
+      wait_for(empty + 8 * place.slot, place.phase ^ 1);
       ask_weight(tile, bytes, step, place.slot), ask_x(tile, tokens, step, place.slot);
       place.go_on();
     }
 #if RANK
+    __syncwarp();
+    place = behind;
     TileSlots slots(adapters.slots, tile.token, tile.token + tokens);
     for (int slot = slots.next(); slot >= 0; slot = slots.next(), place.go_on()) {
       if (!is_one) continue;
-      wait_for(empty + 8 * place.slot, place.phase ^ 1);
+      wait_for(empty + 8 * place.slot, place.phase ^ 1);  // others might see a phase that is over
       const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
       expect_bytes(barrier, B_BYTES);
       for (int i = 0; i < 2 * RANK / B_COLUMNS; i++)
