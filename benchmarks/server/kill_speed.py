@@ -48,8 +48,9 @@ def start_watched(server: Served) -> Iterator[dict[str, float]]:
 
     def watch() -> None:
         while not is_over.wait(_PAUSE_S):
-            _, state = server.ask("GET", "/ready")
-            stages.setdefault(state.get("stage", state["state"]), time.perf_counter() - began)
+            status, state = server.ask("GET", "/ready")
+            if status != 200 or stages:  # ready: the engine that was killed, or the next one
+                stages.setdefault(state.get("stage", state["state"]), time.perf_counter() - began)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -104,8 +104,15 @@ class SlotCopies:
         if self._device.type == "cuda" and ticket.kind in ("load", "store"):
             launched = torch.cuda.Event()
             launched.record(torch.cuda.current_stream(self._device))
+        if ticket.is_load and not self._memory.is_registered:
+            self._memory.hurry(self._end_of(ticket))
         self._num_begun += 1
         self._queues[ticket.kind].put((ticket, launched))
+
+    def _end_of(self, ticket: Ticket) -> int:
+        """Bytes of the slots' memory up to the last one of a ticket."""
+        _, slots, start = self._places[ticket.is_state]
+        return start + (int(ticket.slots.max()) + 1) * slots.slot_bytes
 
     @property
     def file(self) -> int | None:
@@ -212,7 +219,7 @@ class SlotCopies:
         if ticket.kind not in ("load", "read"):
             ticket.from_below = np.zeros(len(ticket.entries), dtype=bool)
         flight = _Flight(ticket, time.perf_counter())
-        pool, slots, start = self._places[ticket.is_state]
+        pool, slots, _ = self._places[ticket.is_state]
         try:
             if self._below is not None and ticket.kind == "write":
                 self._await_others(ticket)
@@ -223,7 +230,7 @@ class SlotCopies:
             elif self._below is not None and ticket.kind == "lookup":
                 self._below.look_up(ticket)
             else:
-                self._memory.wait_until(start + (int(ticket.slots.max()) + 1) * slots.slot_bytes)
+                self._memory.wait_until(self._end_of(ticket))
                 flight.began = time.perf_counter()
                 if self._below is not None and ticket.from_below.any():
                     self._below.read(ticket, slots)

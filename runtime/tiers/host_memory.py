@@ -2,7 +2,8 @@
 
 A GPU's driver has to register memory, beside the start, and a copy waits for its slots alone. Launches wait while the
 driver registers a part, and all that the process asks of its memory while pages are made. So parts are small, few pages
-are made ahead, and a pause follows each part: a long one, unless a copy waits for more.
+are made ahead, and a pause follows each part: a long one, unless a copy waits for more, and none where a load does. (A
+load waits for parts only behind a start that has found its pages there: then a request waits, and hardly any run.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
-_PAUSE = 9.0  # behind a part, times what it took; once that where a copy waits
+_PAUSE = 9.0  # behind a part, times what it took; once that where a store waits
 _AHEAD = 2 * host_pages.THREADS  # parts whose pages are made before they are registered
 
 
@@ -95,7 +96,8 @@ class HostMemory:
             memory, start = kept.map, kept.data_start
         self.data = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size, offset=start))
         host_pages.prefer_large(self.data.data_ptr(), size)
-        self._num_registered = self._num_wanted = 0  # bytes, from the first on
+        # Bytes, from the first on: those of which copies, and loads, wait for the last.
+        self._num_registered = self._num_wanted = self._num_of_loads = 0
         self._more = threading.Condition()
         self._fault: Exception | None = None
         self._is_closing = False
@@ -112,6 +114,18 @@ class HostMemory:
     @property
     def num_bytes(self) -> int:
         return self.data.numel()
+
+    @property
+    def is_registered(self) -> bool:
+        """All of it is."""
+        return self._num_registered >= self.data.numel()
+
+    def hurry(self, end: int) -> None:
+        """Has the first `end` bytes registered without a pause, as loads will wait for them. From any thread."""
+        if self._num_registered < end:
+            with self._more:
+                self._num_of_loads = max(self._num_of_loads, end)
+                self._more.notify_all()
 
     def wait_until(self, end: int) -> None:
         """Waits until the first `end` bytes can be copied.
@@ -192,11 +206,14 @@ class HostMemory:
 
     def _pause(self, took_s: float) -> None:
         """Leaves the driver to others, behind a part that took so long."""
-        time.sleep(took_s)
         with self._more:
-            self._more.wait_for(
-                lambda: self._num_wanted > self._num_registered or self._is_closing, (_PAUSE - 1) * took_s
-            )
+            if not self._more.wait_for(lambda: self._is_short_of(self._num_of_loads), took_s):
+                self._more.wait_for(
+                    lambda: self._is_short_of(max(self._num_of_loads, self._num_wanted)), (_PAUSE - 1) * took_s
+                )
+
+    def _is_short_of(self, num_bytes: int) -> bool:
+        return num_bytes > self._num_registered or self._is_closing
 
     def _populate(self, start: int, count: int) -> None:
         """Has the system make the pages of a part now."""

@@ -86,6 +86,28 @@ def test_the_driver_is_left_to_others_until_a_copy_waits(driver: FakeDriver, mon
     assert len(driver.calls) == 4, "the end does not wait for the pause"
 
 
+def test_what_loads_will_wait_for_is_registered_without_a_pause(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float | None]()
+    wait_for = threading.Condition.wait_for
+
+    def note(self: threading.Condition, goes_on: Any, timeout: float | None = None) -> bool:
+        if timeout is not None and not goes_on():
+            waits.append(timeout)
+        return wait_for(self, goes_on, timeout)
+
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    memory.hurry(sum(CHUNKS))
+    monkeypatch.setattr(threading.Condition, "wait_for", note)
+    driver.may.release(3)
+    memory.wait_until(sum(CHUNKS))
+    assert memory.is_registered
+    assert not waits[:-1], "but behind the last part"
+    memory.hurry(8192)
+    memory.close()
+
+
 def test_a_cpu_has_all_of_it_at_once() -> None:
     memory = HostMemory(CHUNKS, torch.device("cpu"))
     memory.wait_until(memory.num_bytes)
