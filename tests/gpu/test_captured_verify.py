@@ -122,7 +122,7 @@ def test_all_parameters_are_served_in_one_launch_while_one_runs(cache, launches,
     """With `auto` all depths take turns: which ones pay is the GPU's to say, and of this model perhaps none."""
     depths = count()
     monkeypatch.setattr(TrialBudget, "is_left", True)
-    monkeypatch.setattr(DepthByCost, "choose_alike", lambda self, rows, num, of: of[next(depths) % len(of)])
+    monkeypatch.setattr(DepthByCost, "choose_alike", lambda self, rows, num, of, **_: of[next(depths) % len(of)])
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
     params = [SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True, **OTHERS[i % 6]) for i in range(12)]
     drafted, stats = answers(cache, params, prompts, most=most)
