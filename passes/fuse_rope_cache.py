@@ -69,7 +69,7 @@ class FuseRopeCache(GraphPass):
         layers = {layer.name: layer for layer in gm.meta.get(ATTENTION_LAYERS, [])}
         matches = 0
         for node in list(gm.graph.nodes):
-            if is_attention_with_output(node) and node.args[5:] != (False,):
+            if is_attention_with_output(node) and node.args[5:6] != (False,):
                 matches += _fuse(gm, node, layers[str(node.args[4])])
         drop_dead_nodes(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
@@ -108,7 +108,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     with gm.graph.inserting_before(first_user):
         new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
     q.replace_all_uses_with(new_q)
-    attention.args = (new_q, new_k, v, out, name, False)
+    attention.args = (new_q, new_k, v, out, name, False, *attention.args[6:])
     return True
 
 

@@ -22,6 +22,7 @@ from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.program.steps import AttentionStep, PieceStep
+from tests.model.encoder_decoders import save_encoder_decoder, save_word_tokenizer
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
 from tests.sample import slow_but_a_sample
@@ -30,6 +31,10 @@ from tests.tiny_model import Reference, tiny_config
 
 def compiled_program(folder: Path, model_type: str, **changes: object) -> Program:
     save_tiny_model(shape_of(model_type, **changes), folder / "model")
+    return program_of(folder)
+
+
+def program_of(folder: Path) -> Program:
     config = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "compile": {"backend": "eager"},
@@ -52,6 +57,15 @@ def test_every_layer_writes_its_cache_in_the_piece_before_attention(rope_on_cpu,
     assert layers_fused(program) == [step.layer for step in attentions] != []
     assert not any(step.saves_kv for step in attentions)
     assert Program.from_json(program.to_json()) == program
+
+
+def test_a_bias_by_distance_stays(rope_on_cpu, tmp_path):
+    save_encoder_decoder("t5", tmp_path / "model")
+    save_word_tokenizer(tmp_path / "model")
+    program = program_of(tmp_path)  # its self-check compares the logits with Transformers'
+    attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
+    assert layers_fused(program) == [step.layer for step in attentions] != []
+    assert all(step.bias is not None and not step.saves_kv for step in attentions)
 
 
 @pytest.mark.parametrize("model_type", ["cohere"])  # whose neighbours are rotated
