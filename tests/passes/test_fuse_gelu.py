@@ -36,8 +36,9 @@ def tower(is_tower=True, dtype=torch.bfloat16, bias=True, approximate="tanh", re
 
 
 @pytest.mark.parametrize("batch", [None, (1, -1)])
-def test_a_product_ends_with_its_activation(batch):
-    gm = tower(batch=batch)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_a_product_ends_with_its_activation(approximate, batch):
+    gm = tower(approximate=approximate, batch=batch)
     before = run(gm)
     result = FuseGelu()(gm)
     result.gm.recompile()
@@ -54,7 +55,7 @@ def test_a_product_ends_with_its_activation(batch):
         {"is_tower": False},
         {"dtype": torch.float32},
         {"bias": False},
-        {"approximate": "none"},
+        {"approximate": "none", "dtype": torch.float16},
         {"readers": 2},
         {"batch": (-1, 1)},
     ],
