@@ -26,8 +26,8 @@ class FuseGelu(GraphPass):
     """Gives cuBLAS the activation of a tower's feed-forward, which is one of those that its products can end with.
 
     Why: with 4096 patches of 4304 features the activation alone takes 31 µs on an H100, half as long as the product
-        ahead of it: it reads and writes the product's output. GELU by erf takes longer, 42 to 58 µs of a layer of
-        bert-base with 8192 tokens on an H200.
+        ahead of it: it reads and writes the product's output. GELU by erf takes longer: a step of bert-base with 8192
+        tokens takes 3.74 ms on an H200, and 4.07 with it (docs/lab/encoders.md).
 
     Before::
 

@@ -59,6 +59,12 @@ def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(
     assert few.cudagraph.piecewise_tokens[-1] == 256
 
 
+@pytest.mark.parametrize(("width", "largest"), [(384, 8192), (768, 8192), (1024, 4608), (4096, 512)])
+def test_whole_steps_of_texts_are_captured_as_far_as_that_is_faster(width, largest):
+    config_json = QWEN | {"hidden_size": width}
+    assert resolved(H200, config_json, model={"path": "m", "task": "embed"}).cudagraph.piecewise_tokens[-1] == largest
+
+
 def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
     narrow = QWEN | {"hidden_size": 64}
     few = resolved(H200, narrow, runtime={"max_running_requests": 2, "max_model_len": 1100})
