@@ -11,7 +11,7 @@ from torch import fx
 
 from mllm_compile.passes.add_lora import AddLora, places_of_slots
 from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.lora_chains import chain, join
+from mllm_compile.passes.lora_chains import chain
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
@@ -38,7 +38,7 @@ class LaunchLora(GraphPass):
     few tokens in the place of False. The other True says that slots are the program's input, and not made
     by a kernel. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
     rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
-    mllm.scale_of_adapters becomes plain torch. Between linears kernels are joined (lora_chains.py).
+    mllm.scale_of_adapters becomes plain torch. Between linears of few tokens kernels are joined (lora_chains.py).
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
     Preserves: the meaning; products with A are summed in float32, and rounded once.
@@ -51,8 +51,6 @@ class LaunchLora(GraphPass):
         "lora_expand_gated",
         "lora_expand_norm",
         "lora_expand_gated_chained",
-        "lora_expand_residual",
-        "lora_norm_shrink",
     )
 
     @classmethod
@@ -67,7 +65,6 @@ class LaunchLora(GraphPass):
         for name in called_pieces(gm):
             early = places_of_slots(gm, name)
             matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early))
-            rewrite_pieces(gm, [name], join)
             small = variants.get(name, {}).values()
             matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early))
             rewrite_pieces(gm, small, chain)

@@ -1,7 +1,4 @@
-"""Joins what adapters change behind one linear, the norm or activation there, and the first product of the next.
-
-`chain` is for pieces of few tokens, `join` for those of many.
-"""
+"""Joins what adapters change behind one linear, the norm or activation there, and the first product of the next."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import fx
 from mllm_compile.passes.match.nodes import is_call, is_op
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.lora.shapes import MOST_SLOTS, block_of_columns, chained_columns, norm_columns
+from mllm_compile.runtime.ops.lora.shapes import MOST_SLOTS, chained_columns
 
 _STREAMED = "stream_linear", "stream_quantised_linear"
 _PLAIN_OPERANDS = 8  # of lora_expand and lora_expand_gated without a norm ahead
@@ -50,47 +47,6 @@ def chain(graph: fx.Graph, node: fx.Node) -> bool:
     if is_op(node, "lora_expand"):
         return _chain_norm(graph, node)
     return is_op(node, "lora_expand_gated") and _chain_activation(graph, node)
-
-
-def join(graph: fx.Graph, node: fx.Node) -> bool:
-    """Puts two kernels in the place of five between two linears of many tokens; says whether it has.
-
-    Why: an expand writes outputs that a residual and a norm read again, and a shrink and its sum read what is normed.
-
-    Before::
-
-        h = residual + mllm.lora_expand(o, shrunk, b, slots, [0], [N], False, True)
-        x = rms_norm(h, norm_weight)
-        shrunk = mllm.lora_shrink(x, a, slots, False, True)
-
-    After::
-
-        h, squares = mllm.lora_expand_residual(o, shrunk, b, slots, residual)
-        x, shrunk = mllm.lora_norm_shrink(h, squares, norm_weight, eps, False, a, slots)
-    """
-    if not is_op(node, "lora_expand"):
-        return False
-    operands: Any = node.args
-    y, shrunk, b, slots, starts, rows, is_few, *_ = operands
-    found, width = _residual(node), int(node.meta["val"].shape[-1])
-    if is_few or found is None or (list(starts), list(rows)) != ([0], [width]) or not norm_columns(width):
-        return False
-    total, residual = found
-    norms = [(one, norm) for one in graph.nodes if (norm := match_rms_norm(one)) is not None and norm.x is total]
-    shrinks = [one for normed, _ in norms for one in normed.users if is_op(one, "lora_shrink")]
-    if len(norms) != 1 or len(shrinks) != 1 or shrinks[0].args[2:4] != (slots, False):
-        return False
-    (normed, norm), (shrink,), val = norms[0], shrinks, node.meta["val"]
-    num_sums = width // block_of_columns(width, [0], [width])
-    shapes: Shapes = (val.shape, val.dtype), ((*val.shape[:-1], num_sums), torch.float32)
-    out, squares = _call(graph, total, op("lora_expand_residual"), (y, shrunk, b, slots, residual), shapes)
-    _replace(graph, total, out)
-    taken = out, squares, norm.weight, norm.eps, norm.plus_one, shrink.args[1], slots
-    shapes = (val.shape, val.dtype), (shrink.meta["val"].shape, val.dtype)
-    new_normed, products = _call(graph, normed, op("lora_norm_shrink"), taken, shapes)
-    _replace(graph, shrink, products)
-    _replace(graph, normed, new_normed)
-    return True
 
 
 def _chain_norm(graph: fx.Graph, node: fx.Node) -> bool:

@@ -68,8 +68,6 @@ OPS = {
     "lora_expand_gated": "lora.expand",
     "lora_expand_gated_chained": "lora.chained",
     "lora_expand_norm": "lora.chained",
-    "lora_expand_residual": "lora.joined",
-    "lora_norm_shrink": "lora.joined",
     "lora_shrink": "lora.shrink",
     "matrix_memory": "states.trace",
     "norm_gated_linear": "single_token",

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
@@ -55,41 +54,11 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any) -> None:
             whole, first = (y, x, a, b, slots), (y[:1], x[:1], a, b, slots[:1])
             every = (by_kernels(*one, starts, rows) for one in (whole, whole, first))
             for form, (ours, again, alone) in zip(("few", "many"), zip(*every, strict=True), strict=True):
-                assert torch.equal(ours, again)
+                assert torch.equal(ours, again), (form, tokens, most)
                 assert torch.equal(ours[slots < 0], y[slots < 0])
                 off = (ours.float() - exact).norm() / exact.norm()
                 assert off <= MARGIN * theirs + 1e-6, (form, tokens, most, float(off), float(theirs))
-                assert torch.equal(alone, ours[:1]), "a token's numbers do not depend on the others"
-
-
-@pytest.mark.parametrize(("rows", "rank"), [(32, 16), (48, 16), (192, 64)], ids=str)
-def test_norms_of_many_tokens_have_the_numbers_of_what_they_stand_for(rows: int, rank: int) -> None:
-    width, generator = 4096, torch.Generator("cuda").manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
-
-    b, a, weight = random(SLOTS, width, rank) / 8, random(SLOTS, rows, width) / 64, random(width)
-    for tokens in (1, 31, 65, 256, 513, 2048, 8190):
-        every = torch.arange(tokens, device="cuda", dtype=torch.int32)
-        for slots in (every % (SLOTS + 1) - 1, every * SLOTS // tokens, every * 0 + 3, every * 0 - 1):
-            y, residual, shrunk = random(tokens, width), random(tokens, width), random(1, tokens, rank)
-            expanded = op("lora_expand")(y, shrunk, b, slots, [0], [width], False, True)
-            h, squares = op("lora_expand_residual")(y, shrunk, b, slots, residual)
-            assert torch.equal(h, residual + expanded), (tokens, slots)
-            assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1), rtol=1e-4)
-            normed, products = op("lora_norm_shrink")(h, squares, weight, 1e-6, False, a, slots)
-            exact = rms_norm(h.float(), (width,), weight.float(), 1e-6)
-            assert (normed.float() - exact).norm() <= 2e-3 * exact.norm(), (tokens, slots)
-            found, expected = (
-                one[0, slots >= 0].float() for one in (products, op("lora_shrink")(normed, a, slots, False, True))
-            )
-            assert (found - expected).norm() <= 4e-3 * expected.norm(), (tokens, slots)
-            h, squares = h[5:6], squares[5:6]
-            if len(h):
-                alone = op("lora_norm_shrink")(h, squares, weight, 1e-6, False, a, slots[5:6].clone())
-                assert torch.equal(alone[0][0], normed[5])
-                assert slots[5] < 0 or torch.equal(alone[1][0, 0], products[0, 5])
+                assert torch.equal(alone, ours[:1]), f"a token's numbers depend on the others: {form}, {tokens}, {most}"
 
 
 def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both() -> None:

@@ -342,7 +342,7 @@ def lora_expand(
     """
     y = y.contiguous()
     if not is_few:
-        return written(y, shrunk, b, slots, starts, rows)[0]
+        return written(y, shrunk, b, slots, starts, rows)
     outputs, num_tokens = y.shape[-1], math.prod(y.shape[:-1])
     block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
     blocks, shared = _shared(y, shrunk, b, is_few)

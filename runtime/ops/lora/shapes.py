@@ -16,9 +16,7 @@ APART_TOKENS = 512  # up to which a block of many that read has one slot: in lon
 LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on it has so many splits
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of up to APART_TOKENS
-_MOST_NORM_COLUMNS = 256  # of a row that is normed, that are on their way together
-_MOST_RANKS = 256  # of all slots, whose B is one matrix
-_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch, of columns of a norm; of shared memory besides
+_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch; of shared memory besides
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -51,28 +49,6 @@ def chained_columns(outputs: int) -> int:
     """Outputs of a block that also multiplies them with the next linear's A; 0: too few of them are a power of two."""
     columns = min(outputs & -outputs, _CHAINED_COLUMNS)
     return columns if columns >= _FEWEST and outputs // columns <= _MOST_CHAINED_SPLITS else 0
-
-
-def norm_columns(inputs: int) -> int:
-    """Inputs that the norm ahead of A takes at once; 0: too few of them are a power of two."""
-    columns = min(inputs & -inputs, _MOST_NORM_COLUMNS)
-    return columns if columns >= _FEWEST else 0
-
-
-def stages_of_norm(inputs: int, rows: int, itemsize: int, shared_bytes: int) -> int:
-    """Parts of a row, and of as many rows of A as a product takes, that are under way at once."""
-    bytes_ahead = norm_columns(inputs) * (WRITTEN_TOKENS + padded_rank(rows)) * itemsize
-    return max(1, min(_STAGES, (shared_bytes - _FURTHER_BYTES) // bytes_ahead))
-
-
-def ranks_of_slots(slots: int, rank: int, itemsize: int) -> int:
-    """Ranks of all slots where a product takes them at once, padded; 0: they are too many, or share a tensor core's.
-
-    A token's numbers are then those of its own slot's product: whole products of zeros are added to it. In float32 they
-    would be 184 KiB of shared memory, more than an A100 has.
-    """
-    ranks = slots * rank
-    return 0 if ranks > _MOST_RANKS or rank % _FEWEST or itemsize > 2 else 1 << (ranks - 1).bit_length()
 
 
 def stages_of(rank: int, columns: int, itemsize: int, shared_bytes: int) -> int:

@@ -1,9 +1,8 @@
 """The kernel that adds to outputs of many tokens what their adapters change: B times the products with A.
 
 It is bound by reading and writing outputs. So a block takes a stretch of tokens, whose next ones are on their way while
-some are computed. Of prompts neighbours mostly have one adapter, whose B is read once then. Else a block reads B of all
-slots that its tokens have, as one matrix, which it multiplies with zeros of other slots. Of too many, and in float32,
-it goes through them.
+some are computed. Neighbours mostly have one adapter, whose B is read once: in prompts, and in decodes, which are
+sorted. A stretch with several is gone through for each, so that a token's product is made alike in any company.
 
 Shape legend: T tokens, N outputs of a linear, P of its parts with adapters, r their rank, L slots.
 """
@@ -26,7 +25,6 @@ from mllm_compile.runtime.ops.lora.shapes import (
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
-    ranks_of_slots,
     stages_of,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT
@@ -86,48 +84,12 @@ def add_product(
 
 
 @triton.jit
-def load_residual(
-    y: tl.tensor, residual_ptr: tl.tensor, places: tl.tensor, is_token: tl.tensor, HAS_RESIDUAL: tl.constexpr
-) -> tl.tensor:
-    """[tokens, BLOCK_N] that outputs are added to; without a residual `y`, at which nobody looks."""
-    residual = y
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + places, mask=is_token[:, None], other=0.0)
-    return residual
-
-
-@triton.jit
-def store_outputs(
-    out_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    y: tl.tensor,
-    added: tl.tensor,
-    residual: tl.tensor,
-    tokens: tl.tensor,
-    places: tl.tensor,
-    is_token: tl.tensor,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-) -> None:
-    """Stores `y + added`; or its sum with a residual, and of each token a sum of squares of that, of BLOCK_N."""
-    out = (y.to(tl.float32) + added).to(y.dtype)
-    if HAS_RESIDUAL:
-        out = (residual.to(tl.float32) + out.to(tl.float32)).to(y.dtype)
-        values = out.to(tl.float32)
-        tl.store(squares_ptr + tokens * (N // BLOCK_N), tl.sum(values * values, 1), mask=is_token)
-    tl.store(out_ptr + places, out, mask=is_token[:, None])
-
-
-@triton.jit
 def stretch_kernel(
     y_ptr: tl.tensor,
     shrunk_ptr: tl.tensor,
     b_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
     num_tokens: tl.tensor,
     N: tl.constexpr,
     B_ROWS: tl.constexpr,
@@ -141,8 +103,6 @@ def stretch_kernel(
     ROWS_1: tl.constexpr,
     ROWS_2: tl.constexpr,
     ROWS_3: tl.constexpr,
-    ALL_RANKS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     STRETCH: tl.constexpr,
     SHORT_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -154,8 +114,8 @@ def stretch_kernel(
 ) -> None:
     """BLOCK_N outputs, all in one part or in none, of STRETCH tokens, BLOCK_T at a time: program (outputs, stretch).
 
-    Of fewer than SHORT_TOKENS a stretch is BLOCK_T tokens, as blocks would be few. With HAS_RESIDUAL outputs are added
-    to it, and sums of squares left of them.
+    Of fewer than SHORT_TOKENS a stretch is BLOCK_T tokens, as blocks would be few. A block goes through it once for
+    each slot of its tokens, the first time for those without one too.
     """
     length = tl.where(num_tokens < SHORT_TOKENS, BLOCK_T, STRETCH)
     if (tl.program_id(1) > 0) & (tl.program_id(1) * length >= num_tokens):
@@ -171,79 +131,35 @@ def stretch_kernel(
     b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
     b_rows = b_first + tl.arange(0, BLOCK_N)
     columns = first + tl.arange(0, BLOCK_N)
-    stretch = tl.program_id(1).to(tl.int64) * length
+    stretch = tl.program_id(1) * length
     every = stretch + tl.arange(0, STRETCH)
     of_part = shrunk_ptr + tl.maximum(part, 0) * RANK
-    of_squares = squares_ptr + tl.program_id(0)
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     is_own = (every < num_tokens) & (every < stretch + length)
     slots = tl.load(slots_ptr + every, mask=is_own & (part >= 0), other=-1)
-    most, least = tl.max(slots), tl.min(tl.where(slots >= 0, slots, NO_SLOT))
     tokens = tl.arange(0, BLOCK_T)
     places = tokens[:, None] * N + columns[None, :]
-    if least >= most:
-        slot = tl.maximum(most, 0)
-        b = load_b(b_ptr, slot, b_rows, 0, most >= 0, B_ROWS, RANK, BLOCK_R)
+    slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
+    least, goes_on = slot, slot >= 0
+    while goes_on:
+        has_b, of_b = slot < NO_SLOT, tl.where(slot < NO_SLOT, slot, 0)
+        b = load_b(b_ptr, of_b, b_rows, 0, has_b, B_ROWS, RANK, BLOCK_R)
         for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
-            block = stretch + at
+            block = (stretch + at).to(tl.int64)
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
-            residual = load_residual(y, residual_ptr + block * N, places, is_token, HAS_RESIDUAL)
             own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
             added = add_product(
                 tl.zeros((BLOCK_T, BLOCK_N), tl.float32), of_part + block * A_ROWS, tokens, is_token, own == slot,
-                b, b_ptr, slot, b_rows, most >= 0, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
+                b, b_ptr, of_b, b_rows, has_b, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
             )  # fmt: skip
-            store_outputs(
-                out_ptr + block * N, of_squares + block * (N // BLOCK_N), y, added, residual, tokens, places, is_token,
-                N, BLOCK_N, HAS_RESIDUAL,
-            )  # fmt: skip
-    elif ALL_RANKS > 0:
-        every_rank = tl.arange(0, ALL_RANKS)
-        of_slot, rank = every_rank // RANK, every_rank % RANK
-        is_used = tl.max((slots[:, None] == of_slot[None, :]).to(tl.int32), 0) > 0
-        b_places = b_ptr + of_slot[:, None].to(tl.int64) * B_ROWS * RANK + b_rows[None, :] * RANK + rank[:, None]
-        of_slots = tl.load(b_places, mask=is_used[:, None], other=0.0)
-        for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
-            block = stretch + at
-            is_token = block + tokens < num_tokens
-            y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
-            residual = load_residual(y, residual_ptr + block * N, places, is_token, HAS_RESIDUAL)
-            own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
-            its = of_part + block * A_ROWS + (tokens[:, None] * A_ROWS + rank[None, :])
-            shrunk = tl.load(its, mask=own[:, None] == of_slot[None, :], other=0.0)
-            added = tl.dot(shrunk.to(of_slots.dtype), of_slots, input_precision="ieee" if EXACT else "tf32")
-            store_outputs(
-                out_ptr + block * N, of_squares + block * (N // BLOCK_N), y, added, residual, tokens, places, is_token,
-                N, BLOCK_N, HAS_RESIDUAL,
-            )  # fmt: skip
-    else:
-        for at in range(0, length, BLOCK_T):
-            block = stretch + at
-            is_token = block + tokens < num_tokens
-            y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
-            residual = load_residual(y, residual_ptr + block * N, places, is_token, HAS_RESIDUAL)
-            own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
-            added = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            slot = tl.min(tl.where(own >= 0, own, NO_SLOT))
-            while slot < NO_SLOT:
-                b = load_b(b_ptr, slot, b_rows, 0, True, B_ROWS, RANK, BLOCK_R)
-                added = add_product(
-                    added, of_part + block * A_ROWS, tokens, is_token, own == slot,
-                    b, b_ptr, slot, b_rows, True, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
-                )  # fmt: skip
-                slot = tl.min(tl.where(own > slot, own, NO_SLOT))
-            store_outputs(
-                out_ptr + block * N, of_squares + block * (N // BLOCK_N), y, added, residual, tokens, places, is_token,
-                N, BLOCK_N, HAS_RESIDUAL,
-            )  # fmt: skip
-
-
-def most_shared() -> int:
-    """Bytes of shared memory that a block may have."""
-    return most_shared_bytes() if torch.cuda.is_available() else _LEAST_SHARED_BYTES
+            out = y.to(tl.float32) + added
+            is_stored = is_token & ((own == slot) | ((own < 0) & (slot == least)))
+            tl.store(out_ptr + block * N + places, out.to(y.dtype), mask=is_stored[:, None])
+        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
+        goes_on = slot < NO_SLOT
 
 
 def written(
@@ -253,43 +169,36 @@ def written(
     slots: torch.Tensor,
     starts: Sequence[int],
     rows: Sequence[int],
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gives what lora_expand does of many tokens; with a residual of y's shape what lora_expand_residual does."""
+) -> torch.Tensor:
+    """Gives what lora_expand does of many tokens."""
     outputs, num_tokens, rank = y.shape[-1], math.prod(y.shape[:-1]), b.shape[2]
-    block_n, itemsize, out = block_of_columns(outputs, starts, rows), b.element_size(), torch.empty_like(y)
-    squares = None
-    if residual is not None:
-        squares = torch.empty((*y.shape[:-1], outputs // block_n), dtype=torch.float32, device=y.device)
+    block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
     none = [0] * (MOST_PARTS - len(rows))
     parts: dict[str, int] = {}
     for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
         parts |= {f"START_{at}": start, f"ROWS_{at}": count}
     further = SHORT_TOKENS // WRITTEN_TOKENS - SHORT_TOKENS // STRETCH_TOKENS  # of a short step
+    shared_bytes = most_shared_bytes() if torch.cuda.is_available() else _LEAST_SHARED_BYTES
     wrap_triton(stretch_kernel)[(outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS) + further)](
         y,
         shrunk,
         b,
         slots,
-        y if residual is None else residual,
         out,
-        y if squares is None else squares,  # not `out`: an output that is another argument too is copied first
         num_tokens,
         N=outputs,
         B_ROWS=b.shape[1],
         RANK=rank,
         A_ROWS=shrunk.shape[2],
         **parts,
-        ALL_RANKS=ranks_of_slots(b.shape[0], rank, itemsize),
-        HAS_RESIDUAL=residual is not None,
         STRETCH=STRETCH_TOKENS,
         SHORT_TOKENS=SHORT_TOKENS,
         BLOCK_T=WRITTEN_TOKENS,
         BLOCK_N=block_n,
         BLOCK_R=padded_rank(rank),
-        STAGES=stages_of(rank, block_n, itemsize, most_shared()),
+        STAGES=stages_of(rank, block_n, b.element_size(), shared_bytes),
         EXACT=y.dtype == torch.float32,
         EARLY=starts_early(),
         num_warps=4,
     )
-    return out, squares
+    return out

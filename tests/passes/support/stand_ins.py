@@ -25,7 +25,7 @@ from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference as add_lora
-from mllm_compile.runtime.ops.lora.shapes import block_of_columns, chained_columns, num_splits
+from mllm_compile.runtime.ops.lora.shapes import chained_columns, num_splits
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
@@ -406,18 +406,6 @@ def lora_expand_norm(y, shrunk, b, slots, residual, norm_weight, plus_one, next_
     return out, scaled, squares, _in_blocks(scaled, next_a, slots)
 
 
-def lora_expand_residual(y, shrunk, b, slots, residual):
-    out = residual + lora_expand(y, shrunk, b, slots, [0], [y.shape[-1]], False, True)
-    width = y.shape[-1]
-    return out, out.float().pow(2).unflatten(-1, (-1, block_of_columns(width, [0], [width]))).sum(-1)
-
-
-def lora_norm_shrink(h, squares, norm_weight, eps, plus_one, a, slots):
-    factors = torch.rsqrt(squares.sum(-1, keepdim=True) / h.shape[-1] + eps)
-    normed = (h.float() * factors * (norm_weight.float() + plus_one)).to(h.dtype)
-    return normed, lora_shrink(normed, a, slots, False, True)
-
-
 def lora_expand_gated_chained(y, shrunk, b, slots, starts, rows, squares, eps, width, next_a):
     out = lora_expand_gated(y, shrunk, b, slots, starts, rows, True, True, squares, eps, width)
     return out, _in_blocks(out, next_a, slots)
@@ -446,11 +434,6 @@ LORA = {
     "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand_gated,
     "lora_expand_norm(Tensor y, Tensor shrunk, Tensor b, Tensor slots, Tensor residual, Tensor norm_weight, "
     "bool plus_one, Tensor next_a) -> (Tensor, Tensor, Tensor, Tensor)": lora_expand_norm,
-    "lora_expand_residual(Tensor y, Tensor shrunk, Tensor b, Tensor slots, Tensor residual) -> (Tensor, Tensor)": (
-        lora_expand_residual
-    ),
-    "lora_norm_shrink(Tensor h, Tensor squares, Tensor norm_weight, float eps, bool plus_one, Tensor a, Tensor slots)"
-    " -> (Tensor, Tensor)": lora_norm_shrink,
     "lora_expand_gated_chained(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
     "Tensor? squares, float eps, int width, Tensor next_a) -> (Tensor, Tensor)": lora_expand_gated_chained,
 }

@@ -24,9 +24,9 @@ def test_the_kernels_compute_what_the_reference_does_through_the_interpreter():
 @pytest.fixture
 def kernels(monkeypatch):
     """The modules of the ops, their kernels launched as they are: torch's wrapper takes compiled ones alone."""
-    from mllm_compile.runtime.ops.lora import chained, expand, joined, shrink, stretches
+    from mllm_compile.runtime.ops.lora import chained, expand, shrink, stretches
 
-    for module in (shrink, expand, chained, stretches, joined):
+    for module in (shrink, expand, chained, stretches):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
         monkeypatch.setattr(module, "starts_early", lambda: False)
     for name, tokens in (("APART_TOKENS", 128), ("LONG_TOKENS", 256)):  # blocks that only end take the interpreter long
@@ -51,12 +51,11 @@ def test_blocks_of_many_tokens_give_the_same_bits_however_they_go_through_slots_
     y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
     slots = torch.arange(tokens, dtype=torch.int32) % (SLOTS + 1) - 1
     found = []
-    forms = (SLOTS, 128, 256, 256, 256), (SLOTS, 0, 256, 256, 256), (SLOTS, 0, 20, 256, 0), (0, 0, 20, 0, 0)
-    for most_slots, apart_tokens, long_tokens, most_ranks, short_tokens in forms:
+    forms = (SLOTS, 128, 256, 256), (SLOTS, 0, 256, 0), (SLOTS, 0, 20, 256), (0, 0, 20, 0)
+    for most_slots, apart_tokens, long_tokens, short_tokens in forms:
         monkeypatch.setattr(shrink, "MOST_SLOTS", most_slots)
         monkeypatch.setattr(shrink, "APART_TOKENS", apart_tokens)
         monkeypatch.setattr(shrink, "LONG_TOKENS", long_tokens)
-        monkeypatch.setattr(shapes, "_MOST_RANKS", most_ranks)
         monkeypatch.setattr(stretches, "SHORT_TOKENS", short_tokens)
         shrunk = shrink.lora_shrink(x, a, slots, False, True)
         out = expand.lora_expand(y, shrunk, b, slots, starts, rows, False, True)
@@ -170,35 +169,6 @@ def test_a_kernel_between_linears_has_the_bits_of_those_that_it_stands_for(kerne
     assert torch.allclose(ours, theirs, rtol=2e-3, atol=1e-2)
     alone = shrink.lora_shrink(gated, last_a, slots, True, True)
     assert torch.allclose(products_of_gated.sum(0)[has_adapter], alone.sum(0)[has_adapter], rtol=1e-3, atol=1e-3)
-
-
-@interpreted
-@pytest.mark.parametrize("form", ["apart", "through slots", "many slots"])
-@pytest.mark.parametrize(("tokens", "rows", "plus_one"), [(1, 16, False), (71, 80, True), (130, 48, False)])
-def test_a_norm_of_many_tokens_is_joined_with_both_products(kernels, monkeypatch, form, tokens, rows, plus_one):
-    from mllm_compile.runtime.ops.lora import joined
-
-    shrink, expand, _ = kernels
-    monkeypatch.setattr(joined, "APART_TOKENS", 160 if form == "apart" else 0)
-    monkeypatch.setattr(joined, "MOST_SLOTS", 0 if form == "many slots" else SLOTS)
-    width, rank, generator = 192, 16, torch.Generator().manual_seed(tokens)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).half()
-
-    slots = torch.randint(-1, SLOTS, (tokens,), dtype=torch.int32, generator=generator)
-    y, residual, shrunk = random(1, tokens, width), random(1, tokens, width), random(1, tokens, rank)
-    b, weight, a = random(SLOTS, width, rank) / 4, random(width), random(SLOTS, rows, width) / 14
-    h, squares = joined.lora_expand_residual(y, shrunk, b, slots, residual)
-    assert torch.equal(h, residual + expand.lora_expand(y, shrunk, b, slots, [0], [width], False, True))
-    assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1))
-    normed, products = joined.lora_norm_shrink(h, squares, weight, 1e-6, plus_one, a, slots)
-    wide = h.float()
-    exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (weight.float() + plus_one)
-    assert torch.allclose(normed.float(), exact, rtol=2e-3, atol=1e-4)
-    alone = shrink.lora_shrink(normed, a, slots, False, True)
-    assert products.shape == alone.shape
-    assert torch.allclose(products[0, slots >= 0], alone[0, slots >= 0], rtol=2e-3, atol=2e-3)
 
 
 def operands(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mllm_compile.runtime.ops.lora.shapes import WRITTEN_TOKENS, ranks_of_slots, stages_of
+from mllm_compile.runtime.ops.lora.shapes import WRITTEN_TOKENS, stages_of
 
 SHARED_BYTES = {"A100": 163 << 10, "L40S": 99 << 10, "H200": 227 << 10}
 COLUMNS = 128
@@ -24,8 +24,3 @@ def test_stages_are_three_where_shared_memory_has_them():
     found = [stages_of(rank, COLUMNS, 2, SHARED_BYTES["H200"]) for rank in (8, 64, 128, 256, 512)]
     assert found == [3, 3, 3, 3, 2]
     assert stages_of(512, COLUMNS, 4, SHARED_BYTES["L40S"]) == 1
-
-
-def test_slots_are_multiplied_at_once_in_sixteen_bits_alone():
-    assert [ranks_of_slots(slots, 16, 2) for slots in (1, 5, 16, 17)] == [16, 128, 256, 0]
-    assert ranks_of_slots(4, 20, 2) == ranks_of_slots(16, 16, 4) == 0
