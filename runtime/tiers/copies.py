@@ -165,6 +165,7 @@ class SlotCopies:
 
     def finished(self) -> list[Ticket]:
         """See TierCopies.finished."""
+        self._memory.step_s = time.monotonic()
         over = []
         while self._over:
             over.append(self._over.popleft())

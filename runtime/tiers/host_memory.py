@@ -2,14 +2,15 @@
 
 A GPU's driver has to register memory, beside the start, and a copy waits for its slots alone. Launches wait while the
 driver registers a part, and all that the process asks of its memory while pages are made. So parts are small, few pages
-are made ahead, and a pause follows each part: a long one, unless a copy waits for more, and none where a load does. (A
-load waits for parts only behind a start that has found its pages there: then a request waits, and hardly any run.)
+are made ahead, and a pause follows each part. It is long while steps run, unless a copy waits for more. There is none
+where a load waits: only behind a start that has found its pages there, when hardly any request runs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -29,7 +30,8 @@ from mllm_compile.runtime.tiers.kept import KeptSlots
 from mllm_compile.runtime.tiers.layout import ALIGNMENT
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_…
-_PAUSE = 9.0  # behind a part, times what it took; once that where a store waits
+_PAUSE = 9.0  # behind a part beside steps, times what it took; once that where a store waits, and in an idle engine
+_IDLE_S = 0.5  # without a step
 _AHEAD = 2 * host_pages.THREADS  # parts whose pages are made before they are registered
 
 
@@ -69,6 +71,7 @@ class HostMemory:
 
     Attributes:
         data: [num_bytes] uint8.
+        step_s: when the engine's thread has last looked for work, by time.monotonic(); that thread sets it.
         file: its descriptor, where it is lent or borrowed; else None.
 
     Raises:
@@ -98,6 +101,7 @@ class HostMemory:
         host_pages.prefer_large(self.data.data_ptr(), size)
         # Bytes, from the first on: those of which copies, and loads, wait for the last.
         self._num_registered = self._num_wanted = self._num_of_loads = 0
+        self.step_s = -math.inf
         self._more = threading.Condition()
         self._fault: Exception | None = None
         self._is_closing = False
@@ -207,7 +211,9 @@ class HostMemory:
     def _pause(self, took_s: float) -> None:
         """Leaves the driver to others, behind a part that took so long."""
         with self._more:
-            if not self._more.wait_for(lambda: self._is_short_of(self._num_of_loads), took_s):
+            if self._more.wait_for(lambda: self._is_short_of(self._num_of_loads), took_s):
+                return
+            if time.monotonic() - self.step_s < _IDLE_S:
                 self._more.wait_for(
                     lambda: self._is_short_of(max(self._num_of_loads, self._num_wanted)), (_PAUSE - 1) * took_s
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mllm_compile.runtime.errors import DeviceError
 from mllm_compile.runtime.tiers import host_memory
 from mllm_compile.runtime.tiers.host_memory import HostMemory
+from tests.hang_guard import until
 
 CHUNKS = [8192, 8192, 4096]
 
@@ -77,6 +79,7 @@ def test_the_driver_is_left_to_others_until_a_copy_waits(driver: FakeDriver, mon
     monkeypatch.setattr(host_memory, "_AHEAD", 1)
     monkeypatch.setattr(host_memory.host_pages, "make", lambda address, num_bytes: made.append(num_bytes))
     memory = HostMemory(CHUNKS, torch.device("cuda"))
+    memory.step_s = math.inf  # steps run
     driver.may.release(3)
     memory.wait_until(8192)
     assert made == CHUNKS[:1]
@@ -84,6 +87,16 @@ def test_the_driver_is_left_to_others_until_a_copy_waits(driver: FakeDriver, mon
     assert made == CHUNKS[:2]
     memory.close()
     assert len(driver.calls) == 4, "the end does not wait for the pause"
+
+
+def test_in_an_idle_engine_the_driver_is_not_left_to_anybody(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_PAUSE", 1e8)
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    driver.may.release(3)
+    until(lambda: memory.is_registered)  # nobody waits for it
+    memory.close()
 
 
 def test_what_loads_will_wait_for_is_registered_without_a_pause(
