@@ -137,6 +137,8 @@ class Drafts:
 
     def end(self, request: Request) -> None:
         """Forgets a request that is over."""
+        if self._quiet is not None:
+            self._quiet.end(request)
         self._speculation.drafter.end(request)
 
     def _asked(self, requests: Sequence[Request], num_tokens: int) -> Iterator[tuple[int, Asked]]:

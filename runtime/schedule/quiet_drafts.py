@@ -20,7 +20,6 @@ _AT_ONCE = 16  # drafts of one call: half a millisecond
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Guess:
-    request: Request
     num_before: int  # tokens of its output
     draft: Draft
 
@@ -34,7 +33,7 @@ class QuietDrafts:
 
     def __init__(self, drafter: TextDrafter, most: int) -> None:
         self._drafter, self._most = drafter, most
-        self._guesses: dict[int, _Guess] = {}  # by row; the oldest first
+        self._guesses: dict[Request, _Guess] = {}
         self._next = 0  # the request that is drafted for first in the next call
 
     def look(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -45,8 +44,8 @@ class QuietDrafts:
         """
         told = []
         for request in requests:
-            guess = self._guesses.pop(request.row, None)
-            if guess is not None and guess.request is request:
+            guess = self._guesses.pop(request, None)
+            if guess is not None:
                 came = request.output_token_ids[guess.num_before :][: len(guess.draft)]
                 agrees = [one == other for one, other in zip(guess.draft, came, strict=False)]
                 told.append((request.row, len(came), [*agrees, False].index(False)))
@@ -54,6 +53,10 @@ class QuietDrafts:
             self._next = (self._next + 1) % len(requests)
             request = requests[self._next]
             draft = self._drafter.guess(request, self._most)
-            self._guesses[request.row] = _Guess(request, len(request.output_token_ids), draft)
+            self._guesses[request] = _Guess(len(request.output_token_ids), draft)
         rows, drafted, right = np.array(told, dtype=np.int64).reshape(-1, 3).T
         return rows, drafted, right
+
+    def end(self, request: Request) -> None:
+        """Forgets a request that is over."""
+        self._guesses.pop(request, None)

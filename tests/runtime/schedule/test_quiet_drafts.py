@@ -40,11 +40,14 @@ def test_a_draft_is_told_when_its_tokens_have_come():
     assert told(quiet, request) == [(3, 0, 0)], "there was no draft"
 
 
-def test_a_row_with_another_request_has_no_draft_of_the_last_one():
-    quiet, other = quiet_drafts_of(), running(3)
-    told(quiet, running(3))
+def test_a_request_that_is_over_or_another_in_its_row_has_no_draft_of_before():
+    quiet, request, other = quiet_drafts_of(), running(3), running(3)
+    told(quiet, request)
     other.output_token_ids += [7, 8]
     assert told(quiet, other) == []
+    quiet.end(request)
+    request.output_token_ids += [7, 8]
+    assert told(quiet, request) == []
     assert told(quiet) == []
 
 
