@@ -14,7 +14,14 @@ from mllm_compile.cli.arguments import ModelArgument
 from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
 
-_Work = TypeVar("_Work", workloads.LatencyWork, workloads.LongWork, workloads.GapsWork, workloads.ImagesWork)
+_Work = TypeVar(
+    "_Work",
+    workloads.LatencyWork,
+    workloads.ThroughputWork,
+    workloads.LongWork,
+    workloads.GapsWork,
+    workloads.ImagesWork,
+)
 _Result = TypeVar("_Result", bound="_Writable")
 
 
@@ -55,6 +62,9 @@ def _outputs(json_path: Path | None, plot: Path | None = None) -> _Outputs:
     return _Outputs(json_path, plot)
 
 
+_OPTIONS = {"batches": "batch", "mixed_requests": "requests", "mixed_range": "max-len"}  # by a work's fields
+
+
 def _work(work: type[_Work], model: str, **given: Any) -> _Work:
     """Complete what was asked for: on a GPU by the benchmark's own sizes, on a CPU by what ends soon, and say so.
 
@@ -71,7 +81,7 @@ def _work(work: type[_Work], model: str, **given: Any) -> _Work:
     if not harness.serves_on_cpu(model):
         return made
     made = work(**{**work.of_cpu, **asked})
-    *others, last = (f"--{name}".replace("_", "-").replace("batches", "batch") for name in work.of_cpu)
+    *others, last = (f"--{_OPTIONS.get(name, name)}".replace("_", "-") for name in work.of_cpu)
     print(f"on a CPU: {made.sizes_text}; {', '.join(others)} and {last} set others", file=sys.stderr, flush=True)
     return made
 
@@ -138,20 +148,38 @@ def latency_command(
 def throughput_command(
     model: ModelArgument,
     engine: EnginesOption = "mllm",
-    requests: Annotated[int, typer.Option(help="Requests of the mixed work.")] = workloads.MIXED_REQUESTS,
-    min_len: Annotated[int, typer.Option(help="Shortest prompt and answer of it.")] = workloads.MIXED_RANGE[0],
-    max_len: Annotated[int, typer.Option(help="Longest prompt and answer of it.")] = workloads.MIXED_RANGE[1],
-    prefill_prompts: Annotated[int, typer.Option(help="Prompts of the prefill.")] = workloads.PREFILL_PROMPTS,
-    prefill_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = workloads.PREFILL_LEN,
+    requests: Annotated[
+        int | None, _sized(workloads.ThroughputWork, "mixed_requests", "Requests of the mixed work.")
+    ] = None,
+    min_len: Annotated[
+        int | None,
+        _sized(workloads.ThroughputWork, "mixed_range", "Shortest prompt and answer of it.", lambda both: str(both[0])),
+    ] = None,
+    max_len: Annotated[
+        int | None,
+        _sized(workloads.ThroughputWork, "mixed_range", "Longest prompt and answer of it.", lambda both: str(both[1])),
+    ] = None,
+    prefill_prompts: Annotated[
+        int | None, _sized(workloads.ThroughputWork, "prefill_prompts", "Prompts of the prefill.")
+    ] = None,
+    prefill_len: Annotated[
+        int | None, _sized(workloads.ThroughputWork, "prefill_len", "Tokens of each of them.")
+    ] = None,
     repeats: RepeatsOption = workloads.REPEATS,
     num_ranks: RanksOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
     outputs = _outputs(json_path)
-    work = workloads.ThroughputWork(
+    shortest, longest = workloads.MIXED_RANGE
+    mixed_range = None
+    if min_len is not None or max_len is not None:
+        mixed_range = (shortest if min_len is None else min_len, longest if max_len is None else max_len)
+    work = _work(
+        workloads.ThroughputWork,
+        model,
         mixed_requests=requests,
-        mixed_range=(min_len, max_len),
+        mixed_range=mixed_range,
         prefill_prompts=prefill_prompts,
         prefill_len=prefill_len,
         repeats=repeats,

@@ -12,7 +12,7 @@ import pytest
 
 from mllm_compile.bench.measure import harness
 from mllm_compile.bench.measure.results import BenchResult
-from mllm_compile.bench.measure.workloads import LatencyWork
+from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
 from mllm_compile.bench.show.plot import INSTALL
 from mllm_compile.cli import run as command_line
 from mllm_compile.cli.bench import _COMMANDS, _Outputs
@@ -105,6 +105,21 @@ def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured(monke
     monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
     assert command_line(["bench", "latency", "c.yaml", "--plot", str(tmp_path / name)]) == 2
     assert re.search(r"--plot .*: expected a file that ends in one of .*png", capsys.readouterr().err)
+
+
+def test_throughput_takes_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(harness, "run_throughput", lambda source, engines, work, *_: asked.append(work) or RESULT)
+    monkeypatch.setattr(harness, "serves_on_cpu", lambda source: True)
+    assert command_line(["bench", "throughput", "c.yaml"]) == 0
+    assert command_line(["bench", "throughput", "c.yaml", "--requests", "3", "--min-len", "5"]) == 0
+    assert [(work.mixed_requests, work.mixed_range) for work in asked] == [(16, (16, 128)), (3, (5, 1024))]
+    assert [(work.prefill_prompts, work.prefill_len) for work in asked] == [(4, 512)] * 2
+    said = "on a CPU: 16 requests of 16 to 128 tokens, 4 prompts of 512; --requests, --max-len, --prefill-prompts and "
+    assert said + "--prefill-len set others" in capsys.readouterr().err
+    monkeypatch.setattr(harness, "serves_on_cpu", lambda source: False)
+    assert command_line(["bench", "throughput", "c.yaml"]) == 0
+    assert asked[2] == ThroughputWork()
 
 
 def test_long_and_gaps_take_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch, capsys):

@@ -134,6 +134,12 @@ class ThroughputWork:
     prefill_prompts: int = PREFILL_PROMPTS
     prefill_len: int = PREFILL_LEN
     repeats: int = REPEATS
+    of_cpu: ClassVar[Sizes] = {
+        "mixed_requests": 16,
+        "mixed_range": (16, 128),
+        "prefill_prompts": 4,
+        "prefill_len": 512,
+    }
 
     def __post_init__(self) -> None:
         _check("--requests", self.mixed_requests, 1)
@@ -142,6 +148,12 @@ class ThroughputWork:
         _check("--prefill-prompts", self.prefill_prompts, 1)
         _check("--prefill-len", self.prefill_len, 1)
         _check("--repeats", self.repeats, 1)
+
+    @property
+    def sizes_text(self) -> str:
+        shortest, longest = self.mixed_range
+        mixed = f"{self.mixed_requests} requests of {shortest} to {longest} tokens"
+        return f"{mixed}, {self.prefill_prompts} prompts of {self.prefill_len}"
 
     @property
     def mixed_name(self) -> str:
