@@ -100,6 +100,7 @@ class SlotCopies:
 
     def begin(self, ticket: Ticket) -> None:
         """See TierCopies.begin."""
+        self._memory.step_s = time.monotonic()  # a rank that follows hears of copies alone
         launched = None
         if self._device.type == "cuda" and ticket.kind in ("load", "store"):
             launched = torch.cuda.Event()

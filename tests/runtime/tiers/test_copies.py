@@ -51,6 +51,16 @@ def test_pages_and_states_come_back_from_their_slots() -> None:
     copies.close()
 
 
+def test_memory_is_told_when_an_engine_works_and_when_a_rank_copies() -> None:
+    copies = SlotCopies(SlotLayout([torch.zeros(6, 4)]), SlotLayout([]), 4, 0, torch.device("cpu"))
+    for work in (copies.finished, lambda: copies.begin(Ticket("store", entries(2), np.array([5])))):
+        copies._memory.step_s = -1.0
+        work()
+        assert copies._memory.step_s >= 0
+    copies.wait()
+    copies.close()
+
+
 def test_the_tier_below_is_asked_about_many_requests_at_once() -> None:
     together = threading.Barrier(_LOOKUPS)
 
