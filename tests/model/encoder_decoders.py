@@ -100,11 +100,19 @@ def save_encoder_decoder(name: str, folder: Path, **changes: Any) -> Any:
         config = model_class.config_class(**(told | changes))
     torch.manual_seed(0)
     model = model_class(config).eval()
-    for parameter in model.parameters():
+    for of, parameter in model.named_parameters():
         if parameter.dim() > 1 and parameter.requires_grad:  # tables of positions have none
-            torch.nn.init.normal_(parameter, std=0.15)
+            torch.nn.init.normal_(parameter, std=_std_of(of, model.config))
     model.save_pretrained(folder)
     return model
+
+
+def _std_of(parameter: str, config: Any) -> float:
+    """The standard deviation of a parameter. T5's queries carry the scale of scores; else these would hide its bias."""
+    if parameter.endswith("relative_attention_bias.weight"):
+        return 1.0
+    is_scale = parameter.endswith(".q.weight") and hasattr(config, "d_kv")
+    return 0.15 * (config.d_kv**-0.5 if is_scale else 1.0)
 
 
 def config_of_class(class_name: str) -> Any:
