@@ -20,7 +20,15 @@ from mllm_compile.runtime.attention.hopper.shapes import are_served, has_cluster
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
-from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits, splits_in_order
+from mllm_compile.runtime.attention.split.splits import (
+    MOST_FEW_IN_ORDER,
+    MOST_FEW_SEQUENCES,
+    OF_FEW,
+    OF_MANY,
+    OF_ONE,
+    Splits,
+    splits_in_order,
+)
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.runner_config import MOST_VERIFIED
@@ -68,17 +76,15 @@ def _variants(
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
     """A layer's variants and their pieces; `has_many`: batches may have more than MOST_REQUESTS rows.
 
-    In deterministic mode there is one for any batch, and where steps may have any number of rows another with the same
+    In deterministic mode there is one for any batch, and where steps may have any number of rows several with the same
     numbers. A step may hold many tokens of one request, so no key can be fetched before the previous kernel has ended.
     And a request's numbers must not depend on the number of others.
     """
-    splits = splits_in_order(config.runtime.max_model_len) if config.runtime.any_rows else OF_MANY
+    if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
+        return _variants_in_order(config, layer, index)
+    splits = OF_ONE if config.runtime.any_rows else OF_MANY
     many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
     of_many = DecodeVariant(None, many.name, splits)
-    if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
-        rows = _rows_piece(config, layer, f"decode_{index}_rows", splits)
-        of_many = replace(of_many, most_sequences=_MOST_ROWS_ALONE * layer.num_kv_heads)
-        return (of_many, DecodeVariant(None, rows.name)), (many, rows)
     if config.runtime.deterministic:
         return (of_many,), (many,)
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
@@ -87,6 +93,22 @@ def _variants(
         variants = _hopper_variants(config.runtime, has_many, layer, *variants)
     called = {variant.piece for variant in variants}
     return variants, tuple(piece for piece in (few, many) if piece.name in called)
+
+
+def _variants_in_order(
+    config: ResolvedConfig, layer: LayerSpec, index: int
+) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
+    """Variants with the same numbers: a block for each split, one for all of a sequence, and rows of one request."""
+    splits, kv_heads = splits_in_order(config.runtime.max_model_len), layer.num_kv_heads
+    few = _piece(config, layer, f"decode_{index}_few", splits, fetch_first=False, blocks=splits.most)
+    many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
+    rows = _rows_piece(config, layer, f"decode_{index}_rows", splits)
+    variants = (
+        DecodeVariant(max(MOST_FEW_IN_ORDER, kv_heads), few.name, splits),
+        DecodeVariant(_MOST_ROWS_ALONE * kv_heads, many.name, splits),
+        DecodeVariant(None, rows.name),
+    )
+    return variants, (few, many, rows)
 
 
 def _hopper_variants(
@@ -192,7 +214,10 @@ def options_by_distance(layer: LayerSpec) -> dict[str, None]:
     return {name: None for name, is_given in given.items() if not is_given}
 
 
-def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
+def _piece(
+    config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool, blocks: int = 1
+) -> WrittenPiece:
+    """Args: blocks: of a sequence, where splits are in order."""
     return WrittenPiece.calling(
         "split_decode",
         {**attention_inputs(config, layer), **split_outputs(config, layer), **_of_heads(config, layer)},
@@ -209,6 +234,7 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
             "fetch_first": fetch_first,
             "chunk": layer.chunk,
             "keys_of_split": splits.keys,
+            "blocks": blocks,
         },
         gives_tensor=False,
     )

@@ -127,12 +127,12 @@ def test_weights_in_fp8_with_scales_of_rows_have_steps_of_any_number_of_rows(kin
 
 
 def test_products_of_any_rows_have_at_least_so_many():
-    few = 1, 2, 4, 8, 16
+    few = 1, 2, 4, 8, 16, 24, 32
     for most, sizes in ((4, (*few[:3], 64)), (11, (*few[:4], 11, 64)), (64, (*few, 64)), (90, (*few, 64, 80, 90))):
         config = resolved(H200, runtime={"deterministic": True, "max_running_requests": most})
         assert config.cudagraph.decode_requests == sizes and config.cudagraph.piecewise_tokens[0] == 64
-    with pytest.raises(CaptureSizeError, match=r"holds 24, but with .* a product has up to 16 rows, or 64 or more"):
-        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 24, 96]})
+    with pytest.raises(CaptureSizeError, match=r"holds 40, but with .* a product has up to 32 rows, or 64 or more"):
+        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 40, 96]})
 
 
 def test_a_layer_without_a_kernel_of_the_program_is_no_surprise_of_any_rows():

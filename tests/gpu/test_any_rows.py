@@ -119,7 +119,7 @@ def test_other_models_give_the_same_in_crowds_and_behind_prefix_hits(kind, tmp_p
     limits = {"max_model_len": 1024, "mem_fraction_static": 0.1, "page_size": 16}
     sections = {
         "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"} | model,
-        "cudagraph": {"decode_requests": [1, 8, 16, 64, 128], "piecewise_tokens": [64, 256]},
+        "cudagraph": {"decode_requests": [1, 8, 32, 64, 128], "piecewise_tokens": [64, 256]},
         "runtime": {"device": "cuda", "deterministic": True} | limits | runtime,
         "cache": {"dir": str(tmp_path / "cache")},
     }

@@ -44,6 +44,7 @@ def decode(
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
     keys_of_split: int = 0,
+    blocks: int = 1,
 ) -> torch.Tensor:
     import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (needs Triton)
 
@@ -65,6 +66,7 @@ def decode(
         done,
         sinks,
         None,
+        None,
         cache.page_size,
         OF_FEW.most if fetch_first else OF_MANY.most,
         head_dim**-0.5,
@@ -73,6 +75,7 @@ def decode(
         fetch_first,
         0,
         keys_of_split,
+        blocks,
     )
     assert not done.any()
     return out
@@ -196,9 +199,9 @@ def test_rows_of_a_request_are_attended_together_with_the_same_bits(heads, kv_he
     soft_cap = features.get("soft_cap", 0.0)
     splits = splits_in_order(max(lengths))
     options = {"fetch_first": False, "soft_cap": soft_cap, "sinks": sinks, "keys_of_split": splits.keys}
-    one_by_one = decode(cache, q, 1, **options)
-    assert torch.equal(decode(cache, q, splits.most, **options), one_by_one), "in blocks of their own"
-    assert torch.equal(decode(cache, q, 2, **options), one_by_one), "where there is no room for all"
+    one_by_one = decode(cache, q, splits.most, **options)
+    for blocks in (2, splits.most):
+        assert torch.equal(decode(cache, q, splits.most, blocks=blocks, **options), one_by_one), f"{blocks} blocks"
     assert worst_head(one_by_one, in_float32(cache, q, soft_cap, sinks=sinks)) < 1e-2
     together = torch.full_like(q, math.nan)
     torch.ops.mllm.rows_decode(

@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, splits_in_order
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, OF_ONE, splits_in_order
 from mllm_compile.runtime.program.spec import Program
 from tests.config.resolving import A100, CPU, H200, resolved
 
@@ -265,15 +265,22 @@ def test_steps_of_any_number_of_rows_have_a_second_piece_for_rows_of_one_request
     sunk = replace(LAYER, name="layers.2.attn", sinks="sinks", alibi_slopes=(0.5,) * 32)
     in_order = splits_in_order(config.runtime.max_model_len)
     with_variants, pieces = add_decode_attention(config, program(LAYER, WINDOWED, sunk))
+    few, many = (DecodeVariant(most, f"decode_0_{name}", in_order) for most, name in ((128, "few"), (2048, "many")))
     assert of_kind(with_variants.layer_kernels, "decode") == {
-        LAYER.name: (DecodeVariant(2048, "decode_0_many", in_order), DecodeVariant(None, "decode_0_rows")),
-        WINDOWED.name: (DecodeVariant(None, "decode_1_many", in_order),),
-        sunk.name: (DecodeVariant(2048, "decode_2_many", in_order), DecodeVariant(None, "decode_2_rows")),
+        LAYER.name: (few, many, DecodeVariant(None, "decode_0_rows")),
+        WINDOWED.name: (DecodeVariant(None, "decode_1_many", OF_ONE),),
+        sunk.name: (
+            replace(few, piece="decode_2_few"),
+            replace(many, piece="decode_2_many"),
+            DecodeVariant(None, "decode_2_rows"),
+        ),
     }
     rows = {piece.name: piece for piece in pieces}
     assert list(rows["decode_0_rows"].signature) == ["q", "keys", "values", "page_table", "seq_lens", "out"]
     assert list(rows["decode_2_rows"].signature)[5:] == ["out", "sinks", "slopes"]
-    assert all(f"keys_of_split={in_order.keys}" in piece.source for piece in pieces)
+    keys = {name: f"keys_of_split={in_order.keys}" in piece.source for name, piece in rows.items()}
+    assert [name for name, is_in_order in keys.items() if not is_in_order] == ["decode_1_many"]
+    assert f"blocks={in_order.most}" in rows["decode_0_few"].source and "blocks=1" in rows["decode_0_many"].source
     assert "sinks=None" in rows["decode_0_rows"].source and "sinks=sinks" in rows["decode_2_rows"].source
 
 

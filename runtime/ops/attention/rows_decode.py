@@ -107,14 +107,15 @@ def _rows_decode_kernel(
             bias = slopes[:, None] * (offsets[None, :] - (my_keys[:, None] - 1)).to(tl.float32)
             top, total, acc = add_keys(q, k, v, is_seen, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
             ends = ((offset + BLOCK) % KEYS_OF_SPLIT == 0) | (offset + BLOCK >= num_keys)
-            takes = ends & (offset // KEYS_OF_SPLIT * KEYS_OF_SPLIT < my_keys)  # others see no key of the split
-            new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-            all_top = tl.where(takes, new_top, all_top)
-            all_total = tl.where(takes, new_total, all_total)
-            all_acc = tl.where(takes[:, None], new_acc, all_acc)
-            top = tl.where(ends, float("-inf"), top)
-            total = tl.where(ends, 0.0, total)
-            acc = tl.where(ends, 0.0, acc)
+            if ends:
+                takes = offset // KEYS_OF_SPLIT * KEYS_OF_SPLIT < my_keys  # others see no key of the split
+                new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
+                all_top = tl.where(takes, new_top, all_top)
+                all_total = tl.where(takes, new_total, all_total)
+                all_acc = tl.where(takes[:, None], new_acc, all_acc)
+                top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+                total = tl.zeros((DOT_ROWS,), tl.float32)
+                acc = tl.zeros((DOT_ROWS, D), tl.float32)
         top, total, acc = all_top, all_total, all_acc
         if HAS_SINKS:
             total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)

@@ -163,7 +163,7 @@ def _combine_in_order(
     tops_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    num_active: tl.tensor,
+    num_parts: tl.tensor,
     GROUP: tl.constexpr,
     DOT_ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -176,7 +176,7 @@ def _combine_in_order(
     top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((DOT_ROWS,), tl.float32)
     acc = tl.zeros((DOT_ROWS, D), tl.float32)
-    for split in range(num_active):
+    for split in tl.range(0, num_parts, loop_unroll_factor=4):  # whose loads are under way together
         parts = split * GROUP + members
         its_top = tl.load(tops_ptr + parts, mask=is_member, other=0.0, cache_modifier=".cg")
         its_total = tl.load(totals_ptr + parts, mask=is_member, other=1.0, cache_modifier=".cg")
@@ -251,12 +251,14 @@ def _split_decode_kernel(
         first = tl.maximum(num_keys - 1, 0) // CHUNK * CHUNK
     if IS_REST:
         first = tl.load(first_keys_ptr)
-    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
-    if KEYS_OF_SPLIT > 0:
-        all_keys = num_keys - first
-        has_room = (num_splits > 1) & (all_keys <= num_splits * KEYS_OF_SPLIT)
-        share = tl.where(has_room, KEYS_OF_SPLIT, tl.maximum(tl.cdiv(all_keys, BLOCK), 1) * BLOCK)
-    num_active = tl.cdiv(num_keys - first, share)
+    UNIT: tl.constexpr = KEYS_OF_SPLIT if KEYS_OF_SPLIT > 0 else BLOCK
+    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), UNIT), 1) * UNIT
+    num_parts = tl.cdiv(num_keys - first, share)
+    num_active = num_parts
+    part_keys = share
+    if KEYS_OF_SPLIT > 0:  # a block may have several splits
+        share = tl.cdiv(num_parts, tl.num_programs(2)) * part_keys
+        num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
         # In a step without decodes one block has to wait, or the kernel behind would not be behind those ahead.
@@ -311,7 +313,7 @@ def _split_decode_kernel(
                 )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
-            all_top, all_total, all_acc = top, total, acc
+            sequence = row.to(tl.int64) * HK + head
             for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
                 offsets = offset + block
                 valid = offsets < end
@@ -324,18 +326,16 @@ def _split_decode_kernel(
                     bias += bias_of(bias_ptr, own_heads[:, None], distances, num_distances)
                 top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_BIAS)
                 if KEYS_OF_SPLIT > 0:
-                    next_key = offset + BLOCK - start
-                    ends = (next_key % KEYS_OF_SPLIT == 0) | (offset + BLOCK >= end)
-                    new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-                    all_top = tl.where(ends, new_top, all_top)
-                    all_total = tl.where(ends, new_total, all_total)
-                    all_acc = tl.where(ends, new_acc, all_acc)
-                    top = tl.where(ends, float("-inf"), top)
-                    total = tl.where(ends, 0.0, total)
-                    acc = tl.where(ends, 0.0, acc)
-            if KEYS_OF_SPLIT > 0:
-                top, total, acc = all_top, all_total, all_acc
-        if num_active == 1:
+                    next_key = offset + BLOCK - first
+                    if (next_key % part_keys == 0) & (offset + BLOCK < end):
+                        parts = (sequence * num_splits + next_key // part_keys - 1) * GROUP + group
+                        tl.store(partial_ptr + parts[:, None] * D + dims[None, :], acc, mask=is_head)
+                        tl.store(tops_ptr + parts, top, mask=group < GROUP)
+                        tl.store(totals_ptr + parts, total, mask=group < GROUP)
+                        top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+                        total = tl.zeros((DOT_ROWS,), tl.float32)
+                        acc = tl.zeros((DOT_ROWS, D), tl.float32)
+        if num_parts == 1:
             if HAS_SINKS:
                 total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -343,8 +343,7 @@ def _split_decode_kernel(
             if IS_REST:
                 tl.store(log_sums_ptr + heads, top + tl.log2(total), mask=group < GROUP)
         else:
-            sequence = row.to(tl.int64) * HK + head
-            parts = (sequence * num_splits + split) * GROUP + group
+            parts = (sequence * num_splits + (end - 1 - first) // part_keys) * GROUP + group
             tl.store(partial_ptr + parts[:, None] * D + dims[None, :], acc, mask=is_head)
             tl.store(tops_ptr + parts, top, mask=group < GROUP)
             tl.store(totals_ptr + parts, total, mask=group < GROUP)
@@ -359,7 +358,7 @@ def _split_decode_kernel(
                         tops_ptr + first_part * GROUP,
                         totals_ptr + first_part * GROUP,
                         sinks_ptr + head * GROUP,
-                        num_active,
+                        num_parts,
                         GROUP,
                         DOT_ROWS,
                         D,
@@ -412,6 +411,7 @@ def split_decode(
     fetch_first: bool,
     chunk: int,
     keys_of_split: int = 0,
+    blocks: int = 1,
 ) -> None:
     """Attention of one new token a request over its keys, the token's own included.
 
@@ -433,8 +433,9 @@ def split_decode(
             its ends. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
-        keys_of_split: a multiple of block_of_keys; without fetch_first. A row's bits do not depend on N then: one block
-            takes all splits where N are too few. 0: keys are divided evenly.
+        keys_of_split: a multiple of block_of_keys; without fetch_first. N have room for all keys then, and a row's bits
+            do not depend on the blocks among which splits are divided. 0: keys are divided evenly.
+        blocks: of a row and KV head, at most, with keys_of_split; else N.
     """
     batch, scratch = (q, keys, values, page_table, seq_lens), (partial, tops, totals, done)
     launch_split_decode(
@@ -452,6 +453,7 @@ def split_decode(
         bias=bias,
         chunk=chunk,
         keys_of_split=keys_of_split,
+        blocks=blocks,
     )
 
 
@@ -471,6 +473,7 @@ def launch_split_decode(
     bias: torch.Tensor | None = None,
     chunk: int = 0,
     keys_of_split: int = 0,
+    blocks: int = 1,
     first_keys: torch.Tensor | None = None,
     log_sums: torch.Tensor | None = None,
 ) -> None:
@@ -487,7 +490,8 @@ def launch_split_decode(
     num_splits = scratch[0].shape[1]
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
-    wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, num_splits)](
+    stages = 2 if keys_of_split and blocks == 1 else 3  # with 3 registers keep a fourth block off a multiprocessor
+    wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, blocks if keys_of_split else num_splits)](
         *batch,
         out,
         *scratch,
@@ -519,8 +523,8 @@ def launch_split_decode(
         IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,
         KEYS_OF_SPLIT=keys_of_split,
-        STAGES=3,
+        STAGES=stages,
         EARLY=starts_early(),
         num_warps=4,
-        num_stages=1 if fetch_first else 3,
+        num_stages=1 if fetch_first else stages,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -122,6 +122,13 @@ def divided(kind: LinearKind, tokens: int, split: int) -> TileTiling:
     if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _M_TOKENS and pairs >= _LEAST_PAIRS:
         return TileTiling(kind, tokens, rows, split, 2, pairs)
     return TileTiling(kind, tokens, rows, split, 1, _num_stages(rows, split, 1, tokens, panels))
+
+
+def with_panels(tiling: TileTiling, panels: int) -> TileTiling:
+    """The same division with stages of so many panels, as many as fit."""
+    steps = tiling.kind.columns // tiling.split // _PANEL // panels
+    stages = _num_stages(tiling.rows, tiling.split, panels, tiling.tokens, steps)
+    return replace(tiling, panels=panels, stages=stages)
 
 
 def all_of(kind: LinearKind, tokens: int) -> Iterator[TileTiling]:

@@ -12,10 +12,13 @@ from typing import ClassVar
 
 from mllm_compile.runtime.config_sections import FEW_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided
+from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided, with_panels
 
 BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= FEW_ROWS)
 _UNIT = 64  # what rows and columns are multiples of
+# A narrow tile's products take less time than a wait for a stage: with four panels of 64 inputs in place of two 8B's o
+# takes 9.6 µs in place of 10.7 (1 row), 0.6B's down 4.8 in place of 5.7 (H200, ef29fe60).
+_NARROW_ROWS, _PANELS = 32, 4
 
 
 class UndividedTiling(TileTiling):
@@ -32,6 +35,8 @@ class UndividedTiling(TileTiling):
 def choose_undivided(kind: LinearKind, tokens: int) -> UndividedTiling:
     """The tiling for a bucket of tokens."""
     tiling = divided(kind, tokens, 1)
+    if tiling.rows <= _NARROW_ROWS and kind.columns % (_PANELS * _UNIT) == 0:
+        tiling = with_panels(tiling, _PANELS)
     return UndividedTiling(**{field.name: getattr(tiling, field.name) for field in fields(tiling)})
 
 
