@@ -41,6 +41,9 @@ _KEYS, _MOST_IN_ORDER = 256, 16
 
 
 def splits_in_order(most_keys: int) -> Splits:
-    """Splits whose sums have one order, whatever else is in the step, of requests of up to so many keys."""
+    """Splits whose sums have one order, whatever else is in the step, of requests of up to so many keys.
+
+    Keys of a split are in the runtime's key: a request of more keys than splits have room for has other numbers.
+    """
     keys = max(_KEYS, math.ceil(most_keys / _MOST_IN_ORDER / _KEYS) * _KEYS)
-    return Splits(1, math.ceil(most_keys / keys), keys)
+    return Splits(1, _MOST_IN_ORDER, keys)
