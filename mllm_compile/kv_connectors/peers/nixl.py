@@ -37,6 +37,10 @@ class Lent(NamedTuple):
     address: int
 
 
+class BusyError(Exception):
+    """Nothing was read, for a reason other than the engine that was to be read."""
+
+
 class NixlLender:
     """The end that lends.
 
@@ -83,10 +87,24 @@ class NixlReader:
         """Fills buffers from their offsets in another engine's memory; until time.monotonic() is `until`.
 
         Raises:
+            BusyError: other reads took all that time.
             OSError: they were not all read.
         """
+        if not values:
+            return
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimeoutError("timed out")
+            raise BusyError("reads from other engines took all of the time")
+        try:
+            failure = self._failure(lent, values, until)
+            if failure is not None:
+                self._forget()
+        finally:
+            self._lock.release()
+        if failure is not None:
+            raise failure
+
+    def _failure(self, lent: Lent, values: Sequence[tuple[int, memoryview]], until: float) -> Exception | None:
+        """Reads; gives an error without its frames, which would keep the agent for longer than its memory."""
         try:
             while values:
                 count, size = 0, 0
@@ -97,18 +115,17 @@ class NixlReader:
                     raise ValueError(f"a value of more than {self._size} bytes")
                 self._read(lent, values[:count], until)
                 values = values[count:]
-        except BaseException:
-            self._forget()
-            raise
-        finally:
-            self._lock.release()
+        except (OSError, ValueError) as error:
+            return type(error)(str(error))
+        return None
 
     def close(self) -> None:
         """Ends; no call is on its way."""
         self._forget()
 
     def _forget(self) -> None:
-        self._agent, self._staged = None, np.empty(0, np.uint8)
+        self._agent = None  # ahead of its memory, to which its thread writes
+        self._staged = np.empty(0, np.uint8)
         self._known.clear()
 
     def _make(self) -> _Agent:
@@ -120,7 +137,9 @@ class NixlReader:
     def _read(self, lent: Lent, values: Sequence[tuple[int, memoryview]], until: float) -> None:
         agent = self._agent or self._make()
         name = self._known.get(lent.agent)
-        if name is None:
+        if name is not None:
+            self._known.move_to_end(lent.agent)
+        else:
             name = self._known[lent.agent] = agent.meet(lent.agent)
             if len(self._known) > _MOST_KNOWN:
                 agent.forget(self._known.popitem(last=False)[1])

@@ -23,7 +23,7 @@ import numpy as np
 from mllm_compile.kv_connectors.peers import frames
 from mllm_compile.kv_connectors.peers.meeting import RefusedError, deadline, hello_of, introduce
 from mllm_compile.kv_connectors.peers.memory import borrow
-from mllm_compile.kv_connectors.peers.nixl import Lent, NixlReader
+from mllm_compile.kv_connectors.peers.nixl import BusyError, Lent, NixlReader
 from mllm_compile.process.shared_secret import read_exactly
 from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
 from mllm_compile.runtime.tiers.connector import VERSION, Namespace
@@ -221,7 +221,10 @@ class _Peer:
         def call(connection: socket.socket) -> list[bool]:
             until = deadline(self._timeout_s + frames.seconds_for(sum(map(len, buffers))))
             if (nixl := self._nixl) is not None:
-                return _read(connection, partial(nixl.read, self._lent), keys, is_state, buffers, until)
+                try:
+                    return _read(connection, partial(nixl.read, self._lent), keys, is_state, buffers, until)
+                except BusyError:  # another engine stands still: this one did nothing wrong
+                    return [False] * len(keys)
             if (memory := self._memory) is not None:
                 return _read(connection, partial(_copy, memory), keys, is_state, buffers, until)
             return _received(connection, keys, is_state, buffers, until)

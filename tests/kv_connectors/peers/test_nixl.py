@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +23,9 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.kv_connectors.installed import check_installed
 from mllm_compile.kv_connectors.peers import nixl
 from mllm_compile.kv_connectors.peers.meeting import deadline
-from mllm_compile.kv_connectors.peers.nixl import Lent, NixlLender, NixlReader
+from mllm_compile.kv_connectors.peers.nixl import BusyError, Lent, NixlLender, NixlReader
 from tests.hang_guard import HANG_S, until
+from tests.kv_connectors.peers import test_peers
 from tests.kv_connectors.peers.test_peers import KEYS, NUM_PAGES, PAGE_BYTES, fetched, num_right, prefill, store
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the extra nixl")
@@ -54,6 +58,33 @@ def other_process(num_bytes: int, **environment: str) -> Iterator[tuple[subproce
         process.wait()
 
 
+class StandInLender:
+    """A NixlLender for the same process."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.lent = Lent("itself", int(memory.ctypes.data))
+
+    def close(self) -> None:
+        pass
+
+
+class StandInReader:
+    """A NixlReader that is busy once."""
+
+    def __init__(self) -> None:
+        self.is_busy = True
+
+    def read(self, lent: Lent, values: Sequence[tuple[int, memoryview]], until: float) -> None:
+        is_busy, self.is_busy = self.is_busy, False
+        if is_busy:
+            raise BusyError
+        for offset, buffer in values:
+            buffer[:] = ctypes.string_at(lent.address + offset, len(buffer))
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
 def reader() -> Iterator[NixlReader]:
     made = NixlReader(PAGE_BYTES)
@@ -66,7 +97,7 @@ def expected(offset: int, size: int) -> np.ndarray:
 
 
 @needs_nixl
-@pytest.mark.parametrize("ways", ["all", "tcp"])
+@pytest.mark.parametrize("ways", [pytest.param("all", marks=pytest.mark.slow), "tcp"])
 def test_values_of_another_process_are_read_in_parts_and_by_several_threads(ways, monkeypatch):
     monkeypatch.setenv("UCX_TLS", ways)
     monkeypatch.setattr(nixl, "_STAGED", 50_000)
@@ -103,7 +134,7 @@ def test_what_was_not_lent_and_who_is_gone_are_errors_and_the_next_engine_is_rea
         process.send_signal(signal.SIGKILL)
         process.wait()
         with pytest.raises(OSError):
-            reader.read(lent, [(900, into.data)], deadline(5.0))
+            reader.read(lent, [(900, into.data)], deadline(0.5))
     with other_process(1000) as (_, lent):
         reader.read(lent, [(900, into.data)], deadline(HANG_S))
         assert np.array_equal(into, expected(900, 100))
@@ -118,10 +149,30 @@ def test_who_stands_still_is_waited_for_until_the_deadline(reader, monkeypatch):
         assert agent is not None
         monkeypatch.setattr(agent._agent, "check_xfer_state", lambda handle: "PROC")
         monkeypatch.setattr(agent._agent, "transfer", lambda handle: "PROC")
-        with pytest.raises(TimeoutError):
+        gone = weakref.ref(agent)
+        del agent
+        with pytest.raises(TimeoutError) as failure:
             reader.read(lent, [(0, into.data)], deadline(0.01))
+        assert gone() is None, f"what {failure.value} knows keeps no agent, whose memory is gone"
         reader.read(lent, [(9, into.data)], deadline(HANG_S))
         assert np.array_equal(into, expected(9, 100)), "by another agent"
+
+
+@needs_nixl
+def test_who_waits_for_other_reads_blames_nobody(reader):
+    with reader._lock:
+        with pytest.raises(BusyError):
+            reader.read(Lent("", 0), [(0, memoryview(bytearray(1)))], deadline(0.0))
+        reader.read(Lent("", 0), [], deadline(0.0))  # nothing to read
+
+
+def test_an_engine_that_others_kept_from_reading_is_asked_again(monkeypatch, caplog):
+    monkeypatch.setattr(test_peers, "NixlLender", StandInLender)
+    stand_in: Any = StandInReader()
+    with prefill(by_nixl=True) as has, store(nixl=stand_in) as fetches:
+        assert num_right(fetched(fetches, has.source()), has) == 0
+        assert num_right(fetched(fetches, has.source()), has) == NUM_PAGES
+    assert "hands nothing over" not in caplog.text
 
 
 @needs_nixl
