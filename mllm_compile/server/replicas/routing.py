@@ -9,7 +9,7 @@ prompt, would find what they have in common on the engine of the first of them, 
 that engine is idle whenever the next one begins. So for these an engine's choices of late count beside its requests.
 
 Of engines with as few requests a text without a home gets the one whose next block to be forgotten is the oldest: there
-it displaces what is least likely to be asked for again.
+it displaces what is least likely to be asked for again. A text shorter than a block gets the one asked least of late.
 """
 
 from __future__ import annotations
@@ -221,7 +221,9 @@ class Routing:
         if is_worth and homes:
             return best
         idle = [name for name, one in known.items() if one.load == fewest]
-        least = min(idle, key=lambda name: (-known[name].age(number), late[name]))
+        # A text without a block displaces nothing that is known of.
+        ages = {name: known[name].age(number) if text.blocks else inf for name in idle}
+        least = min(idle, key=lambda name: (-ages[name], late[name]))
         saved = most - known[least].matched(last_first)
         ahead = known[best].load - fewest + (late[best] - late[least]) / _LATE_A_REQUEST
         return best if is_worth and saved >= _REQUEST_BLOCKS * ahead else least

@@ -146,6 +146,10 @@ def test_of_engines_with_as_few_requests_a_new_text_displaces_what_was_not_used_
 def test_short_texts_go_to_each_in_turn():
     routing = Routing(NAMES)
     assert [routing.choose(NAMES) for _ in range(6)] == [*NAMES, *NAMES]
+    for name in NAMES:
+        routing.started(name, 20 * BLOCK // 4)
+        routing.choose((name,), Text.of(name.encode() * 19 * BLOCK + b"."))
+    assert [routing.choose(NAMES) for _ in range(6)] == [*NAMES, *NAMES], "also where caches are full"
 
 
 @pytest.mark.parametrize("least", [0, 4, 40])
