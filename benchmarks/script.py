@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 from mllm_compile.errors import MllmError
@@ -68,6 +72,26 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
         return asked
 
     return names
+
+
+def processes_of(count: int, method: str | None = None) -> ProcessPoolExecutor:
+    """A pool of so many processes, which end with this one, also where it is killed.
+
+    Args:
+        method: how they start, as multiprocessing calls it; None: its default.
+    """
+    return ProcessPoolExecutor(count, get_context(method), initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "a pool's process has one"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)  # the main thread may compute, or wait for work that never comes
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from benchmarks.fleet.rules import RULES, rule_of
 from benchmarks.fleet.simulation import Figures, Simulation
 from benchmarks.fleet.step_costs import StepCosts
 from benchmarks.fleet.stepped_engine import SteppedEngine
-from benchmarks.script import names_of, parser_of, positive, told_in_one_line
+from benchmarks.script import names_of, parser_of, positive, processes_of, told_in_one_line
 from benchmarks.server.agent_trace import PRESETS, Generator
 from mllm_compile.server.replicas.routing import TOKEN_BYTES
 from mllm_compile.server.replicas.text import BLOCK
@@ -51,7 +50,7 @@ def main() -> None:
     print("| rule | cached | first token p50 | p90 | p99 | call p50 | most busy / mean | out tokens/s | CPU s |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     sessions = [args.sessions // args.parts + (part < args.sessions % args.parts) for part in range(args.parts)]
-    with ProcessPoolExecutor(args.parts) as processes:
+    with processes_of(args.parts) as processes:
         for name in args.rules:
             running = [processes.submit(simulated, name, args, *part) for part in enumerate(sessions)]
             runs, seconds = zip(*(one.result() for one in running), strict=True)

@@ -17,12 +17,11 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from benchmarks.script import parser_of, positive, positives, told_in_one_line
+from benchmarks.script import parser_of, positive, positives, processes_of, told_in_one_line
 from benchmarks.server.switch_speed import served
 from benchmarks.server.texts_cost import WORDS
 
@@ -58,7 +57,7 @@ def main() -> None:
         with served([str(config)], []) as server:
             server.wait()
             most = max(args.clients)
-            with ProcessPoolExecutor(most, get_context("spawn")) as pool:
+            with processes_of(most, "spawn") as pool:
                 given = args.texts, args.tokens, args.requests
                 list(pool.map(ask, *zip(*[(server.port, number, *given) for number in range(most)], strict=True)))
                 for count in args.clients:

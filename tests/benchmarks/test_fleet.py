@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from benchmarks.fleet.stepped_engine import SteppedEngine
 from benchmarks.server.agent_trace import PRESETS, Generator
 from mllm_compile.runtime.schedule.step_cost import StepLoad
 from mllm_compile.server.replicas.text import Text
+from tests.hang_guard import HANG_S
+
+ROOT = Path(__file__).parents[2]
 
 
 def cells(out: str) -> dict[str, list[float]]:
@@ -67,6 +72,24 @@ def test_more_parts_than_sessions_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         fleet.main()
     assert "there are 1 sessions; give at most one part for each" in capsys.readouterr().err
+
+
+_POOL = """
+import os, signal
+from benchmarks.script import processes_of
+with processes_of(2) as pool:
+    pool.submit(os.getpid).result()
+    print("begun", flush=True)
+    pool.submit(signal.pause).result()
+"""
+
+
+def test_a_runs_processes_end_where_it_is_killed():
+    with subprocess.Popen([sys.executable, "-c", _POOL], cwd=ROOT, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"begun\n"
+        run.kill()
+        assert run.communicate(timeout=HANG_S)[0] == b"", "its processes have its output until they end"
 
 
 def test_costs_give_back_what_was_measured():
