@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--max-awake", type=positive)
     args = parser.parse_args()
     models = dict(one for some in args.models for one in some)
+    if len(models) < sum(map(len, args.models)):
+        parser.error("two models have the same name")
     bound = [] if args.max_awake is None else ["--max-awake", str(args.max_awake)]
     with served([f"{name}={config}" for name, config in models.items()], bound) as server:
         began = time.monotonic()

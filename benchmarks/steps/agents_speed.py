@@ -4,9 +4,9 @@
 
 A line of TRACE is one call as JSON: `id`, `session`, `parent`, `fork`, `after` (ids that it waits for), `pause_s`,
 `keep` (messages of its session, or of the parent where it is a fork), `append` ([{tokens, seed}]), `out_tokens`.
-Messages are random ids; answers are the model's. Both runs end after so many seconds: their calls count that are over.
-Cached tokens are compared with an LRU's of the same calls in the same order, as benchmarks.server.session_eviction has
-it, of as many tokens as the KV cache and the memory hold together.
+Messages are random ids; answers are the model's. Each run ends after so many seconds: its calls count that are over.
+Cached tokens of `mllm` are compared with an LRU's of the same calls in the same order, as
+benchmarks.server.session_eviction has it, of as many tokens as the KV cache and the memory hold together.
 
 vLLM gets a KV cache and an offload of the same sizes, and its own defaults. Its engine has a process of its own: ours
 has one with the engine `served`, which is `mllm` behind our server.
@@ -197,6 +197,7 @@ def measure_vllm(calls: list[Call], args: Namespace, host_gib: float) -> float:
     setting, began = setting_of(args), time.monotonic()
     with closing(VllmAnswers(setting, args.total_tokens, host_gib)) as engine:
         print(f"vLLM is ready after {time.monotonic() - began:.1f} s")
+        time.sleep(args.settle)
         replay = Replay(engine, setting.vocab_size, calls, args.seconds)
         replay.run()
     what = f"vLLM, {host_gib:g} GiB of its offload" if host_gib else "vLLM without its offload"
@@ -213,13 +214,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=positive, default=45, help="of each run (default: 45)")
     parser.add_argument("--total-tokens", type=positive, default=70_000, help="of the KV cache (default: 70000)")
     parser.add_argument("--host-gib", type=float, default=25.0, help="of the host's memory (default: 25)")
-    parser.add_argument("--steps", action="store_true", help="print what steps of each kind took")
+    parser.add_argument("--steps", action="store_true", help="print what steps of each kind took, of mllm")
     parser.add_argument("--only-memory", action="store_true", help="leave out the run without memory")
     parser.add_argument("--engines", type=names_of(_ENGINES), default=["mllm"], help=f"of {', '.join(_ENGINES)}")
     parser.add_argument(
         "--settle", type=float, default=0.0, help="seconds before the first call: the host's memory is registered then"
     )
     args = parser.parse_args()
+    if args.steps and "mllm" not in args.engines:
+        parser.error("--steps: steps of mllm alone are seen; name it among --engines")
     calls = [json.loads(line) for line in args.trace.read_text().splitlines()]
     if "vllm" in args.engines:
         need_vllm()

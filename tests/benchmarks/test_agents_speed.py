@@ -86,3 +86,9 @@ def test_vllm_that_is_not_there_is_told_ahead_of_all_runs(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit, match="error: --engines names vllm, which is not installed: pip install vllm"):
         run("steps.agents_speed", monkeypatch, "configs/tiny.yaml", str(trace), "--engines", "mllm,vllm")
+
+
+def test_steps_of_an_engine_that_shows_none_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("steps.agents_speed", monkeypatch, "configs/tiny.yaml", "calls.jsonl", "--engines", "served", "--steps")
+    assert "--steps: steps of mllm alone are seen" in capsys.readouterr().err

@@ -25,6 +25,12 @@ def test_other_models_are_told_in_one_line(text, monkeypatch, capsys):
     assert f"{text!r}; expected NAME=CONFIG or NAME=CONFIG*COUNT" in capsys.readouterr().err
 
 
+def test_models_of_one_name_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("server.models_speed", monkeypatch, "a=one.yaml*2", "a2=two.yaml")
+    assert "two models have the same name" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_models_answer_alone_and_beside_each_other(eager_cache: Path, tmp_path: Path, monkeypatch, capsys):
     path = tmp_path / "tiny.yaml"
