@@ -72,6 +72,9 @@ inline u32 __reduce_min_sync(u32 lanes, u32 v) { return ~__reduce_max_sync(lanes
 inline bool __all_sync(u32 lanes, bool is_so) { return __reduce_min_sync(lanes, is_so) != 0; }
 inline void atomicOr(u32* to, u32 v) { __atomic_or_fetch(to, v, __ATOMIC_SEQ_CST); }
 
+// Ends the program at once: its own end would wait for threads that wait.
+inline void fail(const char* why) { std::puts(why), std::fflush(stdout), std::_Exit(1); }
+
 // Barriers of shared memory, by their addresses.
 struct Barrier {
   int needed, pending, bytes = 0, phase = 0;
@@ -89,7 +92,7 @@ inline void change(u32 at, int arrivals, int bytes) {
   std::lock_guard lock(mutex);
   Barrier& barrier = barriers.at(at);
   barrier.pending -= arrivals, barrier.bytes += bytes;
-  if (barrier.pending < 0) std::puts("a barrier has too many arrivals"), std::exit(1);
+  if (barrier.pending < 0) fail("a barrier has too many arrivals");
   if (barrier.pending == 0 && barrier.bytes == 0) barrier.phase ^= 1, barrier.pending = barrier.needed, changed.notify_all();
 }
 inline void arrive(u32 at) { change(at, 1, 0); }
@@ -103,7 +106,7 @@ inline void wait_for_prerequisites() {}
 inline void start_dependents() {}
 inline u64 read_once() { return 0; }
 inline void load_bytes(u32 to, const char* from, int bytes, u32 barrier, u64) {
-  if (to % 16 || (u64)from % 16 || bytes % 16) std::puts("a copy is not aligned"), std::exit(1);
+  if (to % 16 || (u64)from % 16 || bytes % 16) fail("a copy is not aligned");
   std::memcpy(shared_memory + to, from, bytes);
   change(barrier, 0, -bytes);
 }
@@ -206,12 +209,12 @@ inline char* bytes_of(const char* path) {
   const long size = std::ftell(file);
   std::rewind(file);
   char* bytes = (char*)std::aligned_alloc(1024, (size + 1024) / 1024 * 1024);
-  if (std::fread(bytes, 1, size, file) != (size_t)size) std::exit(1);
+  if (std::fread(bytes, 1, size, file) != (size_t)size) fail("an operand is not there");
   std::fclose(file);
   return bytes;
 }
 inline void write_bytes(const char* path, const char* bytes, size_t size) {
   std::FILE* file = std::fopen(path, "wb");
-  if (std::fwrite(bytes, 1, size, file) != size) std::exit(1);
+  if (std::fwrite(bytes, 1, size, file) != size) fail("a result is not written");
   std::fclose(file);
 }

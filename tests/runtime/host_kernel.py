@@ -14,6 +14,7 @@ import pytest
 
 import mllm_compile.runtime.cuda.kernel as cuda
 from mllm_compile.runtime.cuda.kernel import CudaKernel
+from tests.hang_guard import HANG_S
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -31,8 +32,20 @@ def host_program(kernel: CudaKernel, main: str, folder: Path) -> Path:
     runtime = Path(cuda.__file__).parents[1]
     source = "".join((runtime / name).read_text() for name in (*kernel.headers, kernel.source))
     source = _MEMORY.sub("char* memory = shared_memory;", _OF_ASSEMBLY.sub("", source))
-    (folder / "kernel.cpp").write_text(f'#include "{_HEADER}"\n{defined}{source}\n{main}')
+    return compiled(f"{defined}{source}\n{main}", folder)
+
+
+def compiled(source: str, folder: Path) -> Path:
+    """The program of a source that host_cuda.h is ahead of."""
+    (folder / "kernel.cpp").write_text(f'#include "{_HEADER}"\n{source}')
     command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", "kernel.cpp", "-o", "kernel"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "kernel"
+
+
+def run_program(program: Path, *arguments: object) -> None:
+    """Runs it; fails where it says a fault, or its threads wait for each other."""
+    command = [str(program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -170,26 +170,27 @@ def exact_of(x: torch.Tensor, weight: torch.Tensor, shrunk: torch.Tensor, b: tor
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("rows", "tile_rows", "rank", "slots"),
+    ("rows", "columns", "tile_rows", "rank", "slots"),
     slow_but_a_sample(
-        [
-            (192, 64, 16, [1] * 70),
-            (256, 128, 32, [-1, 2, 0, 40, 33] * 30),
-            (448, 192, 16, [0] * 100 + [-1] * 60 + [2] * 140),
-            (128, 64, 32, [-1] * 66),
+        [  # a tile's stages are fewer than the ring's with 128 columns, and more with others
+            (192, 448, 64, 16, [1] * 70),
+            (256, 128, 128, 32, [-1, 2, 0, 40, 33] * 30),
+            (448, 128, 192, 16, [0] * 100 + [-1] * 60 + [2] * 140),
+            (448, 576, 192, 16, [0] * 100 + [-1] * 60 + [2] * 140),
+            (128, 128, 64, 32, [-1] * 66),
         ],
         1,
     ),
     ids=lambda value: str(value)[:20],
 )
-def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, tile_rows, rank, slots):
-    kernel, count = GatedKernel(rows, 128, tile_rows, rank), len(slots)
+def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, columns, tile_rows, rank, slots):
+    kernel, count = GatedKernel(rows, columns, tile_rows, rank), len(slots)
     library, generator = built(tmp_path, kernel), torch.Generator().manual_seed(count)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
-    x, weight, b = random(count, 128), random(rows, 128, scale=0.1), random(SLOTS, rows, rank, scale=0.3)
+    x, weight, b = random(count, columns), random(rows, columns, scale=0.1), random(SLOTS, rows, rank, scale=0.3)
     shrunk, of_tokens = random(count, 2 * rank), torch.tensor(slots).int()
     out, division = torch.full((count, rows // 2), 7.0).bfloat16(), divided(count)
     box = kernel.box_tokens(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKe
 from mllm_compile.runtime.ops.stream_experts.shapes import is_taken
 from tests.passes.support import stand_ins
 from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
-from tests.runtime.host_kernel import host_program, needs_compiler
+from tests.runtime.host_kernel import host_program, needs_compiler, run_program
 from tests.sample import slow_but_a_sample_of_each
 
 QWEN = Routing(128, 8, 2, SOFTMAX_OF_ALL, True, False)
@@ -143,8 +142,7 @@ def run_on_host(
     paths = [folder / f"{program.parent.name}_{index}" for index in range(len(operands) + len(outs))]
     for path, tensor in zip(paths, operands, strict=False):
         path.write_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    done = subprocess.run([program, str(tokens), *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    run_program(program, tokens, *paths)
     for path, out in zip(paths[len(operands) :], outs, strict=True):
         out.copy_(torch.frombuffer(bytearray(path.read_bytes()), dtype=out.dtype).view(out.shape))
 
