@@ -63,9 +63,9 @@ class Decodes:
         together. All grow alike from then on, except requests that sit out.
         """
         lengths = self._rows.computed[[request.row for request in requests]]
-        slots = np.array([request.adapter_slot for request in requests])
+        slots = [request.adapter_slot for request in requests]
         order = np.argsort(-lengths, kind="stable")
-        if (slots != slots[0]).any():
-            _, firsts, groups = np.unique(slots[order], return_index=True, return_inverse=True)
+        if len(set(slots)) > 1:
+            _, firsts, groups = np.unique(np.array(slots)[order], return_index=True, return_inverse=True)
             order = order[np.argsort(firsts[groups], kind="stable")]
         return [requests[index] for index in order.tolist()]
