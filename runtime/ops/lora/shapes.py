@@ -16,7 +16,7 @@ APART_TOKENS = 512  # up to which a block of many that read has one slot: in lon
 LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on it has so many splits
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few
 MOST_SLOTS = 16  # for which blocks of few tokens are of one adapter each, and of up to APART_TOKENS
-_STAGES, _FURTHER_BYTES = 3, 16 << 10  # of tokens of a stretch; of shared memory besides
+_STAGES, _FURTHER_BYTES = 3, 8 << 10  # of tokens of a stretch; of shared memory besides, by a number's bytes
 _FEWEST = 16  # rows or columns of a tensor core's product
 _MOST_COLUMNS = 128
 _CHAINED_COLUMNS, _MOST_CHAINED_SPLITS = 256, 64
@@ -60,7 +60,7 @@ def stages_of(rank: int, columns: int, itemsize: int, shared_bytes: int) -> int:
         return _STAGES
     ranks = -(-rank // padded_rank(rank)) * padded_rank(rank)
     bytes_ahead = ranks * (columns + WRITTEN_TOKENS) * itemsize
-    return max(1, min(_STAGES, 1 + (shared_bytes - _FURTHER_BYTES) // bytes_ahead))
+    return max(1, min(_STAGES, 1 + (shared_bytes - _FURTHER_BYTES * itemsize) // bytes_ahead))
 
 
 def padded_rank(rank: int) -> int:

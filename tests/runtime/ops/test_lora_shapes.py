@@ -23,4 +23,4 @@ def test_further_ranks_of_b_that_are_under_way_fit_the_shared_memory(gpu, itemsi
 def test_stages_are_three_where_shared_memory_has_them():
     found = [stages_of(rank, COLUMNS, 2, SHARED_BYTES["H200"]) for rank in (8, 64, 128, 256, 512)]
     assert found == [3, 3, 3, 3, 2]
-    assert stages_of(512, COLUMNS, 4, SHARED_BYTES["L40S"]) == 1
+    assert [stages_of(rank, COLUMNS, 4, SHARED_BYTES["L40S"]) for rank in (64, 128, 512)] == [3, 1, 1]
