@@ -1,6 +1,6 @@
 """Writes known replies of each kind to a file, for machines without the repository.
 
-python -m benchmarks.replies FILE.json.xz [--repository .] [--newest HEAD] [--commits 200] [--most 40]
+python -m benchmarks.replies FILE.json.xz [--repository .] [--newest HEAD] [--commits 200] [--most 44]
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def _texts(repository: Path, newest: str, num_commits: int) -> Iterator[tuple[st
         names = git("diff", "--name-only", f"--diff-filter={kind}", f"{commit}~", commit, "--", "*.py")
         return names.splitlines()
 
-    listed = git("log", f"-{num_commits}", "--reverse", "--no-merges", "--format=%H", newest).split()
-    for commit in listed:
+    with_one_before = ("--no-merges", "--min-parents=1")
+    for commit in git("log", f"-{num_commits}", "--reverse", *with_one_before, "--format=%H", newest).split():
         message = git("log", "-1", "--format=%B", commit)
         change = git("diff", f"{commit}~", commit, "--", "*.py", "*.md")
         yield "messages", change, message

@@ -69,17 +69,23 @@ def _work(work: type[_Work], model: str, **given: Any) -> _Work:
     """Complete what was asked for: on a GPU by the benchmark's own sizes, on a CPU by what ends soon, and say so.
 
     Args:
-        given: sizes by the names of the work's fields; None: nobody gave it.
+        given: sizes by the names of the work's fields; None, also in a pair: nobody gave it.
     """
-    asked = {name: value for name, value in given.items() if value is not None}
-    made = work(**asked)  # a mistake is told before anything is started
-    if work.of_cpu.keys() <= asked.keys():
+    asked = {name: value for name, value in given.items() if value not in (None, (None, None))}
+    halves = {name: size for name, size in asked.items() if isinstance(size, tuple) and None in size}
+    # A mistake is told before anything is started, but for a pair whose other one depends on the device.
+    made = work(**{name: size for name, size in asked.items() if name not in halves})
+    if not halves and work.of_cpu.keys() <= asked.keys():
         return made
 
     from mllm_compile.bench.measure import harness
 
-    if not harness.serves_on_cpu(model):
-        return made
+    is_cpu = harness.serves_on_cpu(model)
+    for name, size in halves.items():
+        usual = work.of_cpu[name] if is_cpu else getattr(work, name)
+        asked[name] = tuple(one if own is None else own for own, one in zip(size, usual, strict=True))
+    if not is_cpu:
+        return work(**asked)
     made = work(**{**work.of_cpu, **asked})
     *others, last = (f"--{_OPTIONS.get(name, name)}".replace("_", "-") for name in work.of_cpu)
     print(f"on a CPU: {made.sizes_text}; {', '.join(others)} and {last} set others", file=sys.stderr, flush=True)
@@ -171,15 +177,11 @@ def throughput_command(
 ) -> None:
     """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
     outputs = _outputs(json_path)
-    shortest, longest = workloads.MIXED_RANGE
-    mixed_range = None
-    if min_len is not None or max_len is not None:
-        mixed_range = (shortest if min_len is None else min_len, longest if max_len is None else max_len)
     work = _work(
         workloads.ThroughputWork,
         model,
         mixed_requests=requests,
-        mixed_range=mixed_range,
+        mixed_range=(min_len, max_len),
         prefill_prompts=prefill_prompts,
         prefill_len=prefill_len,
         repeats=repeats,

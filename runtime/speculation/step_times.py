@@ -18,7 +18,7 @@ _KEPT = 5  # newest times of a size
 _LEAST = 2  # of a size that is known: something may be loaded or compiled for the first
 _FORGOTTEN_AFTER = 1024  # steps: what was slow once may be fast now
 _LEAST_MS = 1e-3  # of a step that a clock saw end as it began
-_FIRST_DRAFTED = 2  # tokens, and a quarter of the decodes: most of the first step with drafts
+_FIRST_DRAFTED = 2  # tokens, or one for each decode: most of the first step with drafts
 _PLAIN = -1  # the size of steps without drafts, of which the host plans the next while one runs
 
 
@@ -61,7 +61,7 @@ class KnownTimes:
     Attributes:
         plain_ms: of a step without drafts; None: not known.
         by_drafted: of others, by the drafted tokens of all their decodes.
-        waits: others wait for the host, and those without drafts do not. So between the two is no line.
+        waits: others wait for the host, and those without drafts do not. So what a token costs is told by others alone.
     """
 
     num_decodes: int

@@ -113,13 +113,17 @@ def test_throughput_takes_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch
     monkeypatch.setattr(harness, "serves_on_cpu", lambda source: True)
     assert command_line(["bench", "throughput", "c.yaml"]) == 0
     assert command_line(["bench", "throughput", "c.yaml", "--requests", "3", "--min-len", "5"]) == 0
-    assert [(work.mixed_requests, work.mixed_range) for work in asked] == [(16, (16, 128)), (3, (5, 1024))]
-    assert [(work.prefill_prompts, work.prefill_len) for work in asked] == [(4, 512)] * 2
+    assert command_line(["bench", "throughput", "c.yaml", "--max-len", "32"]) == 0
+    assert [work.mixed_requests for work in asked] == [16, 3, 16]
+    assert [work.mixed_range for work in asked] == [(16, 128), (5, 128), (16, 32)]
+    assert [(work.prefill_prompts, work.prefill_len) for work in asked] == [(4, 512)] * 3
     said = "on a CPU: 16 requests of 16 to 128 tokens, 4 prompts of 512; --requests, --max-len, --prefill-prompts and "
     assert said + "--prefill-len set others" in capsys.readouterr().err
     monkeypatch.setattr(harness, "serves_on_cpu", lambda source: False)
     assert command_line(["bench", "throughput", "c.yaml"]) == 0
-    assert asked[2] == ThroughputWork()
+    assert asked[3] == ThroughputWork()
+    assert command_line(["bench", "throughput", "c.yaml", "--max-len", "200"]) == 0
+    assert asked[4] == ThroughputWork(mixed_range=(100, 200))
 
 
 def test_long_and_gaps_take_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch, capsys):

@@ -58,7 +58,8 @@ def test_right_drafts_by_cost_save_steps_where_a_step_takes_always_as_long():
 
 def test_by_cost_hardly_a_token_is_drafted_where_each_takes_as_long_as_a_step_of_one():
     _, batches = simulated("right", lambda batch: 3.0 * batch.num_tokens, True, 200, max_model_len=256, num_pages=300)
-    assert sum(batch.num_decode_tokens - batch.num_decodes for batch in batches) <= 48, "tries, of 800"
+    assert sum(batch.num_decode_tokens - batch.num_decodes for batch in batches) <= 48, "tries; 179 without a choice"
+    assert not any(batch.has_drafts for batch in batches[50:])
 
 
 def test_wrong_drafts_by_cost_become_rare():
