@@ -272,6 +272,7 @@ def _split_decode_kernel(
         dims = tl.arange(0, D)
         block = tl.arange(0, BLOCK)
         group = tl.arange(0, DOT_ROWS)
+        sequence = row.to(tl.int64) * HK + head
         heads = row.to(tl.int64) * HK * GROUP + head * GROUP + group
         is_head = (group < GROUP)[:, None]
         slopes = tl.zeros((DOT_ROWS,), tl.float32)
@@ -313,7 +314,6 @@ def _split_decode_kernel(
                 )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
-            sequence = row.to(tl.int64) * HK + head
             for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
                 offsets = offset + block
                 valid = offsets < end
