@@ -145,6 +145,7 @@ class Doubted(SpeechMethods):
         self.asked: list[tuple[float, list[int]]] = []
 
     def generate(self, prompts: Any, sampling_params: Any = None, *, priority: int = 0) -> list[Any]:
+        assert sampling_params.logprobs_mode == "raw_logprobs", "one allowed token is certain of all others"
         found = [round(float(one["encoder_prompt"]["multi_modal_data"]["audio"][0][0])) for one in prompts]
         if list(sampling_params.allowed_token_ids or ()) == [7]:
             assert all(one["decoder_prompt"] == [0] for one in prompts)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from mllm_compile.engine.speech.doubt import Written
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript, segments_between
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+
+# Doubt is of the model's own distribution, whatever runtime.logprobs_mode is: of one allowed token it would be certain.
+_MODE: Final = "raw_logprobs"
 
 
 class SpeechTokenizer(Protocol):
@@ -29,7 +32,14 @@ def params_of_language(tokens: SpeechTokens) -> SamplingParams:
 
 def params_of_silence(no_speech: int) -> SamplingParams:
     """The parameters by which it says how likely nobody speaks in a window, behind the start token."""
-    return SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[no_speech], logprobs=0, detokenize=False)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        allowed_token_ids=[no_speech],
+        logprobs=0,
+        logprobs_mode=_MODE,
+        detokenize=False,
+    )
 
 
 def params_of_text(
@@ -47,6 +57,7 @@ def params_of_text(
         logit_bias=defaults.logit_bias,
         min_tokens=0 if has_times else defaults.min_tokens,
         logprobs=0,
+        logprobs_mode=_MODE,
         detokenize=False,
         structured_outputs=StructuredOutputsParams(timestamps=tokens.no_timestamps) if has_times else None,
     )
