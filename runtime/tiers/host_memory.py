@@ -175,19 +175,7 @@ class HostMemory:
                 self._kept.reserve(start, count)
 
     def _register(self) -> None:
-        try:
-            self._register_parts()
-        except Exception as error:
-            with self._more:
-                self._fault = error
-                self._more.notify_all()
-
-    def _register_parts(self) -> None:
-        """
-        Raises:
-            DeviceError: the driver refuses a part.
-            DeviceMemoryError: the system has too little.
-        """
+        """Has all parts registered, or tells why the next one is not."""
         parts = list(zip(np.cumsum([0, *self._chunks[:-1]]).tolist(), self._chunks, strict=True))
         with ThreadPoolExecutor(host_pages.THREADS, thread_name_prefix="mllm-tier-pages") as populators:
             populated = deque[Future[None]]()
@@ -204,9 +192,10 @@ class HostMemory:
                         self._num_registered += count
                         self._more.notify_all()
                     self._pause(time.monotonic() - began)
-            except Exception:
-                self._is_closing = True  # no more pages are needed
-                raise
+            except Exception as error:
+                with self._more:  # before it waits for those that make pages, which end then
+                    self._fault = error
+                    self._more.notify_all()
 
     def _pause(self, took_s: float) -> None:
         """Leaves the driver to others, behind a part that took so long."""
@@ -223,7 +212,7 @@ class HostMemory:
 
     def _populate(self, start: int, count: int) -> None:
         """Has the system make the pages of a part now."""
-        if not self._is_closing:
+        if not self._is_closing and self._fault is None:
             self._reserve(start, count)
             host_pages.make(self.data.data_ptr() + start, count)
 

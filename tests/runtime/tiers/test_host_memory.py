@@ -12,7 +12,7 @@ import torch
 from mllm_compile.runtime.errors import DeviceError
 from mllm_compile.runtime.tiers import host_memory
 from mllm_compile.runtime.tiers.host_memory import HostMemory
-from tests.hang_guard import until
+from tests.hang_guard import HANG_S, until
 
 CHUNKS = [8192, 8192, 4096]
 
@@ -71,6 +71,30 @@ def test_a_part_that_is_refused_fails_who_waits_for_it_and_those_before_stay(dri
     memory.wait_until(8192)
     memory.close()
     assert driver.calls == [("cuMemHostRegister_v2", 0), ("cuMemHostUnregister", 0)]
+
+
+@pytest.mark.parametrize("driver", [0], indirect=True)
+def test_who_waits_hears_of_a_refusal_while_further_pages_are_being_made(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def make(address: int, num_bytes: int) -> None:
+        if num_bytes == CHUNKS[-1]:
+            begins.set()
+            may_end.wait(HANG_S)
+            has_ended.set()
+
+    monkeypatch.setattr(host_memory.host_pages, "make", make)
+    memory = HostMemory(CHUNKS, torch.device("cuda"))
+    until(begins.is_set)
+    driver.may.release()
+    with pytest.raises(DeviceError):
+        memory.wait_until(8192)
+    assert not has_ended.is_set()
+    may_end.set()
+    memory.close()
+    assert not driver.calls
 
 
 def test_the_driver_is_left_to_others_until_a_copy_waits(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
