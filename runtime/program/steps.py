@@ -123,7 +123,7 @@ class TextPiece:
     strides: tuple[tuple[int, int], ...]
 
 
-# The op's arguments over packed rows that depend on distances, in its order.
+# The op's arguments over packed rows that scores get beside queries and keys, in its order.
 OF_SCORES = ("bias", "distance_keys", "distance_queries", "distance_columns", "sinks")
 
 
