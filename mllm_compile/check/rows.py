@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import UnlikeRowsError
-from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, linear_operands
+from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op, linear_operands
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.open import sum_in_one_order
@@ -61,7 +61,7 @@ def check_rows(graph: fx.GraphModule, device: str) -> None:
 
 
 def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
-    """Each linear of the pieces once, those whose weights are dequantised ahead of the library's product among them.
+    """Each linear of the pieces once, also if few of its rows or its quantised weights are multiplied otherwise.
 
     Raises:
         UnlikeRowsError: a piece has another product.
@@ -71,7 +71,7 @@ def _linears_of(graph: fx.GraphModule) -> list[_Linear]:
         piece: Any = graph.get_submodule(name)
         for node in piece.graph.nodes:
             quantised = match_quantised_linear(node)
-            if is_call(node, LINEAR) or quantised is not None:
+            if is_call(node, LINEAR) or is_op(node, "linear_in_one_order") or quantised is not None:
                 source, bias = (quantised.source, quantised.bias) if quantised else linear_operands(node)[::2]
                 output: Any = node.meta["val"]
                 sizes = int(output.shape[-1]), int(source.meta["val"].shape[-1])

@@ -21,11 +21,11 @@ def no_library(monkeypatch) -> None:
     monkeypatch.setattr(rows, "sum_in_one_order", lambda: None)
 
 
-def graph_of(target: Callable[..., Any] = torch._C._nn.linear) -> fx.GraphModule:
+def graph_of(target: Callable[..., Any] = torch._C._nn.linear, *more: None) -> fx.GraphModule:
     """One piece, with products [T, 8] x [8, 4]."""
     piece = fx.Graph()
     x, weight = piece.placeholder("x"), piece.placeholder("weight")
-    product = piece.call_function(target, (x, weight))
+    product = piece.call_function(target, (x, weight, *more))
     piece.output((product,))
     x.meta["val"], product.meta["val"] = torch.empty(5, 8), torch.empty(5, 4)
     whole = fx.Graph()
@@ -34,7 +34,10 @@ def graph_of(target: Callable[..., Any] = torch._C._nn.linear) -> fx.GraphModule
     return fx.GraphModule({"piece": fx.GraphModule({}, piece)}, whole)
 
 
-def test_sums_that_go_by_the_number_of_rows_end_the_compile(monkeypatch):
+@pytest.mark.parametrize("has_kernels_of_few_rows", [False, True])
+def test_sums_that_go_by_the_number_of_rows_end_the_compile(monkeypatch, has_kernels_of_few_rows):
+    graph = graph_of(op("linear_in_one_order"), None) if has_kernels_of_few_rows else graph_of()
+
     def exact(x, weight):
         return (x[:, None, :] * weight).sum(-1)
 
@@ -45,10 +48,10 @@ def test_sums_that_go_by_the_number_of_rows_end_the_compile(monkeypatch):
         return exact(x, weight)
 
     monkeypatch.setattr(torch.nn.functional, "linear", exact)
-    check_rows(graph_of(), "cpu")
+    check_rows(graph, "cpu")
     monkeypatch.setattr(torch.nn.functional, "linear", divided)
     with pytest.raises(UnlikeRowsError, match=r"80 rows with a weight of 4 x 8 in torch.float32 differs"):
-        check_rows(graph_of(), "cpu")
+        check_rows(graph, "cpu")
 
 
 def test_a_product_that_is_no_linear_ends_it_too():
