@@ -257,7 +257,7 @@ def _split_decode_kernel(
     num_active = num_parts
     part_keys = share
     if KEYS_OF_SPLIT > 0:  # a block may have several splits
-        share = tl.cdiv(num_parts, tl.num_programs(2)) * part_keys
+        share = tl.maximum(tl.cdiv(num_parts, tl.num_programs(2)), 1) * part_keys  # a row may have no key
         num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
