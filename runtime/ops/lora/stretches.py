@@ -51,8 +51,7 @@ def load_b(
 
 
 @triton.jit
-def add_product(
-    added: tl.tensor,
+def product_of(
     shrunk_ptr: tl.tensor,
     tokens: tl.tensor,
     is_token: tl.tensor,
@@ -68,19 +67,21 @@ def add_product(
     BLOCK_R: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """Adds B of a slot times what the tokens that have it have of a part's A, from `shrunk_ptr` on.
+    """[tokens, BLOCK_N] float32: B of a slot times what `shrunk_ptr` has of a part's A; zeros of tokens of other slots.
 
     All tokens' products are loaded, so that no load waits for slots; of those without an adapter they are any bits.
+    Their zeros are put behind tl.dot: if + y followed it at once, Triton (CombineDotAddPattern in Combine.cpp) would
+    let the product start from y. The kernel that ends with the activation adds in this order.
     """
+    total = tl.zeros((tokens.shape[0], b.shape[1]), tl.float32)
     for r in tl.static_range(0, RANK, BLOCK_R):
         ranks = r + tl.arange(0, BLOCK_R)
         mask = is_token[:, None] & (ranks < RANK)[None, :]
         shrunk = tl.load(shrunk_ptr + (tokens[:, None] * A_ROWS + ranks[None, :]), mask=mask, other=0.0)
-        shrunk = tl.where(has_slot[:, None], shrunk, 0.0)
         if r > 0:
             b = load_b(b_ptr, slot, b_rows, r, is_there, B_ROWS, RANK, BLOCK_R)
-        added = tl.dot(shrunk.to(b.dtype), b, added, input_precision="ieee" if EXACT else "tf32")
-    return added
+        total = tl.dot(shrunk.to(b.dtype), b, total, input_precision="ieee" if EXACT else "tf32")
+    return tl.where(has_slot[:, None], total, 0.0)
 
 
 @triton.jit
@@ -151,8 +152,8 @@ def stretch_kernel(
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
             own = tl.load(slots_ptr + block + tokens, mask=is_token & (part >= 0), other=-1)
-            added = add_product(
-                tl.zeros((BLOCK_T, BLOCK_N), tl.float32), of_part + block * A_ROWS, tokens, is_token, own == slot,
+            added = product_of(
+                of_part + block * A_ROWS, tokens, is_token, own == slot,
                 b, b_ptr, of_b, b_rows, has_b, B_ROWS, RANK, A_ROWS, BLOCK_R, EXACT,
             )  # fmt: skip
             out = y.to(tl.float32) + added
