@@ -135,7 +135,7 @@ def judge(stage: Stage, base: Side, tree: Side, on_purpose: Mapping[str, str]) -
     if missing:
         return Verdict(stage.name, NEW, why=missing)
     ratios: list[float] = []
-    for _ in range(2):
+    while True:
         try:
             of_base, of_tree = by_turns(stage, base, tree)
         except StageFailed as error:
@@ -143,6 +143,8 @@ def judge(stage: Stage, base: Side, tree: Side, on_purpose: Mapping[str, str]) -
         ratios.append(statistics.median(map(truediv, of_tree.data, of_base.data)))
         if ratios[-1] <= stage.threshold:
             return Verdict(stage.name, SAME, of_base, of_tree, tuple(ratios))
+        if len(ratios) == 2:
+            break
     reason = on_purpose.get(stage.name, "")
     return Verdict(stage.name, ON_PURPOSE if reason else SLOWER, of_base, of_tree, tuple(ratios), reason)
 

@@ -69,11 +69,11 @@ class Steps:
         x = torch.randn(1, _WIDTH, device="cuda", dtype=torch.bfloat16)
         self._graph = torch.cuda.CUDAGraph()
         for _ in range(2):
-            y = self._forward(x, weights)
+            self._forward(x, weights)
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph):
             self.out = self._forward(x, weights)
-        self._kept = weights, x, y
+        self._kept = weights, x
 
     def _forward(self, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         for weight in weights:
@@ -127,6 +127,7 @@ class Pages:
 
 def timed(steps: Steps, count: int, pages: Pages | None = None, kind: str = "load") -> tuple[float, float, list[float]]:
     """Seconds a step, bytes copied a second, and seconds of each launch."""
+    before = 0
     if pages is not None:
         pages.advance(kind)
         before = pages.num_pages

@@ -77,7 +77,7 @@ class Chain:
         return Router(scores, None, self.slots, CHOSEN, SOFTMAX_OF_ALL, True, False)
 
     def run(self) -> torch.Tensor:
-        h = self.x
+        h = qkv = self.x
         for layer, attended in zip(self.layers, self.attended, strict=True):
             h, scaled, squares = op("stream_linear_residual_norm")(attended, layer.o, h, self.norm)
             router = self.router(op("stream_linear")(scaled, layer.router, squares, EPS, False))

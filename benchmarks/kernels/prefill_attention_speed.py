@@ -44,12 +44,12 @@ def main() -> None:
     is_hopper = torch.cuda.get_device_properties(device).major == 9
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
+    kernels = [PrefillKernel("fa2", True), PrefillKernel("fa2", False)]
+    kernels += [PrefillKernel("fa3", False)] if is_hopper else []
     rows, excess = [], []
     for (num_heads, num_kv_heads), (count, new, prefix) in itertools.product(args.heads, args.shapes):
         group = PlanGroup(num_heads, num_kv_heads, HEAD_DIM, PLAIN)
         lengths = np.full(count, new, np.int32), np.full(count, prefix, np.int32)
-        kernels = [PrefillKernel("fa2", True), PrefillKernel("fa2", False)]
-        kernels += [PrefillKernel("fa3", False)] if is_hopper else []
         times = {kernel: measure(group, kernel, *lengths, workspace) for kernel in kernels}
         chosen = choose_prefill_kernel(group, torch.bfloat16, *lengths, num_sms, is_hopper)
         excess.append(times[chosen] / min(times.values()) - 1)

@@ -80,7 +80,7 @@ def rate_of(pool: ProcessPoolExecutor, asked: list[tuple[int, int, int, int, int
 def ask(port: int, number: int, texts: int, tokens: int, requests: int) -> tuple[float, float]:
     """The times at which a client's first request begins and its last answer ends, by the machine's clock."""
     draws = random.Random(number)
-    bodies = []
+    bodies, answer = [], b""
     for _ in range(requests):
         of_body = [" ".join(draws.choice(WORDS) for _ in range(tokens - 2)) for _ in range(texts)]
         bodies.append(json.dumps({"input": of_body, "encoding_format": "base64"}))

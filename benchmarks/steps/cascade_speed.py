@@ -77,7 +77,7 @@ class Way:
                 watch = Stopwatch()
                 outputs = engine.generate(prompts, asked)
                 seconds.append(watch.seconds)
-        self.tokens = [list(output.token_ids) for output in outputs]
+                self.tokens = [list(output.token_ids) for output in outputs]
         self.is_cascade |= True in chosen
 
     def step_ms(self, new: int) -> float:

@@ -40,6 +40,7 @@ def main() -> None:
         length = engine.num_features(args.side) + args.text
         for kind in ("new images", "same images", "text"):
             seeds = [0, 1, 2] if kind == "new images" else [2, 2, 2]
+            wall_s = 0.0
             for repeat, seed in enumerate(seeds):
                 prompts = [[11 + repeat] * length] * count if kind == "text" else prompts_of(engine, count, args, seed)
                 one = Call(prompts=prompts, max_tokens=[1] * count)

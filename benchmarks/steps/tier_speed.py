@@ -68,6 +68,7 @@ def measure_hits(engine: Engine, num_tokens: int, rounds: int) -> list[int]:
     miss = seconds(engine, prompt)
     cached = statistics.median(seconds(engine, prompt) for _ in range(rounds))
     times = []
+    (before, *_) = engine.stats().tiers
     for _ in range(rounds):
         drop_kv(engine)
         (before, *_) = engine.stats().tiers

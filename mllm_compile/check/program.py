@@ -80,6 +80,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[Bound], device: str, states
     batches = batches_of(program, *model_requests(hf_model, program, device))
     known: dict[int, torch.Tensor] = {}
     spreads: dict[int, torch.Tensor] = {}
+    ours = torch.empty(0)
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):

@@ -205,13 +205,14 @@ def _server(url: str, api_key: str | None, adapter: AskedAdapter | None = None) 
     if adapter is not None and adapter.folder is not None:
         raise ConfigError(f"--adapter: expected NAME, as the server has loaded it, got {adapter.name}={adapter.folder}")
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    refusal = ConfigError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in kinds and bool(parts.netloc) and parts.port != 0
     except ValueError:  # of a port that is no number, or a bracket that is not closed
-        is_url = False
+        raise refusal from None
     if not is_url:
-        raise ConfigError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
+        raise refusal
     path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 

@@ -47,10 +47,7 @@ def compile_command(
 
     with compiled_ahead(OF_TORCH):
         with gc_paused():
-            if isinstance(source, Path):
-                from mllm_compile.compiler.load_or_compile import open_runtime
-            else:
-                from mllm_compile.compiler.load_or_compile import load_or_compile
+            from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 
         if isinstance(source, Path):
             runtime = open_runtime(source, reporter)

@@ -25,14 +25,15 @@ def fitted(
         drop: columns to leave out while that does not do, the first one first.
     """
     dropped: set[str] = set()
-    for name in ("", *drop):
-        dropped.add(name)
+    left = list(drop)
+    while True:
         kept = [index for index, column in enumerate(columns) if column not in dropped]
         gap = 3 if stream.isatty() else 2  # rich's, and _print_plain's
         others = sum(gap + max(len(row[i]) for row in (columns, *rows)) for i in kept if columns[i] != cut)
         room = text_width(stream) - others - gap - 2
-        if room >= max([_SHORTEST, len(cut)]):
+        if room >= max([_SHORTEST, len(cut)]) or not left:
             break
+        dropped.add(left.pop(0))
     room = max(room, _SHORTEST)
     shown = [[_shortened(row[i], room) if columns[i] == cut else row[i] for i in kept] for row in rows]
     return [columns[i] for i in kept], shown

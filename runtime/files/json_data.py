@@ -154,13 +154,14 @@ def _dtype(data: Any) -> torch.dtype:
 
 def _union_reader(kind: Any, members: list[_Reader]) -> _Reader:
     def read(data: Any) -> Any:
+        mistakes: list[_Mistake] = []
         for member in members:
             try:
                 return member(data)
             except _Mistake as mistake:
-                last = mistake
-        if ":" in str(last) and type(data) is dict:  # of a field within the one member that is a dataclass
-            raise last
+                mistakes.append(mistake)
+        if ":" in str(mistakes[-1]) and type(data) is dict:  # of a field within the one member that is a dataclass
+            raise mistakes[-1]
         _refuse(data, kind)
 
     # `X | None`, which nearly every union is: None is told from the rest without an error.

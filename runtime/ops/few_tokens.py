@@ -114,7 +114,7 @@ def _few_linear_kernel(
     if GATED:
         up_product = _sum_of_groups(tl.dot(x, up_weight, up_total), GROUPS)
         if SQUARES > 0:
-            up_product *= factor
+            up_product *= factor  # type: ignore[possibly-undefined]  # SQUARES gave it
         gate = out.to(tl.float32)
         out = (gate / (1.0 + tl.exp(-gate))).to(dtype) * up_product.to(dtype)
     if RESIDUAL:

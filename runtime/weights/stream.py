@@ -272,6 +272,8 @@ def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[tuple[Path, int,
     """
     path, begin, size = Path(), 0, 0  # of the chunk that is being filled
     stretches: list[_Stretch] = []
+    last: torch.Tensor | _Landing | None = None
+    end = 0
     for path_read, start, num_bytes, place, offset, spaced in _places(reads):
         if size and (spaced is not None or (path_read, start) != (path, begin + size)):
             yield path, begin, size, None, stretches

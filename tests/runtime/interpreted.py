@@ -26,3 +26,16 @@ def run_interpreted(path: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def take_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses: they become numbers."""
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def with_bounds(tensor, scope):
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)

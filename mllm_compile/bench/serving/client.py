@@ -78,13 +78,14 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        refusal = BenchmarkError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
         except ValueError:  # of a port that is no number, or a bracket that is not closed
-            host = None
+            raise refusal from None
         if not host or parts.scheme not in ("http", "https"):
-            raise BenchmarkError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
+            raise refusal
         self._host = host
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

@@ -102,7 +102,7 @@ def _grouped_linear_kernel(
                     if K % DEPTH == 0:
                         up = tl.load(at + step + N * column_stride)
                     else:
-                        up = tl.load(at + step + N * column_stride, mask=is_depth[:, None], other=0.0)
+                        up = tl.load(at + step + N * column_stride, mask=is_depth[:, None], other=0.0)  # type: ignore[possibly-undefined]  # K % DEPTH gave it
                     total_up = tl.dot(x, up.to(x.dtype), total_up, input_precision=PRECISION)
             dtype = out_ptr.dtype.element_ty
             if HAS_BIAS:

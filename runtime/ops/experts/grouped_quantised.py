@@ -342,7 +342,7 @@ def _quantised_linear_kernel(
                 codes = next_scales
                 next_group = (start * _UNIT + DEPTH) // GROUP
                 if KIND == "mxfp4":
-                    next_scales = tl.load(scales_at + next_group, mask=next_group + groups < G, other=0)
+                    next_scales = tl.load(scales_at + next_group, mask=next_group + groups < G, other=0)  # type: ignore[possibly-undefined]  # KIND gave it
                 elif G > 1:
                     next_scales = tl.load(scales_at + next_group, mask=next_group + wide * 0 < G, other=0.0)
                 if KIND == "mxfp4":
@@ -355,7 +355,7 @@ def _quantised_linear_kernel(
                     else:
                         zeros = tl.full((1, 1), 8.0, tl.float32)
                         if HAS_ZEROS:
-                            zeros = next_zeros.to(tl.float32)[:, None]
+                            zeros = next_zeros.to(tl.float32)[:, None]  # type: ignore[possibly-undefined]  # HAS_ZEROS gave it
                             if G > 1:
                                 is_group = next_group + wide * 0 < G
                                 next_zeros = tl.load(zeros_ptr + wide * G + next_group, mask=is_group, other=0)

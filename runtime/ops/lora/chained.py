@@ -185,12 +185,12 @@ def gated_kernel(
         factors = factors_of(squares_ptr, tokens, is_token, EPS, NORM_SUMS, WIDTH)
         if HAS_GATE:
             of_gate = times_b(
-                shrunk_ptr, tokens, is_token, num_tokens, factors, 0, b_gate, b_ptr, slot, columns,
+                shrunk_ptr, tokens, is_token, num_tokens, factors, 0, b_gate, b_ptr, slot, columns,  # type: ignore[possibly-undefined]  # HAS_GATE gave it
                 B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
         if HAS_UP:
             of_up = times_b(
-                shrunk_ptr, tokens, is_token, num_tokens, factors, HAS_GATE, b_up, b_ptr, slot, up_rows,
+                shrunk_ptr, tokens, is_token, num_tokens, factors, HAS_GATE, b_up, b_ptr, slot, up_rows,  # type: ignore[possibly-undefined]  # HAS_UP gave it
                 B_ROWS, RANK, A_ROWS, SPLITS, BLOCK_R, EXACT,
             )  # fmt: skip
     gate = (gate.to(tl.float32) + of_gate).to(gate.dtype).to(tl.float32)

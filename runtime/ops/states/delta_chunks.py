@@ -141,7 +141,7 @@ def _chunk_kernel(
             k = tl.load(of_k + tokens * k_token_stride, is_token & is_dim, 0.0)
         v = tl.load(of_v + tokens * v_token_stride, is_token & is_value, 0.0)
         if GATE_A_CHANNEL:
-            q = tl.load(q_ptr + solved)
+            q = tl.load(q_ptr + solved)  # type: ignore[possibly-undefined]  # GATE_A_CHANNEL gave it
         else:
             q = tl.load(of_q + tokens * q_token_stride, is_token & is_dim, 0.0)
         inverse = tl.load(inverses_ptr + chunk * CHUNK * CHUNK + square)
@@ -159,7 +159,7 @@ def _chunk_kernel(
         tl.store(out_ptr + (tokens * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_token & is_value)
         if GATE_A_CHANNEL:
             kept = tl.load(factors_ptr + chunk * PADDED_D + dims)[:, None]
-            left = tl.load(left_ptr + solved)
+            left = tl.load(left_ptr + solved)  # type: ignore[possibly-undefined]  # GATE_A_CHANNEL gave it
             state = state * kept + tl.dot(tl.trans(left), added.to(k.dtype))
         else:
             of_added = (added * tl.load(factors + 2 * CHUNK)[:, None]).to(k.dtype)

@@ -159,11 +159,11 @@ def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
 
 def _num_stages(rows: int, split: int, panels: int, tokens: int, steps: int) -> int:
     """Stages of the ring: as many as fit, beside the next kernel's if that are most of a tile's `steps`."""
-    for room in (_BESIDE_BYTES, BLOCK_BYTES):
-        most = (room - _other_bytes(rows, split, tokens)) // _stage_bytes(rows, panels, tokens)
-        if most >= _SHARE_BESIDE * steps:
-            break
-    return min(most, steps, _MOST_STAGES)
+    beside, alone = (
+        (room - _other_bytes(rows, split, tokens)) // _stage_bytes(rows, panels, tokens)
+        for room in (_BESIDE_BYTES, BLOCK_BYTES)
+    )
+    return min(beside if beside >= _SHARE_BESIDE * steps else alone, steps, _MOST_STAGES)
 
 
 def _stage_bytes(rows: int, panels: int, tokens: int) -> int:

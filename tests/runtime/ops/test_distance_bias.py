@@ -14,7 +14,7 @@ import torch
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.trace import attention_reference
-from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter, take_loop_bounds
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, REACH = 6, 2, 16, 8, 20
 LENGTHS = (1, 70, 30)  # the second is beyond the reach, and has two splits
@@ -28,16 +28,7 @@ def test_the_kernels_do_what_torchs_operations_do_through_the_interpreter() -> N
 
 @pytest.fixture
 def of_interpreter(monkeypatch):
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def with_bounds(tensor, scope):
-        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    take_loop_bounds(monkeypatch)
     return monkeypatch
 
 

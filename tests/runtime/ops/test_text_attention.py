@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
-from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
+from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter, take_loop_bounds
 
 # Texts that share a block, that begin within one, that are longer than several, and padding behind them.
 LENGTHS = (3, 40, 150, 1, 64, 6)
@@ -26,19 +26,10 @@ def test_the_kernel_does_what_torchs_operations_do_through_the_interpreter() -> 
 
 @pytest.fixture
 def texts(monkeypatch):
-    from triton.runtime import interpreter
-
     from mllm_compile.runtime.ops.segments import texts
 
     monkeypatch.setattr(texts, "wrap_triton", lambda kernel: kernel)
-    plain = interpreter._patch_lang_tensor
-
-    def with_bounds(tensor, scope):
-        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    take_loop_bounds(monkeypatch)
     return texts
 
 

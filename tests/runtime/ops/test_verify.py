@@ -12,7 +12,13 @@ from mllm_compile.check import verify_reference
 from mllm_compile.check.verify import small_step
 from mllm_compile.runtime.ops.tokens.verify_fields import RESULT_FIELDS
 from mllm_compile.runtime.sampling.state import NUM_INTS, SEED
-from tests.runtime.interpreted import IS_INTERPRETED, interpreted, run_interpreted, starts_the_interpreter
+from tests.runtime.interpreted import (
+    IS_INTERPRETED,
+    interpreted,
+    run_interpreted,
+    starts_the_interpreter,
+    take_loop_bounds,
+)
 
 
 @starts_the_interpreter
@@ -22,20 +28,11 @@ def test_kernels_do_what_torchs_operations_do_through_the_interpreter():
 
 @pytest.fixture
 def ops(monkeypatch):
-    from triton.runtime import interpreter
-
     from mllm_compile.runtime.ops.tokens import verify
 
     monkeypatch.setattr(verify, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(verify, "_AT_ONCE", 32)
-    plain = interpreter._patch_lang_tensor
-
-    def with_bounds(tensor, scope):
-        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    take_loop_bounds(monkeypatch)
     return verify
 
 

@@ -21,7 +21,13 @@ from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.reference import Operands
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
-from tests.runtime.interpreted import IS_INTERPRETED, interpreted, run_interpreted, starts_the_interpreter
+from tests.runtime.interpreted import (
+    IS_INTERPRETED,
+    interpreted,
+    run_interpreted,
+    starts_the_interpreter,
+    take_loop_bounds,
+)
 from tests.runtime.state.state_cases import (
     OF_GATES,
     WITH_KERNELS,
@@ -66,16 +72,7 @@ def plain_launches(monkeypatch):
     for module in (gated_delta, ssd):  # where nothing is rounded, logic alone can be wrong
         monkeypatch.setattr(module, "_CHUNKED_DTYPES", (torch.float32,))
 
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def with_bounds(tensor, scope):
-        """Triton 3.6 makes a loop's bounds of arrays of one number, which numpy 2.4 refuses."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds)
+    take_loop_bounds(monkeypatch)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, and all states
