@@ -21,7 +21,13 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def stand_in_compiler(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
-    monkeypatch.setitem(sys.modules, "mllm_compile.compiler.load_or_compile", SimpleNamespace(**functions))
+    """Replaces what the command calls by `functions`; what is not among them fails a test that calls it."""
+
+    def not_expected(*arguments: object) -> None:
+        raise AssertionError(f"called with {arguments}, which the test does not expect")
+
+    both = dict.fromkeys(("open_runtime", "load_or_compile"), not_expected)
+    monkeypatch.setitem(sys.modules, "mllm_compile.compiler.load_or_compile", SimpleNamespace(**both | functions))
 
 
 @dataclass

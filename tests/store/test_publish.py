@@ -234,7 +234,7 @@ def test_a_compile_holds_what_compilers_keep_while_its_workers_run(tmp_path):
     config = SimpleNamespace(
         model=SimpleNamespace(pools=False, has_encoder=False),
         compile=SimpleNamespace(backend="inductor"),
-        runtime=SimpleNamespace(device="cpu", max_num_batched_tokens=512),
+        runtime=SimpleNamespace(device="cpu", max_num_batched_tokens=512, max_model_len=512),
         cache=SimpleNamespace(dir=str(tmp_path)),
     )
     with _workers(config, tmp_path):
