@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import MllmError
@@ -37,6 +38,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 1")
     return int(text)
+
+
+def existing_file(text: str) -> Path:
+    """A file that is read, for argparse."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a file")
+    return Path(text)
 
 
 def need_gpu(count: int = 1) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from tokenizers import Tokenizer
 
 import mllm_compile
+from mllm_compile.errors import ConfigError
 
 TINY = Path(mllm_compile.__file__).parent / "model" / "tiny" / "tokenizer.json"
 
@@ -49,9 +50,18 @@ def write(file: Path, replies: Mapping[str, Sequence[Known]]) -> None:
 
 
 def read(file: Path) -> dict[str, list[Known]]:
-    """The replies that `write` wrote."""
-    plain = json.loads(lzma.decompress(file.read_bytes()))
-    return {kind: [Known(*one) for one in known] for kind, known in plain.items()}
+    """The replies that `write` wrote.
+
+    Raises:
+        ConfigError: the file is another one.
+    """
+    try:
+        plain = json.loads(lzma.decompress(file.read_bytes()))
+        return {kind: [Known(*one) for one in known] for kind, known in plain.items()}
+    except (lzma.LZMAError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} has no replies; expected a file that `python -m benchmarks.replies` wrote"
+        ) from error
 
 
 def known_replies(

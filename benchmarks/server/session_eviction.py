@@ -12,11 +12,10 @@ from __future__ import annotations
 import heapq
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.script import parser_of, positive, positives
+from benchmarks.script import existing_file, parser_of, positive, positives
 from benchmarks.server.agent_trace import OVERHEAD, in_time, prompts_of
 from mllm_compile.runtime.schedule.pages.sessions import SessionTag
 from mllm_compile.runtime.schedule.pages.tables import PageTables
@@ -117,7 +116,7 @@ class Lru:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=existing_file)
     parser.add_argument("--tokens", type=positives, required=True, help="of the cache, with commas between")
     parser.add_argument("--concurrency", type=positive, default=32, help="sessions at once (default: 32)")
     args = parser.parse_args()

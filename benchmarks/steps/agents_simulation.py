@@ -13,13 +13,12 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.fleet.step_costs import StepCosts
-from benchmarks.script import parser_of, positive, told_in_one_line
+from benchmarks.script import existing_file, parser_of, positive, told_in_one_line
 from benchmarks.steps.agents_speed import LONGEST_PAUSE_S, Call, lru_share
 from benchmarks.tiers.causes import Causes
 from benchmarks.tiers.simulated import TieredEngine
@@ -108,7 +107,7 @@ def max_step_ms(text: str) -> str | float:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=existing_file)
     parser.add_argument("--seconds", type=positive, default=45)
     parser.add_argument("--total-tokens", type=positive, default=70_000, help="of the KV cache (default: 70000)")
     parser.add_argument("--host-tokens", type=int, default=291_264, help="of the host's memory; 0: there is none")

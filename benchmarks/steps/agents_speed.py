@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.fleet.step_costs import StepCosts
-from benchmarks.script import greedy, names_of, parser_of, positive, told_in_one_line
+from benchmarks.script import existing_file, greedy, names_of, parser_of, positive, told_in_one_line
 from benchmarks.server.agent_trace import OVERHEAD, prompts_of
 from benchmarks.server.session_eviction import Lru
 from benchmarks.tiers.served_answers import served_answers
@@ -210,7 +210,7 @@ _ENGINES = {"mllm": measure, "served": measure_served, "vllm": measure_vllm}
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=existing_file)
     parser.add_argument("--seconds", type=positive, default=45, help="of each run (default: 45)")
     parser.add_argument("--total-tokens", type=positive, default=70_000, help="of the KV cache (default: 70000)")
     parser.add_argument("--host-gib", type=float, default=25.0, help="of the host's memory (default: 25)")

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.replies.kinds import KINDS, Known, read
 from benchmarks.replies.reciter import reciting_weights, script_of
-from benchmarks.script import greedy, names_of, parser_of, positives, told_in_one_line
+from benchmarks.script import existing_file, greedy, names_of, parser_of, positives, told_in_one_line
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
@@ -40,7 +40,7 @@ DRAFTS = {"none": {"method": "none"}, "7": SUFFIX | {"num_speculative_tokens": 7
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("replies", type=Path)
+    parser.add_argument("replies", type=existing_file)
     parser.add_argument("--requests", type=positives, default=[1, 8, 32])
     parser.add_argument("--kinds", type=names_of(KINDS), default=[*KINDS])
     parser.add_argument(

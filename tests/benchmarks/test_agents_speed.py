@@ -90,5 +90,5 @@ def test_vllm_that_is_not_there_is_told_ahead_of_all_runs(tmp_path, monkeypatch)
 
 def test_steps_of_an_engine_that_shows_none_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run("steps.agents_speed", monkeypatch, "configs/tiny.yaml", "calls.jsonl", "--engines", "served", "--steps")
+        run("steps.agents_speed", monkeypatch, "configs/tiny.yaml", __file__, "--engines", "served", "--steps")
     assert "--steps: steps of mllm alone are seen" in capsys.readouterr().err

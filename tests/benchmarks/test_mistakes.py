@@ -43,6 +43,20 @@ def test_a_malformed_number_is_told_with_its_option(value, monkeypatch, capsys):
     assert f"argument --tokens: '{value}'; expected a number of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["steps.recited_drafts", "steps.agents_speed", "server.session_eviction"])
+def test_a_file_that_is_missing_is_told_with_its_argument(name, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(name, monkeypatch, *["configs/tiny.yaml"] * name.startswith("steps"), "/nowhere")
+    assert ": '/nowhere'; expected a file" in capsys.readouterr().err
+
+
+def test_a_file_without_replies_is_told_in_one_line(tmp_path, monkeypatch):
+    other = tmp_path / "replies.json.xz"
+    other.write_text("[]")
+    with pytest.raises(SystemExit, match=r"error: .*replies\.json\.xz has no replies"):
+        run("steps.recited_drafts", monkeypatch, "configs/tiny.yaml", str(other))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
