@@ -33,8 +33,8 @@ _NOT_OF_ENCODER_DECODERS = {
     **_OF_GENERATION,
     "runtime": tuple(key for key in _OF_GENERATION["runtime"] if key != "max_total_tokens"),
 }
-# Attention whose answers of a GPU have not been compared in models with an encoder: T5's, T5Gemma's.
-_SEEN_ON_A_CPU = ("relative_attention_num_buckets", "attn_logit_softcapping", "sliding_window")
+# Attention whose answers of a GPU have not been compared in models with an encoder: T5Gemma's.
+_SEEN_ON_A_CPU = ("attn_logit_softcapping", "sliding_window")
 
 
 def resolve_task(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> ModelTask:

@@ -262,7 +262,7 @@ def test_the_page_names_what_is_refused() -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ") and line.endswith("| refused |")]
     named = {name for line in rows for name in re.findall(r"`(\w+\.\w+)`", line)}
     assert named == {*REFUSED}
-    assert "| T5 and its kin on a GPU | refused |" in page
+    assert "| T5Gemma on a GPU | refused |" in page
     assert "| a GPU (`runtime.device`), captured decodes | works |" in page  # tests/gpu/test_encoder_decoders.py
 
 
@@ -282,9 +282,7 @@ def test_a_gpu_takes_them(tmp_path: Path) -> None:
     assert config.runtime.attention_backend == "flashinfer" and config.cudagraph.decode_requests
 
 
-@pytest.mark.parametrize(
-    "of_config", [{"relative_attention_num_buckets": 32}, {"decoder": {"attn_logit_softcapping": 50.0}}], ids=str
-)
+@pytest.mark.parametrize("of_config", [{"sliding_window": 32}, {"decoder": {"attn_logit_softcapping": 50.0}}], ids=str)
 def test_a_gpu_refuses_attention_that_was_compared_on_a_cpu_alone(of_config: dict[str, Any], tmp_path: Path) -> None:
     save_encoder_decoder("bart", tmp_path / "model")
     told = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8")) | of_config
