@@ -12,6 +12,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mllm_compile.process.sleeping_blas import sleeping_blas
+
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
@@ -29,9 +31,10 @@ def gc_paused() -> Iterator[None]:
 def imports_unseen() -> Iterator[None]:
     """The same around imports, whose objects stay: afterwards all that is there counts as old.
 
-    So no collection of new objects looks at it. On a CPU these took 0.25 s, until the first token.
+    So no collection of new objects looks at it. On a CPU these took 0.25 s, until the first token. Threads that numpy
+    makes meanwhile sleep.
     """
-    with gc_paused():
+    with sleeping_blas(), gc_paused():
         yield
         if not gc.get_freeze_count():  # a caller's frozen objects stay so
             gc.freeze()
