@@ -219,7 +219,7 @@ class SpeculativeSection:
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: float | None = None  # None: factory.py chooses
     suffix_decoding_min_token_prob: float = 0.1
     synthetic_acceptance_length: float | None = None
 

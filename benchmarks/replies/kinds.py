@@ -2,22 +2,23 @@
 
 A commit says what somebody wrote behind what he saw: its files before and behind it, its change and its message. So no
 model is needed, and nothing is made up but the form of a reply. Commits are taken in the order of time: a reply that is
-remembered is an older one.
+remembered is an older one. Beside them are the replies of an agents' trace, of words by chance.
 """
 
 from __future__ import annotations
 
 import json
 import lzma
-import random
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 import mllm_compile
+from benchmarks.server.agent_trace import PRESETS, Generator, prompts_of, text_of
 from mllm_compile.errors import ConfigError
 
 TINY = Path(mllm_compile.__file__).parent / "model" / "tiny" / "tokenizer.json"
@@ -28,8 +29,12 @@ KINDS = {
     "quotes": "the added lines of a change quoted, file by file",
     "new": "new files beside one of their folder",
     "messages": "a change's message",
-    "words": "100 words by chance, as agent_trace --with-text has them",
+    "agents": "an agents' trace, whose texts are 98 words by chance",
+    "again": "the same calls, each answered once before",
 }
+ANSWERED_BEFORE = frozenset({"again"})  # kinds of which past answers have all replies
+
+_CALLS = 128  # of the trace
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,21 @@ def known_replies(
         one = Known(*(encode(text, add_special_tokens=False).ids for text in (prompt, reply)))
         if one.reply and len(one.prompt) <= most_prompt:
             found[kind].append(one)
-    choose = random.Random(0)
-    found["words"] = [Known(_words(choose, 2000), _words(choose, 400)) for _ in range(40)]
+    found["agents"] = found["again"] = [*_of_agents(encode, most_prompt)]
     return found
 
 
-def _words(choose: random.Random, count: int) -> list[int]:
-    return [300 + choose.randrange(100) for _ in range(count)]
+def _of_agents(encode: Callable[..., Encoding], most_prompt: int) -> Iterator[Known]:
+    """The first calls of a trace, whose prompts are cut to their newest tokens."""
+    calls = Generator(PRESETS["agentx"], seed=1, scale=1.0, pace=1.0, longest_pause_s=0.0).sessions(8)
+    for call, prompt in islice(prompts_of(calls), _CALLS):
+        newest = list[int]()
+        for _, tokens, seed in reversed(prompt):
+            if len(newest) >= most_prompt:
+                break
+            newest = encode(text_of(seed, tokens), add_special_tokens=False).ids + newest
+        reply = encode(text_of(call["reply_seed"], call["out_tokens"]), add_special_tokens=False).ids
+        yield Known(newest[-most_prompt:], reply)
 
 
 def _texts(repository: Path, newest: str, num_commits: int) -> Iterator[tuple[str, str, str]]:

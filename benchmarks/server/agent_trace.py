@@ -5,8 +5,8 @@ Run: python -m benchmarks.server.agent_trace --preset agentx --sessions 200 --se
 A line is one call of the model. A session is a list of messages that grows: each call keeps the first `keep` messages,
 appends some, and asks for `out_tokens`. It may begin when the calls in `after` are over and `pause_s` more have passed:
 a tool ran, or a human thought. Subagents are sessions of their own with `parent` set, for which the parent's next call
-waits; a call with `fork` begins with messages of its parent. Messages are given by length and seed. Presets follow
-published statistics; the rest of them are guesses.
+waits; a call with `fork` begins with messages of its parent. Messages are given by length and seed: `text_of` makes
+words by chance. Presets follow published statistics; the rest of them are guesses.
 """
 
 from __future__ import annotations
@@ -76,6 +76,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rewind": 0.005,
     },
 }
+
+
+_WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work government number night point home water room mother area
+money story fact month lot right study book eye job word business issue side kind head house service friend father
+power hour game line end member law car city community name president team minute idea body information back parent
+face level office door health person art war history party result change morning reason research girl guy moment air
+teacher force education
+"""
+
+
+def text_of(seed: int, tokens: int) -> str:
+    """About so many tokens of text, always the same."""
+    words = _WORDS.split()
+    picks = np.random.default_rng(seed).integers(0, len(words), max(1, tokens))
+    return " ".join(words[pick] for pick in picks)
 
 
 class Quantiles:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.replies REPLIES.json.xz
     python -m benchmarks.steps.recited_drafts configs/qwen-8b-shape.yaml REPLIES.json.xz [--requests 1,8,32]
-        [--kinds files,edits] [--drafts none,7,auto]
+        [--kinds files,edits] [--drafts none,7,auto] [--rounds 3]
 
 The first command writes prompts and replies of each kind (benchmarks/replies/kinds.py). The model's weights recite what
 the last tokens of a prompt say in ids of their own (benchmarks/replies/reciter.py), so each reply is what it has to be.
-Prompts are cached before. As many replies are asked for at once as there are requests, of one request some one after
-another. Replies are remembered, and none is asked for twice. Milliseconds are those until all have come, for each token
-of one of them on average. The script ends where a reply is another one.
+Prompts are cached before. So many requests are answered at once: where one is over the next begins, until none is left
+to begin. Milliseconds are until then, for each token of one of them on average. Replies are remembered; those of the
+kind `again` alone are asked for twice, and the second time counts. The script ends where a reply is
+another one.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.replies.kinds import KINDS, Known, read
+from benchmarks.replies.kinds import ANSWERED_BEFORE, KINDS, Known, read
 from benchmarks.replies.reciter import reciting_weights, script_of
-from benchmarks.script import existing_file, greedy, names_of, parser_of, positives, told_in_one_line
-from mllm_compile import Engine, EngineConfig
+from benchmarks.script import existing_file, greedy, names_of, parser_of, positive, positives, told_in_one_line
+from mllm_compile import Engine, EngineConfig, EngineStats
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.errors import WeightUpdateError
 from mllm_compile.process.progress import NullReporter
 
 PAGE_SIZE = 64
-ALONE = 4  # replies of one request at once
 SUFFIX = {"method": "suffix"}
 DRAFTS = {"none": {"method": "none"}, "7": SUFFIX | {"num_speculative_tokens": 7}, "auto": SUFFIX}
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--drafts", type=names_of(DRAFTS), default=[*DRAFTS], help="the first is what others are beside"
     )
+    parser.add_argument("--rounds", type=positive, default=3, help="replies in the place of each request at once")
     args = parser.parse_args()
     replies = {kind: known for kind, known in read(args.replies).items() if kind in args.kinds}
     config = EngineConfig.from_yaml(args.config)
@@ -57,13 +59,17 @@ def main() -> None:
     first: dict[tuple[str, int], float] = {}
     for drafts in args.drafts:
         asked = config_of(config, DRAFTS[drafts], max(args.requests), replies)
-        with engine_of(asked, script_length(replies)) as engine:
+        with engine_of(asked, script_length(replies), args.rounds) as engine:
             for kind, known in replies.items():
                 for count in args.requests:
-                    if len(known) < max(count, ALONE):
+                    if len(known) < count:
                         print(f"{drafts} | {kind} | {count} | there are {len(known)} replies")
                         continue
-                    token_ms, told = measure(engine, known, count, script_length(replies))
+                    newest = known[-args.rounds * count :]
+                    recited = Recited(engine, newest, script_length(replies), str(count))
+                    if kind in ANSWERED_BEFORE:
+                        recited.answer(count)
+                    token_ms, told = recited.answer(count)
                     times = token_ms / first.setdefault((kind, count), token_ms)
                     print(f"{drafts} | {kind} | {count} | {token_ms:.3f} | {times:.3f} | {told}")
 
@@ -83,10 +89,10 @@ def config_of(
     return EngineConfig.from_dict(sections | {"runtime": runtime, "speculative": speculative})
 
 
-def engine_of(config: EngineConfig, length: int) -> Engine:
-    """An engine that recites scripts of so many tokens, with room for all requests and the prompts of as many more."""
+def engine_of(config: EngineConfig, length: int, rounds: int) -> Engine:
+    """An engine that recites scripts of so many tokens, with room for all requests and the prompts of all rounds."""
     runtime = config.runtime
-    num_pages = 1 + 2 * runtime.max_running_requests * (runtime.max_model_len // PAGE_SIZE + 2)
+    num_pages = 1 + (1 + rounds) * runtime.max_running_requests * (runtime.max_model_len // PAGE_SIZE + 2)
     parts = assemble(config, NullReporter(), num_pages=num_pages)
     live = parts.live
     if isinstance(live, str):
@@ -98,30 +104,47 @@ def engine_of(config: EngineConfig, length: int) -> Engine:
     return engine
 
 
-def measure(engine: Engine, known: Sequence[Known], count: int, length: int) -> tuple[float, str]:
-    """Milliseconds a token of one of so many requests at once, and what drafts brought."""
-    asked = known[-max(count, ALONE) :]
-    # Rows of other numbers of requests ask for the same replies, which these are not to remember.
-    prompts = [
-        {"prompt_token_ids": one.prompt + script_of(one.reply, length, engine.vocab_size), "cache_salt": str(count)}
-        for one in asked
-    ]
-    engine.generate(prompts, greedy(1))  # now they are cached
-    ms, before = 0.0, engine.stats()
-    for begin in range(0, len(asked), count):
-        batch, part = asked[begin:][:count], prompts[begin:][:count]
-        params = [greedy(len(one.reply)) for one in batch]
-        begun = time.perf_counter()
-        answers = engine.generate(part, params)
-        ms += (time.perf_counter() - begun) * 1e3
-        wrong = sum(answer.token_ids != one.reply for answer, one in zip(answers, batch, strict=True))
+class Recited:
+    """Replies that a model recites.
+
+    Args:
+        known: them; their prompts are cached from here on.
+        length: tokens of a script.
+        salt: requests of other salts may ask for the same replies, which these are not to remember.
+    """
+
+    def __init__(self, engine: Engine, known: Sequence[Known], length: int, salt: str) -> None:
+        self._engine, self._known = engine, known
+        self._prompts = [
+            {"prompt_token_ids": one.prompt + script_of(one.reply, length, engine.vocab_size), "cache_salt": salt}
+            for one in known
+        ]
+        engine.generate(self._prompts, greedy(1))
+
+    def answer(self, count: int) -> tuple[float, str]:
+        """Asks for all, so many at once: milliseconds a token of one of them, and what drafts brought.
+
+        Both are of the time in which so many are answered: until there is no further one that begins.
+        """
+        engine, begun, before = self._engine, time.perf_counter(), self._engine.stats()
+        waiting, ends = iter([*zip(self._prompts, self._known, strict=True)]), list[tuple[float, EngineStats]]()
+
+        def answer_some() -> int:
+            wrong = 0
+            for prompt, one in waiting:
+                wrong += engine.generate([prompt], greedy(len(one.reply)))[0].token_ids != one.reply
+            ends.append((time.perf_counter(), engine.stats()))
+            return wrong
+
+        with ThreadPoolExecutor(count) as threads:
+            wrong = sum(thread.result() for thread in [threads.submit(answer_some) for _ in range(count)])
         if wrong:
-            sys.exit(f"{wrong} of {len(batch)} replies are not the known ones")
-    tokens = sum(len(one.reply) for one in asked)
-    after = engine.stats()
-    made, accepted = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
-    told = f"{tokens / (tokens - accepted):.2f} | {made}, {1 + accepted / made if made else 1:.2f}"
-    return ms / tokens * min(count, len(asked)), told
+            sys.exit(f"{wrong} of {len(self._known)} replies are not the known ones")
+        end, after = ends[0]
+        tokens = after.generated_tokens - before.generated_tokens
+        made, accepted = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
+        told = f"{tokens / (tokens - accepted):.2f} | {made}, {1 + accepted / made if made else 1:.2f}"
+        return (end - begun) * 1e3 * count / tokens, told
 
 
 if __name__ == "__main__":

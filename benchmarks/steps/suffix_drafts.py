@@ -1,7 +1,7 @@
 """Tokens a step and host microseconds of suffix drafts by kind of reply, beside the best that copies could give.
 
     python -m benchmarks.steps.suffix_drafts [--repository .] [--newest HEAD] [--commits 40] [--requests 32]
-        [--drafted 7] [--factor 1.0] [--most 40]
+        [--drafted 7] [--factor 4.0] [--most 40]
 
 Commits say the replies (benchmarks/replies/kinds.py), in tokens of the embedded model or of --tokenizer. No model
 runs: a reply is known, so a draft is accepted as far as it agrees, and a step gives one token more. So many requests
@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.replies.kinds import KINDS, TINY, Known, known_replies
+from benchmarks.replies.kinds import ANSWERED_BEFORE, KINDS, TINY, Known, known_replies
 from benchmarks.script import names_of, parser_of, positive, told_in_one_line
 from mllm_compile.runtime.config_sections import SpeculativeSection
-from mllm_compile.runtime.speculation.drafter import Asked
+from mllm_compile.runtime.speculation.drafter import Asked, Drafter
 from mllm_compile.runtime.speculation.factory import make_speculation
 
 _VOCAB_SIZE = 1 << 18  # above any id
@@ -67,12 +67,22 @@ class Drafted:
     seconds: float = 0.0
 
 
-def serve(replies: Sequence[Known], at_once: int, most: int, factor: float) -> Drafted:
-    """Answers all, so many at once."""
+def serve(replies: Sequence[Known], at_once: int, most: int, factor: float, *, were_answered: bool = False) -> Drafted:
+    """Answers all, so many at once.
+
+    Args:
+        were_answered: once before, which is not counted.
+    """
     section = SpeculativeSection(method="suffix", num_speculative_tokens=most, suffix_decoding_max_spec_factor=factor)
     speculation = make_speculation(section, _VOCAB_SIZE)
     assert speculation is not None, "the method drafts"
-    drafter, result = speculation.drafter, Drafted()
+    if were_answered:
+        _answer(replies, speculation.drafter, at_once, most)
+    return _answer(replies, speculation.drafter, at_once, most)
+
+
+def _answer(replies: Sequence[Known], drafter: Drafter, at_once: int, most: int) -> Drafted:
+    result = Drafted()
     waiting, running = [Edit(one) for one in replies], list[Edit]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -94,13 +104,15 @@ def serve(replies: Sequence[Known], at_once: int, most: int, factor: float) -> D
     return result
 
 
-def best_steps(replies: Sequence[Known], most: int, *, is_known: bool) -> int:
+def best_steps(replies: Sequence[Known], most: int, *, is_known: bool, were_answered: bool = False) -> int:
     """Steps of all replies, one after another, where drafts go on from a place in all earlier text with the last token.
 
     Args:
         is_known: that place is the best one, which only the reply tells; else the newest of the longest match.
+        were_answered: as `serve` takes it.
     """
-    steps, past = 0, np.empty(0, dtype=np.int32)
+    before = [token for one in replies for token in (*one.reply, -1)] if were_answered else []
+    steps, past = 0, np.array(before, dtype=np.int32)
     for one in replies:
         text = np.array([*past, *one.prompt, *one.reply], dtype=np.int32)
         end = text.size - len(one.reply)
@@ -128,8 +140,11 @@ def _agreeing(text: np.ndarray, indices: np.ndarray, tokens: np.ndarray) -> np.n
 
 def report(kind: str, replies: Sequence[Known], args: Namespace) -> None:
     tokens = sum(len(one.reply) for one in replies)
-    alone, together = (serve(replies, at_once, args.drafted, args.factor) for at_once in (1, args.requests))
-    others = [f"{tokens / best_steps(replies, args.drafted, is_known=is_known):.2f}" for is_known in (False, True)]
+    before = {"were_answered": kind in ANSWERED_BEFORE}
+    alone, together = (serve(replies, at_once, args.drafted, args.factor, **before) for at_once in (1, args.requests))
+    others = [
+        f"{tokens / best_steps(replies, args.drafted, is_known=is_known, **before):.2f}" for is_known in (False, True)
+    ]
     print(
         f"{kind} | {len(replies)}, {tokens} | {tokens / alone.steps:.2f} | {' | '.join(others)} | "
         f"{alone.drafted / alone.steps:.1f} | {alone.seconds / alone.steps * 1e6:.1f} | "
@@ -145,7 +160,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=names_of(KINDS), default=[*KINDS])
     parser.add_argument("--requests", type=positive, default=32, help="at once")
     parser.add_argument("--drafted", type=positive, default=7)
-    parser.add_argument("--factor", type=float, default=1.0, help="suffix_decoding_max_spec_factor")
+    parser.add_argument("--factor", type=float, default=4.0, help="suffix_decoding_max_spec_factor")
     parser.add_argument("--most", type=positive, default=40, help="replies of a kind, the newest")
     parser.add_argument("--tokenizer", type=Path, default=TINY, help="a tokenizer.json")
     args = parser.parse_args()

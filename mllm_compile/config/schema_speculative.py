@@ -46,8 +46,9 @@ class SpeculativeConfig(Section):
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0, le=100_000)] = 10_000
     """suffix: past answers that are kept, of each cache_salt; 0: none. A bound on their tokens holds besides."""
 
-    suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0.0, le=16.0)
-    """suffix: a draft has at most so many tokens for each one that agrees."""
+    suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0.0, le=16.0)] | None = None
+    """suffix: a draft has at most so many tokens for each one that agrees. null: 4 where verify steps are captured,
+    which take as long for fewer, else 1."""
 
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
     """suffix: a draft ends before a token that a smaller share of the places goes on with."""

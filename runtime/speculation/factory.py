@@ -10,6 +10,8 @@ from mllm_compile.runtime.speculation.ngram import NgramGuesser
 from mllm_compile.runtime.speculation.suffix import SuffixGuesser
 from mllm_compile.runtime.speculation.texts import TextDrafter, TextGuesser
 
+_FACTOR, _FACTOR_PADDED = 1.0, 4.0  # drafted tokens for each that agrees
+
 
 def make_speculation(
     section: SpeculativeSection,
@@ -30,7 +32,7 @@ def make_speculation(
     if section.method == "none":
         return None
     return Speculation(
-        drafter=TextDrafter(_guesser(section)) if model is None else model,
+        drafter=TextDrafter(_guesser(section, padded=bool(captured))) if model is None else model,
         num_tokens=section.most_drafted,
         vocab_size=vocab_size,
         by_cost=section.by_cost,
@@ -41,12 +43,18 @@ def make_speculation(
     )
 
 
-def _guesser(section: SpeculativeSection) -> TextGuesser:
+def _guesser(section: SpeculativeSection, *, padded: bool) -> TextGuesser:
+    """Guesses by text.
+
+    Args:
+        padded: steps take as long for shorter drafts.
+    """
     if section.method == "ngram":
         return NgramGuesser(section.prompt_lookup_min, section.prompt_lookup_max)
+    factor = section.suffix_decoding_max_spec_factor
     return SuffixGuesser(
         section.suffix_decoding_max_tree_depth,
         section.suffix_decoding_max_cached_requests,
-        section.suffix_decoding_max_spec_factor,
+        (_FACTOR_PADDED if padded else _FACTOR) if factor is None else factor,
         section.suffix_decoding_min_token_prob,
     )

@@ -33,6 +33,7 @@ class PastAnswers:
         self._most = most
         self._array = np.empty(0, dtype=np.int32)
         self._count = 0  # tokens in it
+        self._num_forgotten = 0  # tokens that were before them
         self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram → ends, oldest first
         self._num_entered = 0  # tokens whose n-grams are in it
         self._lengths: deque[int] = deque(maxlen=most)  # of the newest answers, with their ends
@@ -54,6 +55,7 @@ class PastAnswers:
         self._num_answers += 1
         if self._num_answers > 2 * self._most or self._count + len(answer) > 2 * MOST_TOKENS:
             kept = self.tokens[-min(MOST_TOKENS, sum(self._lengths)) :].copy()
+            self._num_forgotten += self._count - kept.size
             self._count, self._num_entered, self._ends, self._num_answers = 0, 0, {}, len(self._lengths)
             self._append(kept)
         self._append(answer)
@@ -76,6 +78,16 @@ class PastAnswers:
             ends.append(end)
             if len(ends) > MOST_PLACES:
                 del ends[0]
+
+    def kept(self, end: int) -> int:
+        """A place in `tokens` in a number that stays when others are forgotten."""
+        return self._num_forgotten + end
+
+    def ahead_of(self, kept: int, most: int) -> list[int]:
+        """At most so many tokens behind a place of `kept`, up to the end of its answer; none where it is forgotten."""
+        place = kept - self._num_forgotten
+        ahead: list[int] = self.tokens[place : place + most].tolist() if place >= 0 else []
+        return ahead[: ahead.index(END)] if END in ahead else ahead
 
     def ends_of(self, recent: Sequence[int]) -> list[int]:
         """Where the last KEY of these tokens end in `tokens`: how many tokens are up to there, oldest first. Of a long

@@ -49,7 +49,8 @@ class RequestSuffixes:
         self._guesser, self._past = guesser, past
         self._own = TokenHistory(prompt_token_ids, _OWN_TOKENS)
         self._answer: list[int] = []
-        self._back = 0  # how far back a place is that agrees alone; 0: none does
+        # The place that agrees alone, in the own text how far back, or in past answers; 0, -1: none does.
+        self._back, self._kept = 0, -1
 
     def take(self, token_ids: Sequence[int]) -> None:
         self._own.append(token_ids)
@@ -59,14 +60,21 @@ class RequestSuffixes:
             there = tokens[max(0, tokens.size - self._back - count) : tokens.size - self._back].tolist()
             if there != list(token_ids):
                 self._back = 0
+        if self._past is not None and self._kept >= 0:
+            is_right = self._past.ahead_of(self._kept, len(token_ids)) == list(token_ids)
+            self._kept = self._kept + len(token_ids) if is_right else -1
 
     def propose(self, most: int) -> Sequence[int]:
         guesser, tokens = self._guesser, self._own.tokens
         limits = most, guesser.factor, guesser.least_share
+        count = min(most, int(guesser.factor * guesser.depth))
         if self._back:
-            count = min(most, int(guesser.factor * guesser.depth))
             ahead: list[int] = tokens[tokens.size - self._back :][:count].tolist()
             return (ahead * (1 + count // self._back))[:count]
+        if self._past is not None and self._kept >= 0:
+            if ahead := self._past.ahead_of(self._kept, count):
+                return ahead
+            self._kept = -1
         recent = tokens[-guesser.depth :]
         length, places = longest(tokens, own_ends(tokens), recent)
         self._back = tokens.size - int(places[0]) if length == guesser.depth and places.size == 1 else 0
@@ -74,6 +82,8 @@ class RequestSuffixes:
         if self._past is not None and length < guesser.depth:
             past = self._past.tokens
             past_length, places = longest(past, self._past.ends_of(recent[-KEY:].tolist()), recent)
+            if past_length == guesser.depth and places.size == 1:
+                self._kept = self._past.kept(int(places[0]))
             found.insert(past_length <= length, (past_length, past, places))
         drafts = (follow(text, places, length, *limits) for length, text, places in found)
         return next(filter(None, drafts), [])

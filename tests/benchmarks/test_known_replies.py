@@ -14,8 +14,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.replies import kinds
 from benchmarks.replies.kinds import TINY, Known, known_replies, read, write
 from benchmarks.replies.reciter import _directions, reciting_weights, script_of
+from benchmarks.server.agent_trace import text_of
 from benchmarks.steps.suffix_drafts import best_steps, serve
 from mllm_compile.errors import ConfigError
 from tests.benchmarks.test_mistakes import run
@@ -55,11 +57,14 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_replies_are_what_a_commit_says(repository, tmp_path):
-    known = known_replies(repository, "HEAD", 9)  # there are two, and the first one has none before
-    words = known.pop("words")
-    assert len({token for one in words for token in one.prompt + one.reply}) == 100
+def test_replies_are_what_a_commit_says(repository, tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds, "_CALLS", 8)
+    known = known_replies(repository, "HEAD", 9, most_prompt=512)  # there are two, and the first one has none before
     decode = Tokenizer.from_file(str(TINY)).decode
+    agents = known.pop("agents")
+    assert known.pop("again") == agents
+    assert max(len(one.prompt) for one in agents) == 512
+    assert decode(agents[0].reply).startswith(text_of(1_000_021, 9))
     texts = {kind: [(decode(one.prompt), decode(one.reply)) for one in found] for kind, found in known.items()}
     assert texts["files"] == [("a = 1\nb = 2\n", "a = 1\nb = 3\n")]
     ((prompt, edit),) = texts["edits"]
@@ -97,6 +102,14 @@ def test_the_best_copy_is_that_of_a_search_by_hand(is_known):
     assert not is_known or steps < serve(replies, 1, 5, 1.0).steps
 
 
+def test_random_words_are_not_foretold_unless_they_were_answered_before():
+    choose = Random(0)
+    replies = [Known(*([choose.randrange(98) for _ in range(n)] for n in (300, 80))) for _ in range(6)]
+    assert serve(replies, 3, 7, 1.0).steps > 470
+    assert serve(replies, 3, 7, 1.0, were_answered=True).steps < 100
+    assert best_steps(replies, 7, is_known=False, were_answered=True) < 100
+
+
 @pytest.mark.parametrize(("head_dim", "distance"), [(32, 9), (128, 255)])
 def test_a_head_of_a_reciting_model_attends_to_one_distance(head_dim, distance):
     query, key, scale = _directions(head_dim, 1e6, distance)
@@ -126,12 +139,13 @@ def test_an_engine_recites_the_known_replies_with_drafts_and_without(tmp_path, m
     (tmp_path / "model.yaml").write_text(json.dumps(config))
     choose = Random(0)
     texts = [[choose.randrange(500) for _ in range(60)] for _ in range(8)]
-    write(tmp_path / "replies.json.xz", {"files": [Known(text, text[10:50]) for text in texts]})
+    new = [Known(text, [choose.randrange(500) for _ in range(40)]) for text in texts]
+    write(tmp_path / "replies.json.xz", {"files": [Known(text, text[10:50]) for text in texts], "again": new})
     run(
         "steps.recited_drafts", monkeypatch, str(tmp_path / "model.yaml"), str(tmp_path / "replies.json.xz"),
         "--requests", "1,8", "--drafts", "none,7",
     )  # fmt: skip
     out = capsys.readouterr().out
-    assert len(re.findall(r"none \| files \| \d \| \d+\.\d+ \| 1\.000 \| 1\.00 \| 0, ", out)) == 2
-    assert len(found := re.findall(r"7 \| files \| \d \| .* \| (\d\.\d\d) \| \d+, ", out)) == 2
+    assert len(re.findall(r"none \| (?:files|again) \| \d \| \d+\.\d+ \| 1\.000 \| 1\.00 \| 0, ", out)) == 4
+    assert len(found := re.findall(r"7 \| (?:files|again) \| \d \| .* \| (\d\.\d\d) \| \d+, ", out)) == 4
     assert min(map(float, found)) > 2

@@ -20,6 +20,7 @@ from mllm_compile.runtime.speculation.history import ROOM, TokenHistory
 from mllm_compile.runtime.speculation.ngram import NgramGuesser, distance_of_repeat
 from mllm_compile.runtime.speculation.past_answers import END, PastAnswers, PastAnswersBySalt
 from mllm_compile.runtime.speculation.suffix import SuffixGuesser
+from tests.runtime.schedule.scheduler_simulation import make_request
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -83,6 +84,13 @@ def test_a_suffix_draft_has_a_factor_of_what_agrees():
     assert list(make_suffix(factor=0.4).begin(text, ()).propose(8)) == [4]
 
 
+@pytest.mark.parametrize(("captured", "factor", "drafted"), [({}, None, 3), ({15: 9}, None, 12), ({15: 9}, 2.0, 6)])
+def test_a_suffix_draft_is_longer_where_steps_take_as_long_for_fewer(captured, factor, drafted):
+    section = SpeculativeSection(method="suffix", suffix_decoding_max_spec_factor=factor)
+    drafter = make_speculation(section, 100, captured=captured).drafter
+    assert len(drafter.guess(make_request("a", [*range(20), 1, 2, 3]), 15)) == drafted
+
+
 def test_a_suffix_draft_goes_round_a_loop():
     answer = make_suffix(prompts=0).begin([9, 6, 7, 6, 7, 6], ())
     assert list(answer.propose(3)) == [7, 6, 7]
@@ -108,6 +116,44 @@ def test_past_answers_are_drafted_for_those_of_their_salt_alone():
     assert list(drafter.begin([9, 30, 31, 32], "a").propose(3)) == [33, 34, 35]
     assert list(drafter.begin([9, 30, 31, 32], "b").propose(3)) == []
     assert list(make_suffix(prompts=0).begin([9, 30, 31, 32], "a").propose(3)) == []
+
+
+def test_a_past_answer_that_agrees_alone_is_gone_on_with_to_its_end_or_until_it_is_forgotten(monkeypatch):
+    guesser, past_answer = make_suffix(), list(range(100, 160))
+    of_salt = guesser._past.of("a")
+    of_salt.add(past_answer)
+    of_salt.ends_of([1, 2, 3])
+    looked_up, ends_of = [], PastAnswers.ends_of
+    monkeypatch.setattr(PastAnswers, "ends_of", lambda past, recent: looked_up.append(recent) or ends_of(past, recent))
+    again, other = (guesser.begin([9], "a") for _ in range(2))
+    for one in (again, other):
+        one.take(past_answer[:24])
+        assert one.propose(8) == past_answer[24:32]
+        one.take(past_answer[24:33])
+        assert one.propose(8) == past_answer[33:41]
+    assert len(looked_up) == 2, "one for each"
+    again.take(past_answer[33:58])
+    assert again.propose(8) == past_answer[58:]
+    again.take([*past_answer[58:], 7])
+    assert again.propose(8) == []
+    for _ in range(2 * 10):
+        of_salt.add([1, 2])
+    assert other.propose(8) == [], "it is forgotten"
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 9))
+def test_a_draft_of_a_past_answer_is_what_a_search_finds(wrong_at, counts, most):
+    text, guesser = list(range(100, 190)), make_suffix()
+    past = guesser.begin([1], ())
+    past.take(text)
+    past.end()
+    answer_ids = [*text[:wrong_at], 7, *text[wrong_at + 1 :]]
+    answer, given_ids = guesser.begin([1], ()), []
+    for count in counts:
+        new = answer_ids[len(given_ids) :][:count]
+        given_ids += new
+        answer.take(new)
+        assert list(answer.propose(most)) == list(guesser.begin([1, *given_ids], ()).propose(most))
 
 
 def found_and_followed(tokens: np.ndarray, ends: list[int], recent: list[int], *limits: Any) -> tuple[int, list[int]]:
