@@ -10,17 +10,28 @@ from torch.fx.node import map_aggregate
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.in_place import make_functional
-from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import (
+    call,
+    drop_dead_nodes,
+    identifier,
+    is_call,
+    is_symbolic,
+    is_weight,
+    recompute_views,
+)
 from mllm_compile.passes.match.spelling import spell
+
+_OF_ANY_STRIDES = (torch.reshape, torch.flatten, "contiguous")
 
 
 class Canonicalise(GraphPass):
-    """Normalises names, sizes, writes, spellings and dead ends.
+    """Normalises names, sizes, writes, spellings, copies that are undone and dead ends.
 
     Why: Dynamo's graphs have sizes as inputs, range checks on them, and names made of module paths. A piece must be a
         function of tensors alone, and equal layers should read alike. An op that writes into a tensor changes it for
         all its users, which no pass would see (match/in_place.py). And an operation with three spellings would be three
-        in every pass (match/spelling.py).
+        in every pass (match/spelling.py). Whisper copies heads between a transposition and its inverse: each copy is a
+        kernel, and no pass would see heads as a projection gives them.
 
     Before::
 
@@ -49,6 +60,7 @@ class Canonicalise(GraphPass):
         self._rename_placeholders(gm)
         drop_dead_nodes(gm)
         spell(gm)
+        matches += self._drop_copies(gm)
         self._drop_unused_weights(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -100,6 +112,22 @@ class Canonicalise(GraphPass):
             name = node.meta.get("weight_name") or node.meta["input_name"]
             node._rename(identifier(name))
             node.target = node.name  # unique, which identifiers of two names need not be
+
+    @staticmethod
+    def _drop_copies(gm: fx.GraphModule) -> int:
+        """Drops copies between a transposition and the same again, where only values of any strides are made of it."""
+        dropped = 0
+        for node in list(gm.graph.nodes):
+            first: Any = node.args[0] if is_call(node, "contiguous") else None
+            if not is_call(first, torch.transpose):
+                continue
+            are_inverse = all(is_call(user, torch.transpose) and user.args[1:] == first.args[1:] for user in node.users)
+            if are_inverse and all(is_call(one, *_OF_ANY_STRIDES) for user in node.users for one in user.users):
+                node.replace_all_uses_with(first)
+                gm.graph.erase_node(node)
+                recompute_views([first])
+                dropped += 1
+        return dropped
 
     @staticmethod
     def _drop_unused_weights(gm: fx.GraphModule) -> None:

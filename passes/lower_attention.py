@@ -10,6 +10,7 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.layer_kinds import KINDS, LayerKind, Spec, traced_kind
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes
+from mllm_compile.passes.match.query_factor import move_query_factor
 from mllm_compile.runtime.ops import op
 
 
@@ -18,7 +19,8 @@ class LowerAttention(GraphPass):
 
     Why: the runtime's op reads metadata, pages, slots and states from the forward context under a layer's name; scale,
         window, soft cap and sinks are the layer's, so equal layers stay equal graphs. A layer with a state
-        (passes/match/layer_kinds.py) is lowered alike.
+        (passes/match/layer_kinds.py) is lowered alike. So is a constant that queries are multiplied by: part of the
+        scale (match/query_factor.py).
 
     Before::
 
@@ -49,6 +51,7 @@ class LowerAttention(GraphPass):
             kind = traced_kind(node)
             if kind is None:
                 continue
+            move_query_factor(gm, node)
             members = layers[kind.layers]
             spec = kind.spec(node, _unique_name(node, kind, len(members), names), len(members))
             names.add(spec.name)

@@ -8,9 +8,12 @@ import torch
 
 from mllm_compile.passes.canonicalise import Canonicalise
 from tests.passes.support.graph_builder import (
+    HEAD_DIM,
+    HEADS,
     HIDDEN,
     GraphBuilder,
     apply,
+    assert_values_hold,
     model_of_layers,
     placeholders,
     run,
@@ -42,6 +45,31 @@ def test_it_leaves_alone_what_is_read_and_the_batch_inputs():
     gm = apply(Canonicalise(), builder.finish(logits))
     assert "positions" in placeholders(gm), "a batch input is part of the program's variant even when nobody reads it"
     assert targets(gm) == ["embedding", "mul", "index_select", "linear"]
+
+
+def copied_heads(reads_copy: bool):
+    """Embeddings as heads, which are transposed, copied and transposed again; the copy may be read by others too."""
+    builder = GraphBuilder()
+    tokens = builder.size_inputs["T"]
+    heads = builder.method("view", builder.embed(), 1, tokens, HEADS, HEAD_DIM)
+    copy = builder.method("contiguous", builder.method("transpose", heads, 1, 2))
+    x = builder.method("reshape", builder.method("transpose", copy, 1, 2), tokens, HIDDEN)
+    return builder, builder.call(torch.add, x, builder.method("view", copy, tokens, HIDDEN)) if reads_copy else x
+
+
+def test_heads_are_not_copied_between_a_transposition_and_its_inverse():
+    builder, x = copied_heads(reads_copy=False)
+    gm = builder.finish(builder.head(x))
+    before = run(gm)
+    gm = apply(Canonicalise(), gm)
+    assert "contiguous" not in targets(gm) and targets(gm).count("transpose") == 2
+    assert_values_hold(gm)
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)
+
+
+def test_a_copy_stays_whose_strides_something_may_count_on():
+    builder, x = copied_heads(reads_copy=True)
+    assert "contiguous" in targets(builder.canonical(builder.head(x)))
 
 
 def test_a_weight_that_nobody_reads_is_no_input():

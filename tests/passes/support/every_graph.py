@@ -267,6 +267,41 @@ def decoder_in_float16() -> fx.GraphModule:
     return Decoder(dtype=torch.float16).model()
 
 
+class LayerNormDecoder(Decoder):
+    """Layers as Transformers writes Whisper's decoder: layer norms, biases but of k, and queries that are scaled."""
+
+    heads, head_dim = 4, 64
+
+    def biased(self, x: fx.Node, name: str, rows: int) -> fx.Node:
+        weight = self.weight(f"{name}.weight", rows, x.meta["val"].shape[-1], dtype=self.dtype)
+        return self.call(LINEAR, x, weight, self.weight(f"{name}.bias", rows, dtype=self.dtype))
+
+    def norm(self, x: fx.Node, name: str) -> fx.Node:
+        weight, bias = (self.weight(f"{name}.{part}", self.hidden, dtype=self.dtype) for part in ("weight", "bias"))
+        return self.call(functional.layer_norm, x, (self.hidden,), weight, bias, 1e-5)
+
+    def decoder_layer(self, x: fx.Node, cos: fx.Node, sin: fx.Node, index: int) -> fx.Node:
+        tokens, name = self.size_inputs["T"], f"layers.{index}"
+        hidden, flat = self.norm(x, f"{name}.input_norm"), []
+        for part in "qkv":
+            make = self.projection if part == "k" else self.biased
+            one = make(hidden, f"{name}.{part}", self.heads * self.head_dim)
+            one = self.call(operator.mul, one, 0.125) if part == "q" else one
+            heads = self.method("transpose", self.method("view", one, 1, tokens, -1, self.head_dim), 1, 2)
+            turned = self.method("transpose", self.method("contiguous", heads), 1, 2)
+            flat.append(self.method("reshape", turned, tokens, self.heads, self.head_dim))
+        out = self.call(torch.ops.mllm.attention.default, *flat, None, 1.0, 0.0, -1, "")
+        out.meta["nn_module_stack"] = {"m": (f"L['self'].model.{name}.attn", torch.nn.Module)}
+        attended = self.method("reshape", out, 1, tokens, self.heads * self.head_dim)
+        x = self.call(operator.add, x, self.biased(attended, f"{name}.o", self.hidden))
+        up = self.call(functional.gelu, self.biased(self.norm(x, f"{name}.norm"), f"{name}.up", self.ffn))
+        return self.call(operator.add, x, self.biased(up, f"{name}.down", self.hidden))
+
+
+def decoder_with_layer_norms() -> fx.GraphModule:
+    return LayerNormDecoder().model()
+
+
 EXPERTS, CHOSEN, EXPERT_FFN = 6, 2, 64
 
 
@@ -384,6 +419,7 @@ GRAPHS = (
     decoder_with_normed_heads,
     decoder_whose_values_have_other_readers,
     decoder_in_float16,
+    decoder_with_layer_norms,
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
     experts_with_biases_of_which_some_are_quantised,
