@@ -31,6 +31,7 @@ SHAPES = tuple(
         ("8b-fp8", "Qwen3-8B, fp8", "qwen-8b-fp8-shape"),
         ("8b-int4", "Qwen3-8B, int4", "qwen-8b-int4-shape"),
         ("30b", "Qwen3-30B-A3B", "qwen-30b-a3b-shape"),
+        ("gpt-oss", "gpt-oss-20b, MXFP4", "gpt-oss-20b-shape"),
         ("nemotron-h", "Nemotron-H-8B", "nemotron-h-8b-shape"),
     )
 )
