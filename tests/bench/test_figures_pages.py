@@ -32,7 +32,7 @@ def test_the_chart_has_each_figure_of_the_headline_and_its_limit():
     assert len(figures) >= 6
     assert re.findall(r">([\d.]+(?: s)?)</text>", picture) == figures
     limits = re.findall(r"^\| .* \| ([\d.]+) \|$", TABLES["headline"](), re.MULTILINE)
-    assert picture.count('class="limit"') == len(limits) == 4
+    assert picture.count('class="limit"') == len(limits) >= 4
     assert "prefers-color-scheme: dark" in picture
 
 
@@ -65,8 +65,8 @@ def test_a_result_without_a_commit_that_can_be_checked_out_is_refused(results, c
 
 
 def test_the_headline_has_the_commit_of_its_figures(results):
-    for shape in ("qwen-shape", "qwen-8b-shape"):
-        change(results / f"h200-{shape}-mllm.json", commit="feedbeef0123", date="2027-01-02 03:04 UTC")
+    for path in results.glob("h200-*-mllm.json"):
+        change(path, commit="feedbeef0123", date="2027-01-02 03:04 UTC")
     assert "Measured: feedbeef, 2027-01-02.\n" in TABLES["headline"]()
 
 
