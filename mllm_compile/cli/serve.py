@@ -269,18 +269,19 @@ def serve_command(
 def _run(options: ServeOptions, of_several: ModelsOptions | None, devices: tuple[str | None, ...]) -> None:
     """Serves until a signal ends it; the engine of a single model is started beside the server's imports."""
     from mllm_compile.server.engine_process import early_engine
+    from mllm_compile.server.spare import spare_process
 
     is_single = of_several is None and not devices
-    with early_engine(options) if is_single else nullcontext() as early:
+    with early_engine(options) if is_single else nullcontext() as early, spare_process() as spare:
         with imports_unseen():
             from mllm_compile.server.serve import run_models, run_replicas, run_server
 
         if of_several is not None:
-            run_models(options, of_several)
+            run_models(options, of_several, spare=spare)
         elif devices:
-            run_replicas(options, devices)
+            run_replicas(options, devices, spare=spare)
         else:
-            run_server(options, early=early)
+            run_server(options, early=early, spare=spare)
 
 
 def _check_packages() -> None:

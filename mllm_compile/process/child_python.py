@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 
 def command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module as a program; it takes `environment()`."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_of(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The module and the arguments of a command that `command` has made."""
+    _, _, _, module, *arguments = command
+    return module, arguments
 
 
 def environment() -> dict[str, str]:

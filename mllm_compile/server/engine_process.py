@@ -16,6 +16,7 @@ from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.spare import Program, Spare
 from mllm_compile.server.wire.channel import Channel
 
 _MODULE = "mllm_compile.server.backend.process"
@@ -55,22 +56,27 @@ class EngineProcess:
         command_of: makes its command line of the number of a descriptor, its end of the channel.
         kept: memory that outlives it.
         environment: its variables, beside this process's.
+        spare: a process that may become it; None: it is a new one.
 
     Raises:
         OSError: there is no room for a process.
     """
 
-    def __init__(self, command_of: CommandLine, kept: KeptMemory, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command_of: CommandLine,
+        kept: KeptMemory,
+        environment: Mapping[str, str],
+        spare: Spare | None = None,
+    ) -> None:
         end, its_end = socket.socketpair()
         self.channel = Channel(end)
         try:
             with its_end:
-                descriptor = its_end.fileno()
-                self.process = ProcessGroup(
-                    command_of(str(descriptor)),
-                    stdin=subprocess.DEVNULL,
-                    env={**child_python.environment(), **kept.environment, **environment},
-                    pass_fds=[descriptor, kept.descriptor],
+                self.process = _started(
+                    lambda own, keeping: (command_of(str(own)), {**kept.environment(keeping), **environment}),
+                    (its_end.fileno(), kept.descriptor),
+                    spare,
                 )
         except BaseException:
             self.channel.close()
@@ -81,6 +87,20 @@ class EngineProcess:
         self.process.kill_group()
         self.process.wait()
         self.channel.close()
+
+
+def _started(program: Program, descriptors: tuple[int, int], spare: Spare | None) -> ProcessGroup:
+    """A process with these descriptors: the spare one where that is ready, or else a new one."""
+    process = None if spare is None else spare.take(program, descriptors)
+    if process is not None:
+        return process
+    command, variables = program(*descriptors)
+    return ProcessGroup(
+        command,
+        stdin=subprocess.DEVNULL,
+        env={**child_python.environment(), **variables},
+        pass_fds=descriptors,
+    )
 
 
 class EarlyEngine:

@@ -32,6 +32,7 @@ from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.pooling.calls import PoolingRequests
 from mllm_compile.server.rl.calls import RolloutCalls
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.supervisor import PARKED, READY, TAKES_REQUESTS, Landlord, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
@@ -70,6 +71,7 @@ class Front:
         landlord: shares the device out among engines of several models.
         memory: of the requests of all models.
         early: the first engine's process, which was started ahead.
+        spare: a process for an engine that is started again.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Front:
         landlord: Landlord | None = None,
         memory: Memory | None = None,
         early: EarlyEngine | None = None,
+        spare: Spare | None = None,
     ) -> None:
         self.options = options
         self._events = events
@@ -116,6 +119,7 @@ class Front:
             name=options.name_in_log,
             environment=options.environment,
             early=early,
+            spare=spare,
         )
         self.rollouts = RolloutCalls(self.supervisor.send) if options.enable_rl or landlord is not None else None
         self.adapter_changes = AdapterChanges(self.supervisor.send)

@@ -16,10 +16,10 @@ class KeptMemory:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(KEPT_FILE, os.MFD_CLOEXEC)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variable by which an engine that inherits the descriptor finds it."""
-        return {KEPT_VARIABLE: str(self.descriptor)}
+    @staticmethod
+    def environment(descriptor: int) -> dict[str, str]:
+        """The variable by which an engine finds the file that has this descriptor there."""
+        return {KEPT_VARIABLE: str(descriptor)}
 
     @property
     def num_bytes(self) -> int:

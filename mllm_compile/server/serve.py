@@ -31,6 +31,7 @@ from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.front import ModelsFront
 from mllm_compile.server.options import ModelsOptions, ServeOptions
 from mllm_compile.server.replicas.front import ReplicasFront
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.telemetry.tracing import Tracing, make_tracing
 from mllm_compile.version import __version__
 
@@ -41,12 +42,18 @@ _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close firs
 _BACKLOG = 4096
 
 
-def run_server(options: ServeOptions, command_of: CommandLine | None = None, early: EarlyEngine | None = None) -> None:
+def run_server(
+    options: ServeOptions,
+    command_of: CommandLine | None = None,
+    early: EarlyEngine | None = None,
+    spare: Spare | None = None,
+) -> None:
     """Serves until a signal ends it.
 
     Args:
         command_of: the engine's command line, where it is not the usual one.
         early: the engine's process, which was started ahead.
+        spare: a process for engines that are started again.
 
     Raises:
         MllmError: the port cannot be had, or the engine cannot be started.
@@ -55,7 +62,7 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None, ear
     async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
         events = None if options.kv_events is None else make_publisher(options.kv_events, options.kv_event_ranks)
         try:
-            front = Front(options, command_of or command_line(options), tracing, events, early=early)
+            front = Front(options, command_of or command_line(options), tracing, events, early=early, spare=spare)
             await _serve(front, make_app(front), listener, _tell_ready(front, _url(options, listener)))
         finally:
             if events is not None:
@@ -65,20 +72,24 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None, ear
 
 
 def run_models(
-    options: ServeOptions, models: ModelsOptions, command_of: Callable[[ServeOptions], CommandLine] = command_line
+    options: ServeOptions,
+    models: ModelsOptions,
+    command_of: Callable[[ServeOptions], CommandLine] = command_line,
+    spare: Spare | None = None,
 ) -> None:
     """Serves several models until a signal ends it.
 
     Args:
         options: of the server, and of each model but for its source and name.
         command_of: the command line of each model's engine.
+        spare: a process for engines that are started again.
 
     Raises:
         MllmError: the port cannot be had, or no model can be served.
     """
 
     async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
-        server = ModelsFront(options, models, command_of, tracing, partial(_say, options))
+        server = ModelsFront(options, models, command_of, tracing, partial(_say, options), spare)
         await _serve(server, make_engines_app(server), listener, _tell_engines(server, _url(options, listener)))
 
     _run(options, serve)
@@ -88,6 +99,7 @@ def run_replicas(
     options: ServeOptions,
     devices: tuple[str | None, ...],
     command_of: Callable[[ServeOptions], CommandLine] = command_line,
+    spare: Spare | None = None,
 ) -> None:
     """Serves a model by several engines until a signal ends it.
 
@@ -95,13 +107,14 @@ def run_replicas(
         options: of the server, and of each engine but for its devices.
         devices: of each engine, as CUDA_VISIBLE_DEVICES names them; None: those that this process sees.
         command_of: the command line of each engine.
+        spare: a process for engines that are started again.
 
     Raises:
         MllmError: the port cannot be had, or no engine can be started.
     """
 
     async def serve(listener: socket.socket, tracing: Tracing | None) -> None:
-        server = ReplicasFront(options, devices, command_of, tracing, partial(_say, options))
+        server = ReplicasFront(options, devices, command_of, tracing, partial(_say, options), spare)
         await _serve(server, make_engines_app(server), listener, _tell_engines(server, _url(options, listener)))
 
     _run(options, serve)

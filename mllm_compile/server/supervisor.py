@@ -18,6 +18,7 @@ from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import EngineLink
 from mllm_compile.server.engine_process import CommandLine, EarlyEngine, EngineProcess
 from mllm_compile.server.kept_memory import KeptMemory
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.wire.messages import (
     AdapterCard,
     AdaptersChanged,
@@ -85,6 +86,7 @@ class Supervisor:
         name: of the model, where a server has several.
         environment: variables of the engine's process.
         early: the first engine's process, which was started ahead; None: it was not.
+        spare: a process that an engine becomes which is started again; None: each starts anew.
 
     Attributes:
         failure: why there will be no engine.
@@ -115,9 +117,10 @@ class Supervisor:
         name: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
         early: EarlyEngine | None = None,
+        spare: Spare | None = None,
     ) -> None:
         self._command_of = command_of
-        self._early = early
+        self._early, self._spare = early, spare
         self._sleep_after_s = sleep_after_s
         self._stuck_after_s = stuck_after_s
         self._on_step = on_step
@@ -263,7 +266,9 @@ class Supervisor:
         try:
             while not self._is_closing.is_set():
                 process, started = started, None
-                if await self._live(kept, process or EngineProcess(self._command_of, kept, self._environment)):
+                if process is None:
+                    process = EngineProcess(self._command_of, kept, self._environment, self._spare)
+                if await self._live(kept, process):
                     failed_starts = 0
                     continue
                 if self._is_closing.is_set():
@@ -320,6 +325,8 @@ class Supervisor:
         self._is_wanted.clear()
         self._enter(READY)
         self._on_ready(self.facts)
+        if self._spare is not None:
+            self._spare.prepare()
         return True
 
     async def _serve(self, link: EngineLink, kept: KeptMemory) -> None:

@@ -46,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptMemory]:
     memory = KeptMemory()
-    for name, value in memory.environment.items():
+    for name, value in memory.environment(memory.descriptor).items():
         monkeypatch.setenv(name, value)
     yield memory
     memory.close()

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from mllm_compile.errors import MllmError
+from mllm_compile.process import child_python
 from mllm_compile.process.log_lines import start_log
 from mllm_compile.server import engine_process, supervisor
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_server
+from mllm_compile.server.spare import Spare
 
 _LEAP_S = 400.0
 
@@ -40,11 +42,12 @@ def main() -> None:
     served = ServeOptions(model="fake", **options)
 
     def command_of(descriptor: str) -> list[str]:
-        return [sys.executable, "-m", "tests.server.fake_backend", descriptor, settings]
+        return child_python.command("tests.server.fake_backend", descriptor, settings)
 
+    spare = Spare(["tests.server.fake_backend"]) if "MLLM_FAKE_SPARE" in os.environ else None
     try:
         if "MLLM_FAKE_EARLY" not in os.environ:
-            run_server(served, command_of)
+            run_server(served, command_of, spare=spare)
             return
         engine_process.command_line = lambda options: command_of
         with engine_process.early_engine(served) as early:
@@ -52,6 +55,9 @@ def main() -> None:
     except MllmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        if spare is not None:
+            spare.close()
 
 
 if __name__ == "__main__":

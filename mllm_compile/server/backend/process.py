@@ -165,7 +165,8 @@ class EngineServer:
             _load_again(engine, begin.adapters or ())
             if engine.is_alive:  # else the front would forget the adapters that it could not load
                 self._tell(_hello(engine, timeline, self._held_bytes(engine)))
-            gc.collect()
+            # First requests would wait 0.6 s while all imports are looked through. A compile leaves what is worth that.
+            gc.collect(2 if "torch._dynamo" in sys.modules else 1)
             gc.freeze()
             pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)
             pulse.start()

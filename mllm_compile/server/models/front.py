@@ -23,6 +23,7 @@ from mllm_compile.server.models.broker import Broker
 from mllm_compile.server.models.engines import EnginesFront
 from mllm_compile.server.models.tenant import Tenant
 from mllm_compile.server.options import ModelsOptions, ServeOptions
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.telemetry.tracing import Tracing
 
 _MOST_OF_QUERY = 4096  # bytes
@@ -36,6 +37,7 @@ class ModelsFront(EnginesFront[Tenant]):
         options: of the server, and of each model but for its name and source.
         command_of: an engine's command line, of its model's options.
         say: tells the operator a line.
+        spare: a process for an engine that is started again.
     """
 
     kind = "model"
@@ -47,6 +49,7 @@ class ModelsFront(EnginesFront[Tenant]):
         command_of: Callable[[ServeOptions], CommandLine],
         tracing: Tracing | None,
         say: Callable[[str], None],
+        spare: Spare | None = None,
     ) -> None:
         super().__init__(options, say)
         self._models = models
@@ -54,7 +57,8 @@ class ModelsFront(EnginesFront[Tenant]):
         self._changed = asyncio.Event()
         for name, source in models.sources.items():
             own = replace(options, model=source, served_names=(name,), name_in_log=name)
-            tenant = Tenant(name, own, command_of(own), tracing, self.memory, name in models.pinned, self._changed.set)
+            is_pinned = name in models.pinned
+            tenant = Tenant(name, own, command_of(own), tracing, self.memory, is_pinned, self._changed.set, spare)
             tenant.front.on_ready = partial(self._ready, tenant)
             self.engines[name] = tenant
 

@@ -15,6 +15,7 @@ from mllm_compile.server.front import Front
 from mllm_compile.server.models.engines import ServedEngine
 from mllm_compile.server.models.shares import Share
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.supervisor import PARKED
 from mllm_compile.server.telemetry.tracing import Tracing
 from mllm_compile.server.wire.messages import Needs
@@ -30,6 +31,7 @@ class Tenant(ServedEngine):
     Args:
         is_pinned: it is never parked.
         on_change: told that this one wants memory, or has given some back.
+        spare: a process for an engine that is started again.
 
     Attributes:
         needs: of its device; None: not known yet.
@@ -50,8 +52,9 @@ class Tenant(ServedEngine):
         memory: Memory,
         is_pinned: bool,
         on_change: Callable[[], None],
+        spare: Spare | None = None,
     ) -> None:
-        super().__init__(name, Front(options, command_of, tracing, landlord=self, memory=memory))
+        super().__init__(name, Front(options, command_of, tracing, landlord=self, memory=memory, spare=spare))
         self.is_pinned = is_pinned
         self._is_always_pinned = is_pinned
         self._on_change = on_change

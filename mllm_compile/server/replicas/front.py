@@ -18,6 +18,7 @@ from mllm_compile.server.models.engines import EnginesFront, ServedEngine
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.replicas.keys import keys_of
 from mllm_compile.server.replicas.routing import Routing
+from mllm_compile.server.spare import Spare
 from mllm_compile.server.supervisor import READY
 from mllm_compile.server.telemetry.tracing import Tracing
 
@@ -30,6 +31,7 @@ class ReplicasFront(EnginesFront[ServedEngine]):
         devices: of each engine, as CUDA_VISIBLE_DEVICES names them; None: those that this process sees.
         command_of: an engine's command line, of its options.
         say: tells the operator a line.
+        spare: a process for an engine that is started again.
     """
 
     kind = "engine"
@@ -41,11 +43,12 @@ class ReplicasFront(EnginesFront[ServedEngine]):
         command_of: Callable[[ServeOptions], CommandLine],
         tracing: Tracing | None,
         say: Callable[[str], None],
+        spare: Spare | None = None,
     ) -> None:
         super().__init__(options, say)
         for number, its_devices in enumerate(devices):
             own = replace(options, name_in_log=f"replica {number}", devices=its_devices)
-            front = Front(own, command_of(own), tracing, memory=self.memory)
+            front = Front(own, command_of(own), tracing, memory=self.memory, spare=spare)
             engine = ServedEngine(str(number), front)
             front.on_ready = partial(self._ready, engine)
             self.engines[engine.name] = engine

@@ -1,0 +1,41 @@
+"""A program that a spare process becomes in tests, and a module that it imports ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.hang_guard import until
+
+while os.path.exists(os.environ.get("MLLM_TEST_GATE", "")):
+    time.sleep(0.01)
+if os.environ.get("MLLM_TEST_IMPORT_FAILS"):
+    raise ImportError("this module cannot be imported")
+
+
+def niceness() -> set[int]:
+    """Of this process's threads."""
+    return {os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task")}
+
+
+def main() -> None:
+    """Tells what it is by the first descriptor, with what the second one says, and ends."""
+    own, kept = int(sys.argv[1]), int(os.environ["MLLM_TEST_KEPT"])
+    until(lambda: 19 not in niceness(), "the thread that has imported is gone")
+    told = {
+        "arguments": sys.argv[1:],
+        "name": Path("/proc/self/comm").read_text().strip(),
+        "group": os.getpgid(0),
+        "threads": threading.active_count(),
+        "niceness": sorted(niceness()),
+        "kept": os.pread(kept, 4, 0).decode(),
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+    }
+    with socket.socket(fileno=own) as channel:
+        channel.sendall(json.dumps(told).encode())
+    sys.exit(7)
