@@ -25,6 +25,7 @@ from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.expand_latents import ExpandLatents
+from mllm_compile.passes.fuse_add_norm import FuseAddNorm
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_gelu import FuseGelu
@@ -107,6 +108,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     LaunchLora,  # of a program for adapters: two kernels for what they add to a linear
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
     SumInOneOrder,  # linears of deterministic steps: kernels for few rows that have the bits of many
+    FuseAddNorm,  # the norm ahead of such a linear, with its residual's sum, as one kernel
 )
 
 # The passes that a tower of images goes through; the others look for what only a language model has.

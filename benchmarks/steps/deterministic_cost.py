@@ -1,10 +1,11 @@
 """The cost of `runtime.deterministic`: tokens a second of decoding with it and without, by number of requests.
 
     python -m benchmarks.steps.deterministic_cost configs/qwen-8b-shape.yaml [--requests 1 64 100]
-        [--prompt 512] [--tokens 256]
+        [--prompt 512] [--tokens 256] [--kernels]
 
 Prompts are token ids, so a model without a tokenizer will do. Decoding is timed while every request decodes, from the
-moment when the last has its first token; the prompts' time is shown beside it.
+moment when the last has its first token; the prompts' time is shown beside it. With --kernels some further steps are
+profiled: a layer's kernels by start and end, as verify_parts.py has them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+import torch
+
+from benchmarks.script import greedy, need_gpu, parser_of, positive, told_in_one_line
+from benchmarks.steps.verify_parts import STEPS, report
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import Stopwatch
+from mllm_compile.bench.trace.device_events import device_events
 
-WARM_UP_TOKENS = 4
+WARM_UP_TOKENS, PROFILED_TOKENS = 4, 2 * STEPS
 
 
 def main() -> None:
@@ -27,7 +33,10 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 64, 100])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=positive, default=256, help="decode steps that are timed")
+    parser.add_argument("--kernels", action="store_true", help="profile steps too; needs an NVIDIA GPU")
     args = parser.parse_args()
+    if args.kernels:
+        need_gpu()
     figures = {mode: measure(args, mode) for mode in (False, True)}
     print("requests | decode tokens/s | deterministic | of it | prompt tokens/s | deterministic")
     for i, count in enumerate(args.requests):
@@ -45,21 +54,21 @@ def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, 
     if deterministic:  # by default half of a step's rows are kept for prompts
         changes["max_running_requests"] = max(args.requests)
     with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
-        run(engine, 1, args.prompt, WARM_UP_TOKENS)
+        run(engine, 1, args.prompt, WARM_UP_TOKENS, kernels=False)
         found = []
         for count in args.requests:
-            decode, prompts = run(engine, count, args.prompt, args.tokens)
+            decode, prompts = run(engine, count, args.prompt, args.tokens, args.kernels)
             mode = "deterministic" if deterministic else "plain"
             print(f"  {mode}, {count} requests: {decode:.0f} decode tokens/s, {prompts:.0f} prompt tokens/s")
             found.append((decode, prompts))
         return found
 
 
-def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) -> tuple[float, float]:
+def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int, kernels: bool) -> tuple[float, float]:
     rng = random.Random(0)
     # So long that none has ended when the last prompt is done: in deterministic mode a step computes few of its tokens.
     longest = engine.config.runtime.max_model_len - prompt_length
-    if longest <= num_tokens:
+    if longest <= num_tokens + kernels * PROFILED_TOKENS:
         sys.exit(
             f"{num_tokens} tokens after {prompt_length} are more than runtime.max_model_len has room for; raise it"
         )
@@ -75,12 +84,23 @@ def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) 
     seconds, after = watch.seconds, engine.stats()
     if after.running < num_requests:
         sys.exit(f"only {after.running} of {num_requests} requests still decode; raise runtime.max_model_len")
+    if kernels:
+        print_layer(streams[-1])
     for stream in streams:
         stream.close()
     return (
         (after.generated_tokens - before.generated_tokens) / seconds,
         num_requests * prompt_length / prompt_seconds,
     )
+
+
+def print_layer(stream: Iterator[Any]) -> None:
+    """Profiles further steps of running requests, and prints a layer's kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(PROFILED_TOKENS):
+            next(stream)
+        torch.cuda.synchronize()
+    print(*report(device_events(trace)), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

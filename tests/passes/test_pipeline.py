@@ -198,11 +198,12 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
         "stage": "runtime.pipeline_parallel_size is 1",
         "pack_linears": "a GPU has kernels of its own",
         "sum_in_one_order": "only deterministic steps of any number of rows depend on the order of sums",
+        "fuse_add_norm": "only deterministic steps of any number of rows depend on the order of sums",
     }
     named = {"pack_projections": "compile.disable_passes names it"}
     assert passes_left_out(HOPPER) == spread
     assert passes_left_out(HOPPER, ["pack_projections"]) == spread | named
-    of_experts = {"gather_rows_early", "stage", "pack_linears", "sum_in_one_order"}
+    of_experts = {"gather_rows_early", "stage", "pack_linears", "sum_in_one_order", "fuse_add_norm"}
     assert passes_left_out(replace(HOPPER, num_expert_ranks=2)).keys() == of_experts
 
 

@@ -137,8 +137,8 @@ def _rope_and_cache_kernel(
 ) -> None:
     """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then of v, by the second program id."""
     if EARLY:
-        wait_for_prerequisites()
         start_dependents()
+        wait_for_prerequisites()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = tl.arange(0, D // 2)

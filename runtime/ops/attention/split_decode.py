@@ -28,6 +28,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
+_MOST_FETCHED = 256  # keys of a block
 _MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
 LOG2_E = math.log2(math.e)
 
@@ -37,6 +38,21 @@ def slots_of(table_ptr: tl.tensor, offsets: tl.tensor, valid: tl.tensor, PAGE: t
     """The places in the cache of a request's keys at `offsets`."""
     pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
     return pages * PAGE + offsets % PAGE
+
+
+@triton.jit
+def fetch_row(ptrs: tl.tensor, D: tl.constexpr) -> None:
+    """Asks for rows of D numbers into the L2: 128 bytes at a time. A hint: no value is read."""
+    LINE: tl.constexpr = 128 // (ptrs.dtype.element_ty.primitive_bitwidth // 8)
+    for line in tl.static_range(0, D, LINE):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(ptrs + line).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -229,18 +245,20 @@ def _split_decode_kernel(
     IS_REST: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
     KEYS_OF_SPLIT: tl.constexpr,
+    FETCHED_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (kv head, request, split): blocks start in this order, so those without keys come last.
 
     With FETCH_FIRST the first keys and values are loaded before the previous kernel has ended, except the last token's,
-    which it writes. Earlier kernels wrote the page table and keys before the last token.
+    which it writes. Earlier kernels wrote the page table and keys before the last token. With splits in order any key
+    may be of this step: so keys are asked into the L2 alone, where a later write finds them.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
-    if EARLY and not FETCH_FIRST:
+    if EARLY and not FETCH_FIRST and KEYS_OF_SPLIT == 0:
         wait_for_prerequisites()
         start_dependents()
     num_keys = tl.load(seq_lens_ptr + row)
@@ -265,12 +283,22 @@ def _split_decode_kernel(
         if (row == 0) & (start >= num_keys):
             wait_for_prerequisites()
             start_dependents()
+    row_table = table_ptr + row.to(tl.int64) * table_stride
+    block = tl.arange(0, BLOCK)
+    if EARLY and KEYS_OF_SPLIT > 0:
+        start_dependents()
+        if (start < num_keys) | (split == 0):  # the latter also without keys: one block has to wait
+            for offset in tl.static_range(0, FETCHED_KEYS, BLOCK):
+                offsets = start + offset + block
+                asked = tl.where(offsets < num_keys, offsets, 0)
+                places = (slots_of(row_table, asked, asked < num_keys, PAGE) * HK + head) * D
+                fetch_row(keys_ptr + places, D)
+                fetch_row(values_ptr + places, D)
+            wait_for_prerequisites()
     if start < num_keys:
         end = tl.minimum(start + share, num_keys)
-        row_table = table_ptr + row.to(tl.int64) * table_stride
         dtype = q_ptr.dtype.element_ty
         dims = tl.arange(0, D)
-        block = tl.arange(0, BLOCK)
         group = tl.arange(0, DOT_ROWS)
         sequence = row.to(tl.int64) * HK + head
         heads = row.to(tl.int64) * HK * GROUP + head * GROUP + group
@@ -491,6 +519,7 @@ def launch_split_decode(
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
     stages = 2 if keys_of_split and blocks == 1 else 3  # with 3 registers keep a fourth block off a multiprocessor
+    block = block_of_keys(head_dim)
     wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, blocks if keys_of_split else num_splits)](
         *batch,
         out,
@@ -512,7 +541,7 @@ def launch_split_decode(
         HK=num_kv_heads,
         D=head_dim,
         PAGE=page_size,
-        BLOCK=block_of_keys(head_dim),
+        BLOCK=block,
         MAX_SPLITS=max_splits,
         SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
@@ -523,6 +552,7 @@ def launch_split_decode(
         IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,
         KEYS_OF_SPLIT=keys_of_split,
+        FETCHED_KEYS=block if blocks == 1 else min(keys_of_split, _MOST_FETCHED // block * block),
         STAGES=stages,
         EARLY=starts_early(),
         num_warps=4,

@@ -9,7 +9,7 @@ from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
-from mllm_compile.runtime.ops.stream_linear.undivided import BUCKETS, UndividedTiling, choose_undivided
+from mllm_compile.runtime.ops.stream_linear.undivided import BUCKETS, UndividedTiling, buckets_of, choose_undivided
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ class Family(KernelFamily):
         plain, gated = op("linear_in_one_order"), op("gated_linear_in_one_order")
         calls = (node for piece, _ in pieces for node in piece.graph.nodes if node.target in (plain, gated))
         kinds = dict.fromkeys(_kind_of(node.args, node.target is gated) for node in calls)
-        return tuple(choose_undivided(kind, tokens) for kind in kinds for tokens in BUCKETS)
+        return tuple(choose_undivided(kind, tokens) for kind in kinds for tokens in buckets_of(kind))
 
     def from_json(self, data: Mapping[str, Any]) -> UndividedTiling:
         return from_json(UndividedTiling, {name: value for name, value in data.items() if name != "source"})

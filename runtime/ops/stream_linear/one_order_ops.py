@@ -1,6 +1,6 @@
 """The ops of linears whose rows have the same bits in any company: `linear_in_one_order` and its gated sibling.
 
-Up to FEW_ROWS rows are multiplied by kernels of undivided.py. More are the library's, which LEAST_ROWS or more give one
+Few rows are multiplied by kernels of undivided.py. More are the library's, which LEAST_ROWS or more give one
 order (runtime/device/open.py), or of gated.cu. Registered as in runtime/ops/attention/layer_op.py.
 
 Shape legend: N outputs and K inputs of a linear.
@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.config_sections import FEW_ROWS
 from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.gated_linear.ops import gated_linear
-from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, bucket_of
+from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, LinearKind, bucket_of
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
 from mllm_compile.runtime.ops.stream_linear.undivided import UndividedTiling
 
@@ -43,8 +42,7 @@ def load_undivided(tilings: Iterable[UndividedTiling], binaries: Mapping[str, by
 def linear_in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x · weightᵀ + bias, the bias added before the sum is rounded.
 
-    Bits are the library's own with more than FEW_ROWS rows and fewer than LEAST_ROWS, and with few rows of a program
-    without these kernels, whose steps have none.
+    Bits are the library's own with fewer than LEAST_ROWS rows that have no such kernel; no step has them.
 
     Args:
         x: […, K] bfloat16.
@@ -69,7 +67,7 @@ def _kernel(
 ) -> LoadedLinear | None:
     """The kernel for few rows; None for none or more, or where none is loaded."""
     num_rows = math.prod(x.shape[:-1])
-    if not 0 < num_rows <= FEW_ROWS:
+    if not 0 < num_rows <= MAX_STREAMED_TOKENS:
         return None
     rows, columns = weight.shape
     kind = LinearKind(int(rows), int(columns), gated=is_gated, bias=has_bias)

@@ -15,6 +15,8 @@ from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearK
 from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided, with_panels
 
 BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= FEW_ROWS)
+# Every block reads all rows of x. Up to so many of these are less than a tile of at least so many weights' rows.
+_MANY_TOKENS, _WIDE_ROWS = 64, 128
 _UNIT = 64  # what rows and columns are multiples of
 # A narrow tile's products take less time than a wait for a stage: with four panels of 64 inputs in place of two 8B's o
 # takes 9.6 µs in place of 10.7 (1 row), 0.6B's down 4.8 in place of 5.7 (H200, ef29fe60).
@@ -32,6 +34,13 @@ class UndividedTiling(TileTiling):
 
 
 @cache
+def buckets_of(kind: LinearKind) -> tuple[int, ...]:
+    """The buckets of rows that a linear has kernels for; of narrow tiles up to FEW_ROWS."""
+    is_wide = divided(kind, _MANY_TOKENS, 1).rows >= _WIDE_ROWS
+    return (*BUCKETS, _MANY_TOKENS) if is_wide else BUCKETS
+
+
+@cache
 def choose_undivided(kind: LinearKind, tokens: int) -> UndividedTiling:
     """The tiling for a bucket of tokens."""
     tiling = divided(kind, tokens, 1)
@@ -42,4 +51,4 @@ def choose_undivided(kind: LinearKind, tokens: int) -> UndividedTiling:
 
 def is_taken(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides into tiles."""
-    return rows % _UNIT == 0 and columns % _UNIT == 0 and rows * FEW_ROWS < 2**31
+    return rows % _UNIT == 0 and columns % _UNIT == 0 and rows * _MANY_TOKENS < 2**31

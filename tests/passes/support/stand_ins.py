@@ -417,6 +417,23 @@ def _in_blocks(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.T
     return torch.einsum("tbk,trbk->btr", x.flatten(0, -2).float().unflatten(-1, blocks), factors.unflatten(-1, blocks))
 
 
+def rms_norm(x, weight, eps, plus_one=False):
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (scaled * (weight.float() + plus_one)).to(x.dtype)
+
+
+def add_rms_norm(x, residual, weight, eps, plus_one=False):
+    total = x + residual
+    return total, rms_norm(total, weight, eps, plus_one)
+
+
+NORMS = {
+    "rms_norm(Tensor x, Tensor weight, float eps, bool plus_one=False) -> Tensor": rms_norm,
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool plus_one=False) -> (Tensor, Tensor)": (
+        add_rms_norm
+    ),
+}
 SILU_MUL = {
     "silu_mul(Tensor x) -> Tensor": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "silu_mul_in_fp8(Tensor x, int groups) -> (Tensor, Tensor)": silu_mul_in_fp8,
@@ -456,4 +473,4 @@ EXPERTS = {
     ),
     "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
 }
-ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | INTEGERS | ROPE_AND_CACHE | LORA
+ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | NORMS | SILU_MUL | INTEGERS | ROPE_AND_CACHE | LORA
