@@ -261,13 +261,18 @@ class SpeculativeSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """`lora`. Without targets all linears that can be are."""
+    """`lora`. Without targets all linears that can be are.
+
+    Attributes:
+        of_sounds: the adapter of requests with sounds that name none; "": they have none.
+    """
 
     max_adapters: int = 0
     max_rank: int = 16
     targets: tuple[str, ...] = ()
     dora: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
+    of_sounds: str = ""
 
 
 def most_drafted_by_cost(num_requests: int) -> int:

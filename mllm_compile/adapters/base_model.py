@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.runtime.cuda import host_pages
@@ -56,6 +57,7 @@ class BaseModel:
 
     Attributes:
         source: the model as it was asked for: a hub id or a path.
+        folder: where it is; an adapter that lies there too is its own.
         targets: weight → (outputs, inputs), of each that adapters may change; the inputs of an embedding are ids.
         modules: names of all its modules with a weight.
         elsewhere: module as a checkpoint or an adapter calls it → the rows of weights that it is, where that is not the
@@ -84,6 +86,7 @@ class BaseModel:
     unread: tuple[str, ...] = ()
     read: ReadRows = lambda *_: None
     new_bytes: NewBytes = pageable_bytes
+    folder: Path | None = None
 
     def rows_of(self, module: str) -> tuple[RowsOf, ...]:
         """The rows of targets that a module is; () if it is none."""

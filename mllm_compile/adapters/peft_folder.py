@@ -66,7 +66,8 @@ def read_adapter(folder: Path, base: BaseModel, *, is_known: bool = False) -> Ad
     """
     config_path, path = folder / CONFIG_FILE, folder / TENSOR_FILE
     text, config = config_of_folder(folder)
-    check_base(config.base, base.source, config_path)
+    if folder != base.folder:
+        check_base(config.base, base.source, config_path)
     if not path.exists() and (folder / _PICKLE_FILE).exists():
         raise UnsupportedModelError(
             f"{folder} has {_PICKLE_FILE}, a pickle, which is not read. Save the adapter as {TENSOR_FILE}: "

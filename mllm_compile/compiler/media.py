@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
+from mllm_compile.config.own_adapters import CONFIG_FILE, HAS_OWN
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.refusals import refusing
@@ -46,6 +47,7 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     if found and config.runtime.pipeline_parallel_size > 1:
         reporter.announce("its text is served without images and sounds: runtime.pipeline_parallel_size is set")
         return lowered
+    found = [one for one in found if _has_its_adapter(config, one, reporter)]
     with reporter.stage("trace images"), gc_paused():
         traced = [(one, trace) for one in found if (trace := _tower_trace(one, hf_model, device, reporter)) is not None]
         if not traced:
@@ -91,6 +93,19 @@ def _adapters(hf_model: HFModel, reporter: Reporter) -> list[TowerAdapter]:
             continue
         found += [] if adapter is None else [adapter]
     return found
+
+
+def _has_its_adapter(config: ResolvedConfig, adapter: TowerAdapter, reporter: Reporter) -> bool:
+    """True unless an adapter computes prompts with what the tower takes and is not there, which is announced."""
+    needs = adapter.facts.noun == "sound" and getattr(adapter.hf_model.model.config, HAS_OWN, False)
+    if not needs or config.lora.of_sounds:
+        return True
+    reporter.announce(
+        f"its text is served without sounds: its config says {HAS_OWN}, and {config.model.folder} has no "
+        f"{CONFIG_FILE}: an adapter computes prompts with sounds. Bring it and adapter_model.safetensors, or set "
+        f"{HAS_OWN} to false where it is merged into the weights"
+    )
+    return False
 
 
 def _tower_trace(adapter: TowerAdapter, hf_model: HFModel, device: str, reporter: Reporter) -> Trace | None:

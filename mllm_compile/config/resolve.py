@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo, has_amx
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.own_adapters import OF_SOUNDS, adapter_of_sounds
 from mllm_compile.config.prediction_layer import num_prediction_layers
 from mllm_compile.config.resolve_attention import (
     has_hopper_decode,
@@ -139,7 +140,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         cudagraph=graphs,
         runtime=runtime,
         speculative=_speculative(config.speculative, model, runtime, choices),
-        lora=_lora(config.lora, runtime),
+        lora=_lora(config.lora, runtime, model),
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
@@ -172,7 +173,7 @@ def _speculative(
     return SpeculativeSection(**asked.model_dump() | resolved)
 
 
-def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
+def _lora(asked: LoraConfig, runtime: RuntimeSection, model: ModelFolder) -> LoraSection:
     """The section; its targets stay open where they are `auto`: they show when the model is compiled."""
     if asked.max_adapters and runtime.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -188,7 +189,17 @@ def _lora(asked: LoraConfig, runtime: RuntimeSection) -> LoraSection:
     adapters = {name: os.path.abspath(user_path(path)) for name, path in asked.adapters.items()}
     targets = () if asked.targets == "auto" else tuple(sorted(asked.targets))
     given = {name: getattr(asked, name) for name in ("max_adapters", "max_rank", "dora")}
-    return LoraSection(**given, targets=targets, adapters=adapters)
+    section = LoraSection(**given, targets=targets, adapters=adapters)
+    # Sounds are for compiled models of one stage alone.
+    if runtime.pipeline_parallel_size > 1 or runtime.skip_compiled or (own := adapter_of_sounds(model)) is None:
+        return section
+    return replace(
+        section,
+        max_adapters=max(asked.max_adapters, 1),
+        max_rank=max(asked.max_rank, own.rank),
+        adapters={OF_SOUNDS: str(own.folder)} | adapters,
+        of_sounds=OF_SOUNDS,
+    )
 
 
 def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) -> ResolvedStructuredOutputs:

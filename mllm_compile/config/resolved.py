@@ -122,6 +122,7 @@ class ResolvedConfig(_Resolved):
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
         sections["lora"]["targets"] = sections["lora"]["targets"] or "auto"
+        del sections["lora"]["of_sounds"]
         del sections["compile"]["split_decode"], sections["compile"]["hopper_decode"], runtime["any_rows"]
         backends = sections["structured_outputs"].pop("backends")
         sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"

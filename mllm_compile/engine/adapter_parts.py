@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
@@ -124,6 +125,7 @@ def adapter_parts(compiled: CompiledRuntime, runner: ModelRunner, tell: Tell | N
         },
         read=stored.read,
         new_bytes=writer.new_bytes,
+        folder=Path(config.model.folder),
     )
     return AdapterParts(base, writer)
 

@@ -160,6 +160,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
             media=parts.media,
             tower=parts.tower,
             adapters=self.adapters,
+            adapter_of_sounds="" if parts.config is None else parts.config.lora.of_sounds,
             decoder=parts.decoder,
             peers=None if parts.config is None else PeerRules.of(parts.config.runtime.kv_transfer_config),
         )

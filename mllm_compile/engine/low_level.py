@@ -121,9 +121,10 @@ def _check(config: EngineConfig | ResolvedConfig) -> None:
             f"speculative.method is {method}; expected none, as the caller makes the steps of a model that is driven "
             "by hand. Leave it out, or use Engine."
         )
-    if config.lora.adapters:
+    own = config.lora.of_sounds if isinstance(config, ResolvedConfig) else ""
+    if named := [name for name in config.lora.adapters if name != own]:
         raise ConfigError(
-            f"lora.adapters has {short_repr(next(iter(config.lora.adapters)))}; expected none, as the caller loads the "
+            f"lora.adapters has {short_repr(named[0])}; expected none, as the caller loads the "
             "adapters of a model that is driven by hand. Leave it out, or use Engine."
         )
     num_ranks = runtime.num_ranks

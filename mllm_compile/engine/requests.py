@@ -76,6 +76,7 @@ class RequestBuilder:
         media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
         adapters: the adapters that requests may name; None: they are refused.
+        adapter_of_sounds: of requests with sounds that name none; "": they have none.
         decoder: as PromptReader has it.
         peers: what may be asked of this engine's pages and others'.
     """
@@ -92,11 +93,12 @@ class RequestBuilder:
         media: MediaSource | None = None,
         tower: Tower | str = "the model takes text alone",
         adapters: AdapterRegistry | None = None,
+        adapter_of_sounds: str = "",
         decoder: DecoderPrompts | None = None,
         peers: PeerRules | None = None,
     ) -> None:
         self._tokenizer, self._peers = tokenizer, peers or PeerRules()
-        self._adapters = adapters
+        self._adapters, self._of_sounds = adapters, adapter_of_sounds
         self.grammars = grammars
         self._prompts = PromptReader(tokenizer, vocab_size, media, tower, decoder)
         self._vocab_size, self._keeps_routes = vocab_size, keeps_routes
@@ -278,6 +280,8 @@ class RequestBuilder:
         adapter = grammar = source = None
         if error is None and prepared.decoder_ids is not None and prepared.ids is not None:
             source = prepared.source or RequestSource.of_text(prepared.ids)
+        if adapter_name is None and self._of_sounds and prepared.media is not None and prepared.media.has_sounds:
+            adapter_name = self._of_sounds
         if adapter_name is not None and error is None:
             try:
                 adapter = self._adapter(adapter_name)

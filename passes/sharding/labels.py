@@ -26,6 +26,7 @@ from mllm_compile.runtime.ops.experts.shapes import takes_part
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 Labels = np.ndarray
+_OF_IDS = VIEWS | {"to", "clone", "index_put", "masked_fill"}  # their first operand stays token ids
 
 
 class Labelling:
@@ -420,8 +421,9 @@ def _dims_of(dim: Any, num_dims: int) -> tuple[int, ...]:
 
 
 def _is_of_input_ids(node: Any) -> bool:
+    """True for a batch's tokens; some may be replaced by others, as placeholders of sounds by 0."""
     while isinstance(node, fx.Node) and node.op != "placeholder":
-        if name_of(node) not in VIEWS | {"to"} or not isinstance(node.args[0], fx.Node):
+        if name_of(node) not in _OF_IDS or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
     return isinstance(node, fx.Node) and node.meta.get("input_name") == "input_ids"

@@ -53,6 +53,7 @@ class RequestMedia:
         keys: [N] int64: token ids, where a token takes a feature a negative number of the image and the place in it.
         is_feature: [N] bool.
         sees_ahead: tokens of an image attend to each other in both directions, so that a chunk has all of it.
+        has_sounds: some of the images are sounds, also of a model that takes nothing else.
     """
 
     images: tuple[Image, ...]
@@ -61,6 +62,7 @@ class RequestMedia:
     keys: np.ndarray
     is_feature: np.ndarray
     sees_ahead: bool = False
+    has_sounds: bool = False
 
     @classmethod
     def of(
@@ -86,12 +88,13 @@ class RequestMedia:
         if is_feature.size != ids.size:
             raise RequestError(f"is_feature has {is_feature.size} values for a prompt of {ids.size} tokens")
         expected = np.zeros(ids.size, dtype=bool)
-        keys, end = ids.copy(), 0
+        keys, end, nouns = ids.copy(), 0, set[str]()
         images: list[Image] = []
         placed: list[Placed] = []
         for item in items:
             start, length = item[:2]
             noun = tower.of(item[3]).noun
+            nouns.add(noun)
             if start < end or start + length > ids.size:
                 raise RequestError(
                     f"{_a(noun)}'s tokens are {start} to {start + length - 1} of a prompt of {ids.size}, and what is "
@@ -119,7 +122,7 @@ class RequestMedia:
         if tower.sees_ahead:
             check_apart([(image.start, image.end) for image in images if image.sees_ahead])
         positions, delta = positions_of(ids.size, placed if tower.axes > 1 else (), tower.merge)
-        return cls(tuple(images), positions, delta, keys, expected, tower.sees_ahead)
+        return cls(tuple(images), positions, delta, keys, expected, tower.sees_ahead, "sound" in nouns)
 
     @property
     def num_tokens(self) -> int:

@@ -81,12 +81,6 @@ def _local(hf_model: HFModel, tower: Any) -> ConformerTower:
 
 def _of_blocks(hf_model: HFModel, base: Any) -> ConformerTower:
     config, encoder = hf_model.model.config, base.encoder.config
-    if config.has_lora_adapter:
-        raise refusal(
-            "its config says has_lora_adapter: an adapter computes prompts with sounds, and those alone. Merge it "
-            "and set has_lora_adapter to false",
-            "sound",
-        )
     if config.window_size % config.downsample_rate:
         raise refusal(f"its windows of {config.window_size} rows are no multiple of {config.downsample_rate}", "sound")
     return ConformerTower(
