@@ -95,6 +95,15 @@ def rounds_of(
     return answers
 
 
+def next_of(rounds: Rounds, written: list[Written] | None) -> Round | list[Written | None]:
+    """The next round, after the answers to the one before (None ahead of the first); or what is believed."""
+    try:
+        return rounds.send(written)
+    except StopIteration as end:  # which no future of a thread can have
+        believed: list[Written | None] = end.value
+        return believed
+
+
 def compression_ratio(text: str) -> float:
     """Bytes of a text to those that zlib makes of them: large where it repeats itself. 0 of none."""
     data = text.encode()

@@ -18,7 +18,7 @@ from mllm_compile.engine.speech.answers import (
     transcript_of,
 )
 from mllm_compile.engine.speech.cuts import cut
-from mllm_compile.engine.speech.doubt import TEMPERATURES, Written, rounds_of, temperatures_of
+from mllm_compile.engine.speech.doubt import TEMPERATURES, Round, Written, next_of, rounds_of, temperatures_of
 from mllm_compile.engine.speech.sequential import Walk, most_told
 from mllm_compile.engine.speech.tokens import SpeechTokens
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
@@ -189,11 +189,10 @@ class _Speech:
         rounds = rounds_of(len(prompts), self.temperatures, self._text, no_speech is not None)
         written: list[Written] | None = None
         while True:
-            try:
-                places, temperature = rounds.send(written)
-            except StopIteration as end:
-                believed: list[Written | None] = end.value
-                return believed
+            step = next_of(rounds, written)
+            if not isinstance(step, Round):
+                return step
+            places, temperature = step
             asked = [prompts[place] for place in places]
             if temperature is not None:
                 written = self._written(asked, self.params[temperature])

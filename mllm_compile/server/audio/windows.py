@@ -18,7 +18,7 @@ from mllm_compile.engine.speech.answers import (
     segments_of,
     transcript_of,
 )
-from mllm_compile.engine.speech.doubt import Written, rounds_of
+from mllm_compile.engine.speech.doubt import Round, Written, next_of, rounds_of
 from mllm_compile.engine.speech.sequential import Walk, most_told
 from mllm_compile.engine.speech.transcripts import Segment, Transcript
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -81,12 +81,16 @@ class Windows:
         with self.front.admission.place():
             cut = await self.front.sounds.run(self.sound.cut, language)
         name, believed = await self._believed(cut.windows, cut.beginning, has_begun=False)
-        return name, [
-            segment
-            for written, place in zip(believed, cut.places, strict=True)
-            if written is not None
-            for segment in segments_of(speech.tokens, speech.tokenizer, written, *place)
-        ]
+
+        def segments() -> list[Segment]:
+            return [
+                segment
+                for written, place in zip(believed, cut.places, strict=True)
+                if written is not None
+                for segment in segments_of(speech.tokens, speech.tokenizer, written, *place)
+            ]
+
+        return name, await self.front.sounds.run(segments)
 
     async def _walked(self, language: str | None) -> tuple[str, list[Segment]]:
         sound, fields, speech = self.sound, self.sound.fields, self.sound.speech
@@ -102,8 +106,9 @@ class Windows:
         name = PREFIX
         while not walk.is_at_end:
             ids = walk.beginning(tokens, beginning)
-            name, (written,) = await self._believed([walk.window(frames).tobytes()], ids)
-            segments += walk.segments(written, tokens, speech.tokenizer, frames)
+            window = await self.front.sounds.run(lambda: walk.window(frames).tobytes())
+            name, (written,) = await self._believed([window], ids)
+            segments += await self.front.sounds.run(walk.segments, written, tokens, speech.tokenizer, frames)
         return name, segments
 
     async def _believed(
@@ -133,11 +138,10 @@ class Windows:
         written: list[Written] | None = None
         name = PREFIX
         while True:
-            try:
-                places, temperature = rounds.send(written)
-            except StopIteration as end:
-                believed: list[Written | None] = end.value
-                return name, believed
+            step = await self.front.sounds.run(next_of, rounds, written)  # texts are decoded, and pressed
+            if not isinstance(step, Round):
+                return name, step
+            places, temperature = step
             asked, beginning = [windows[place] for place in places], ids
             if temperature is None:
                 beginning = tokens.up_to_start(ids)
