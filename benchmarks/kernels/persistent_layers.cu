@@ -71,7 +71,7 @@ __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, 
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        if (page * PAGE + 8 * eight + 2 * t + i >= of.keys) s[eight][i] = -INFINITY;
+        if (page * PAGE + 8 * eight + 2 * t + i >= of.keys) s[eight][i] = NO_SCORE;
       }
     }
     const float top = max_of_quad(fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1])));
@@ -106,7 +106,7 @@ __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, 
   if (warp < 8) {  // 256 threads, a dimension of a query each
     const int query = warp / 4, dim = 32 * (warp % 4) + lane;
     const bool is_page = lane < mine;
-    const float top = is_page ? shared.tops[lane][query][0] : -INFINITY;
+    const float top = is_page ? shared.tops[lane][query][0] : NO_SCORE;
     float parts[WARPS], most = top, v = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) parts[i] = i < mine ? load_shared_float(of_page(i) + (query * DIM + dim) * 4) : 0;

@@ -5,7 +5,7 @@ constexpr int SLOT_ROWS = 8, ROW_BYTES = 2048, PITCH = ROW_BYTES + 64, SLOT_BYTE
 constexpr int PAGE = 16, PAGE_BYTES = PAGE * DIM * 2, PARTS = 4, FIRST_OF_O = KV_HEADS * PARTS, O_BLOCKS = HIDDEN / 16;
 constexpr int QKV_ROWS = QKV / BLOCKS, FFN_ROWS = FFN / BLOCKS, DOWN_ROWS = HIDDEN / BLOCKS, HEAD_ROWS = 32;
 constexpr u32 NOT_THERE = ~0u, MOST_LOOKS = 1u << 22;
-constexpr float EPS = 1e-6f;
+constexpr float EPS = 1e-6f, NO_SCORE = -1e30f;
 static_assert(QKV_ROWS == 4 * SLOT_ROWS && FFN_ROWS == 3 * SLOT_ROWS && DOWN_ROWS == SLOT_ROWS, "whole slots");
 static_assert(VOCABULARY % HEAD_ROWS == 0 && FIRST_OF_O + O_BLOCKS <= BLOCKS, "whole chunks, a role a block");
 
