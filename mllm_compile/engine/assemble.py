@@ -198,6 +198,7 @@ def _load(
                 decoder=decoder_prompts(runner, defaults, tokenizer, files, timeline),
                 live=_live_weights(runner, group),
                 memory=_sleeping_memory(runner),
+                num_local=1 if group is None else group.num_local,
                 tell_ranks=None if group is None else group.tell,
                 ask_ranks=None if group is None else group.least,
                 wait_ranks=_nothing if group is None else group.wait_taken,

@@ -46,7 +46,8 @@ def weight_updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
 def engine_sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:
     from mllm_compile.engine.sleep import EngineSleep  # torch
 
-    return EngineSleep(core, weights, parts.memory, parts.tell_ranks, parts.ask_ranks, parts.wait_ranks)
+    ranks = parts.num_local, parts.tell_ranks, parts.ask_ranks, parts.wait_ranks
+    return EngineSleep(core, weights, parts.memory, *ranks)
 
 
 def adapter_registry(parts: AdapterParts, core: EngineCore) -> AdapterRegistry:

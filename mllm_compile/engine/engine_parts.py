@@ -51,6 +51,7 @@ class EngineParts:
         decoder: the decoder's side of prompts, of an encoder-decoder; None: it is another model.
         live: the weights, for updates; a text: why there are none.
         memory: what is given back while it sleeps; a text: why nothing is.
+        num_local: ranks of a host.
         tell_ranks: sends the other ranks a message, on the engine's thread; None: there is one rank.
         ask_ranks: the least of a number of each rank, which all give at the same message; likewise.
         wait_ranks: returns when they have done what was sent.
@@ -79,6 +80,7 @@ class EngineParts:
     decoder: DecoderPrompts | None = None
     live: LiveWeights | str = "there are no weights to update"
     memory: SleepingMemory | str = "there is no memory to give back"
+    num_local: int = 1
     tell_ranks: Callable[[Iterable[memoryview]], None] | None = None
     ask_ranks: Callable[[int], int] | None = None
     wait_ranks: Callable[[], None] = lambda: None

@@ -38,7 +38,7 @@ class EngineSleep:
 
     Args:
         memory: what is given back, or why nothing is.
-        tell_ranks, ask_ranks, wait_ranks: as EngineParts has them.
+        num_local, tell_ranks, ask_ranks, wait_ranks: as EngineParts has them.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class EngineSleep:
         core: EngineCore,
         weights: WeightUpdates,
         memory: SleepingMemory | str,
+        num_local: int,
         tell_ranks: Send | None,
         ask_ranks: Callable[[int], int] | None,
         wait_ranks: Callable[[], None],
@@ -55,7 +56,7 @@ class EngineSleep:
         if tell_ranks is not None and ask_ranks is not None and not isinstance(memory, str):
             agree_still = partial(_agreed, tell_ranks, ask_ranks)
             send, agree = partial(_between_steps, core, tell_ranks), partial(_between_steps, core, agree_still)
-            self._memory = RankedMemory(memory, send, tell_ranks, wait_ranks, agree, agree_still)
+            self._memory = RankedMemory(memory, num_local, send, tell_ranks, wait_ranks, agree, agree_still)
         self._lock = threading.Lock()  # of calls that move memory
 
     @property

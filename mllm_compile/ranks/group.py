@@ -84,14 +84,14 @@ class RankGroup:
         self._nodes, self._store = nodes, None
         self._joining: Joining | None = None
         self._watcher: threading.Thread | None = None
-        self._num_local = self.size if nodes is None else nodes.num_local
-        self.threads = max(1, usable_cores() // self._num_local)
+        self.num_local = self.size if nodes is None else nodes.num_local
+        self.threads = max(1, usable_cores() // self.num_local)
         try:
             place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
             raise _no_shared_memory(error) from error
         try:
-            for rank in range(1, self._num_local):
+            for rank in range(1, self.num_local):
                 self._followers.append(FollowerLink(rank, self._launcher.start(rank)))
             if nodes is not None:
                 with timeline.stage("wait for nodes"):
@@ -104,7 +104,7 @@ class RankGroup:
             self._watcher = watcher
             own_meeting = Meeting(0, self.size, num_stages, device, meeting_id, *self._place_of_hosts())
             for follower in self._followers:
-                own = device_of_rank(device, follower.rank % self._num_local)
+                own = device_of_rank(device, follower.rank % self.num_local)
                 told = replace(own_meeting, rank=follower.rank, device=own)
                 follower.tell(replace(told, host="") if follower.is_remote else told, [place])
             self._joining = Joining(partial(self._join, own_meeting, os.dup(place)))
@@ -157,7 +157,7 @@ class RankGroup:
         num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
         most_bytes = most_record_bytes(num_tokens, rows, pages_of_row, runtime.expert_parallel_size)
         try:
-            own = RingWriter(self._num_local - 1, most_bytes) if self._num_local > 1 else None
+            own = RingWriter(self.num_local - 1, most_bytes) if self.num_local > 1 else None
         except OSError as error:
             raise _no_shared_memory(error) from error
         config = compiled.config.model_dump(mode="json")
@@ -345,7 +345,7 @@ class RankGroup:
             has_ended = follower.process.has_ended()
             follower.look()
             if isinstance(self._ring, SentRing) and follower.is_remote and follower.heard:
-                self._ring.heard(follower.rank - self._num_local, follower.num_read)
+                self._ring.heard(follower.rank - self.num_local, follower.num_read)
                 follower.heard = False
             if follower.error is not None:
                 told.append((follower.error, follower.rank))

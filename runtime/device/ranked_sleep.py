@@ -20,6 +20,7 @@ class RankedMemory:
 
     Args:
         own: this rank's.
+        num_local: ranks of a host, which share its memory.
         send: has the followers take a message; from the thread of `prepare`.
         send_still: likewise, from that of `sleep` and `wake`.
         wait: returns when they have done what was sent; from any thread, while no step is sent.
@@ -30,13 +31,15 @@ class RankedMemory:
     def __init__(
         self,
         own: SleepingMemory,
+        num_local: int,
         send: Send,
         send_still: Send,
         wait: Callable[[], None],
         agree: Agree,
         agree_still: Agree,
     ) -> None:
-        self._own, self._send, self._send_still, self._wait = own, send, send_still, wait
+        self._own, self._num_local = own, num_local
+        self._send, self._send_still, self._wait = send, send_still, wait
         self._agree, self._agree_still = agree, agree_still
 
     @property
@@ -50,13 +53,19 @@ class RankedMemory:
         return self._own.host_bytes
 
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
-        """Does what is slow on all ranks.
+        """Does what is slow on all ranks, once hosts have room for what all of them take.
 
         Raises:
-            DeviceMemoryError: the host has too little.
+            DeviceMemoryError: a host has too little.
         """
+        self._send(_packed("check room", tags=list(tags), saves=saves, num_local=self._num_local))
+        self._own.check_room(tags, saves=saves, num_ranks=self._num_local)
+        self._agree_on_copies()
         self._send(_packed("prepare", tags=list(tags), saves=saves))
         self._own.prepare(tags, saves=saves)
+        self._agree_on_copies()
+
+    def _agree_on_copies(self) -> None:
         self._wait()
         if not self._agree(_packed("agree")):
             raise DeviceMemoryError(
@@ -122,7 +131,9 @@ class FollowedSleep:
     def _take_memory(self, what: str, head: dict[str, Any]) -> None:
         self._has_room = True
         try:
-            if what == "prepare":
+            if what == "check room":
+                self._memory.check_room(head["tags"], saves=head["saves"], num_ranks=head["num_local"])
+            elif what == "prepare":
                 self._memory.prepare(head["tags"], saves=head["saves"])
             else:
                 self._memory.wake(head["tags"])

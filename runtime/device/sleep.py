@@ -44,18 +44,29 @@ class SleepingMemory:
         """Bytes of the host's memory that copies have, asleep or awake."""
         return sum(arena.host_bytes for arena in (*self._kept, *self._weights))
 
+    def check_room(self, tags: Collection[MemoryTag], *, saves: bool, num_ranks: int = 1) -> None:
+        """Refuses copies that the host has no memory for: the system would end a process, later. From any thread.
+
+        Args:
+            num_ranks: of this host, which are about to take as much each.
+
+        Raises:
+            DeviceMemoryError: the host has too little.
+        """
+        needed = num_ranks * sum(arena.num_bytes - arena.host_bytes for arena in self._saved(tags, saves))
+        if needed:
+            what = "a copy of sleeping weights needs" if num_ranks == 1 else f"{num_ranks} ranks' copies need"
+            remedy = "Free some, or use level 2, which copies none that an update brings."
+            check_fits(needed, what, remedy, torch.device("cpu"))
+
     def prepare(self, tags: Collection[MemoryTag], *, saves: bool) -> None:
         """Does what is slow ahead of `sleep`, once: takes the host's memory for copies. From any thread.
 
         Raises:
             DeviceMemoryError: the host has too little.
         """
-        saved = [*self._kept, *(self._weights if saves else ())] if "weights" in tags else []
-        needed = sum(arena.num_bytes - arena.host_bytes for arena in saved)
-        if needed:  # of the system that would end the process, later
-            remedy = "Free some, or use level 2, which copies none that an update brings."
-            check_fits(needed, "a copy of sleeping weights needs", remedy, torch.device("cpu"))
-        for arena in saved:
+        self.check_room(tags, saves=saves)
+        for arena in self._saved(tags, saves):
             arena.prepare_to_save()
 
     def sleep(self, tags: Collection[MemoryTag], version: int | None) -> None:
@@ -98,6 +109,10 @@ class SleepingMemory:
             if tag in tags:
                 for arena in arenas:
                     arena.sleep()
+
+    def _saved(self, tags: Collection[MemoryTag], saves: bool) -> list[Arena]:
+        """The arenas whose bytes the host gets a copy of."""
+        return [*self._kept, *(self._weights if saves else ())] if "weights" in tags else []
 
     @property
     def _arenas(self) -> tuple[tuple[MemoryTag, list[Arena]], ...]:

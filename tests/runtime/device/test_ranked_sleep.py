@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mllm_compile.errors import DeviceMemoryError
+from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.device.ranked_sleep import FollowedSleep, RankedMemory, is_sleep
 from mllm_compile.runtime.device.sleep import MEMORY_TAGS, SleepingMemory
 from tests.sleeping_arena import Machine
@@ -24,7 +25,7 @@ class Rank:
         self.memory = SleepingMemory(torch.device("cpu"), weights, [], [kv_cache])
 
 
-def over(own: Rank, follower: Rank) -> RankedMemory:
+def over(own: Rank, follower: Rank, num_local: int = 1) -> RankedMemory:
     votes = list[int]()
     followed = FollowedSleep(follower.memory, votes.append)
 
@@ -37,7 +38,7 @@ def over(own: Rank, follower: Rank) -> RankedMemory:
         send(parts)
         return bool(votes.pop())
 
-    return RankedMemory(own.memory, send, send, lambda: None, agree, agree)
+    return RankedMemory(own.memory, num_local, send, send, lambda: None, agree, agree)
 
 
 def test_all_ranks_sleep_and_wake():
@@ -84,3 +85,20 @@ def test_a_host_without_room_is_told(full):
     memory.sleep(MEMORY_TAGS, 0)
     memory.wake(MEMORY_TAGS)
     assert not any(rank.weight.any() for rank in ranks)
+
+
+def test_ranks_of_one_host_need_room_for_all_of_them_before_one_takes_any(monkeypatch):
+    ranks = Rank(), Rank()
+    needed = sum(rank.memory.num_bytes["weights"] for rank in ranks)
+    free = [needed - 1]
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: (free[0], needed))
+    apart, together = over(*ranks), over(*ranks, num_local=2)
+    with pytest.raises(DeviceMemoryError, match="2 ranks' copies need"):
+        together.prepare(MEMORY_TAGS, saves=True)
+    assert [rank.memory.host_bytes for rank in ranks] == [0, 0]
+    together.prepare(MEMORY_TAGS, saves=False)
+    assert together.host_bytes == 0, "weights that come anew are not copied"
+    apart.prepare(MEMORY_TAGS, saves=True)
+    free[0] = 0
+    together.prepare(MEMORY_TAGS, saves=True)  # whose copies are there
+    assert sum(rank.memory.host_bytes for rank in ranks) == needed
