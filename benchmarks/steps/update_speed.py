@@ -4,7 +4,8 @@
 
 Tensors are on the engine's device, as a trainer beside it has them, under the parameters' names: of this process, or of
 another one that shares them (handles), in a folder, or sent by a second GPU (nccl). Ways take turns in each round, with
-requests that decode meanwhile. Single values are 1 % of each matrix. Prints medians.
+requests that decode meanwhile. Single values are 1 % of each matrix. Prints medians, and the memory that is held behind
+the first round and behind the last.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.errors import WeightUpdateError
 from mllm_compile.process.timeline import Timeline
+from mllm_compile.runtime.device.memory import memory_bytes
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.transfer.transfers import Transfers
 
@@ -186,6 +188,7 @@ def main() -> None:
         machine = machine_line() if torch.cuda.is_available() else "a CPU"
         of_all = f"{given.num_bytes / 1e9:.2f} GB in {len(given.shapes)} tensors"
         print(f"{machine}; {of_all}, {arguments.requests} requests")
+        held = []
         for _ in range(arguments.rounds + 1):
             for name, way in ways.items():
                 running = [engine.stream([7, index + 1], greedy(4096)) for index in range(arguments.requests)]
@@ -195,7 +198,20 @@ def main() -> None:
                 found.add(f"{name}, pause of steps", pause_s * 1e3)
                 engine.pause("abort")
                 engine.resume()
+            held.append(_held(given.device))
     found.show()
+    print(f"held behind the first of {len(held)} rounds: {held[0]}; behind the last: {held[-1]}")
+
+
+def _held(device: torch.device) -> str:
+    """What the device and this process hold; the former with all other processes."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    of_host = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    text = f"{of_host / 1024:.0f} MiB of the host"
+    if device.type != "cuda":
+        return text
+    free, total = memory_bytes(device)
+    return f"{(total - free) / 2**20:.0f} MiB of the device, {text}"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import EnginePausedError
@@ -111,3 +113,39 @@ def check(prompt: list[int], outputs: list[Any], key_of: dict[str, int]) -> None
         for key in keys:
             text.append(hashed_token([key, *text]))
         assert found == text[len(prompt) :]
+
+
+def test_two_hundred_updates_leave_nothing_behind():
+    """Of every update's own objects not one stays: neither tensors, nor versions, nor what its requests held."""
+    live = live_weights()
+
+    def update(number: int) -> None:
+        direct = number % 3 == 1
+        engine.update_weights(tensors_of(number).items(), version=f"v{number}", direct=direct)
+        if number % 3 == 2:
+            engine.weights.start(partial=True)
+            engine.weights.receive_delta("key", torch.tensor([1]), torch.tensor([float(number)]))
+            engine.weights.finish(version=f"v{number} and a value")
+        if number % 7 == 0:
+            with pytest.raises(Lost):
+                engine.update_weights(broken_off(tensors_of(number), 1))
+        engine.generate([97, 98, 99], SamplingParams(max_tokens=2, ignore_eos=True))
+
+    def counted() -> tuple[int, int]:
+        """Live objects, and tensors among them."""
+        assert all_pages_are_back(engine)
+        runner.batches.clear()
+        gc.collect()
+        objects = gc.get_objects()
+        return len(objects), sum(isinstance(one, torch.Tensor) for one in objects)
+
+    runner = FakeStepRunner(following(live))
+    with fake_engine(runner, live=live) as engine:
+        for number in range(60):
+            update(number)
+        objects, tensors = counted()
+        for number in range(60, 260):
+            update(number)
+        grown_objects, grown_tensors = counted()
+        assert grown_tensors <= tensors
+        assert grown_objects - objects < 100
