@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.in_place import make_functional
@@ -25,7 +26,7 @@ _OF_ANY_STRIDES = (torch.reshape, torch.flatten, "contiguous")
 
 
 class Canonicalise(GraphPass):
-    """Normalises names, sizes, writes, spellings, copies that are undone and dead ends.
+    """Normalises names, sizes, writes, spellings, copies that are undone, dropouts and dead ends.
 
     Why: Dynamo's graphs have sizes as inputs, range checks on them, and names made of module paths. A piece must be a
         function of tensors alone, and equal layers should read alike. An op that writes into a tensor changes it for
@@ -60,7 +61,7 @@ class Canonicalise(GraphPass):
         self._rename_placeholders(gm)
         drop_dead_nodes(gm)
         spell(gm)
-        matches += self._drop_copies(gm)
+        matches += self._drop_copies(gm) + self._drop_dropouts(gm)
         self._drop_unused_weights(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -112,6 +113,16 @@ class Canonicalise(GraphPass):
             name = node.meta.get("weight_name") or node.meta["input_name"]
             node._rename(identifier(name))
             node.target = node.name  # unique, which identifiers of two names need not be
+
+    @staticmethod
+    def _drop_dropouts(gm: fx.GraphModule) -> int:
+        """Drops dropouts that drop nothing, which hide what is around them."""
+        found = [node for node in gm.graph.nodes if is_call(node, functional.dropout) and node.args[2:3] == (False,)]
+        for node in found:
+            source: Any = node.args[0]
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)
+        return len(found)
 
     @staticmethod
     def _drop_copies(gm: fx.GraphModule) -> int:

@@ -15,13 +15,15 @@ from mllm_compile.passes.base import NO_VARIANTS, GraphPass, PassResult, PassTar
 from mllm_compile.passes.match.linear import (
     Linear,
     match_adapted_linear,
+    match_gelu,
+    match_layer_norm,
     match_linear,
     match_quantised_as_linear,
     match_residual,
     match_silu_mul,
     match_squared_relu,
 )
-from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.passes.match.nodes import is_op, replace_by_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.passes.variants import add_variants, copy_of
@@ -80,8 +82,9 @@ class LinearOps:
         is_taken: tells if they take a weight of [rows, columns].
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
-        takes_bias: a linear that nothing else becomes part of may have one.
-        squares_relu: they take relu(x) ** 2 of a linear's outputs along.
+        takes_bias: a linear may have one, where it is not gated and leaves nothing for a norm.
+        activates: they take relu(x) ** 2 and gelu(x) of a linear's outputs along.
+        takes_layer_norm: tells if an op `mllm.<prefix>_linear_layer_norm` takes a linear with the norm of its inputs.
         is_quantised_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a
             gated linear, the half of its rows.
         is_adapted_taken: tells if they take a linear with its adapters, by ops `mllm.<prefix>_linear_lora…`.
@@ -92,7 +95,8 @@ class LinearOps:
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
     takes_bias: bool = False
-    squares_relu: bool = False
+    activates: bool = False
+    takes_layer_norm: Callable[[Linear], bool] = lambda linear: False
     is_quantised_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
     is_adapted_taken: Callable[[Linear], bool] = lambda linear: False
 
@@ -151,7 +155,8 @@ def few_token_variant(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule |
     variant = copy_of(piece)
     fusion = _Fusion(variant.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
-    for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.squared, fusion.linear, fusion.scaled_experts):
+    of_linears = (fusion.gated, fusion.activated, fusion.linear)
+    for fuse in (fusion.residual, fusion.experts, *of_linears, fusion.scaled_experts, fusion.layer_norm):
         for node in list(variant.graph.nodes):
             fuse(node)
     variant.graph.eliminate_dead_code()
@@ -168,6 +173,7 @@ class _Fusion:
 
     def __init__(self, graph: fx.Graph, ops: LinearOps) -> None:
         self.fused: set[fx.Node] = set()
+        self._are_normed: dict[fx.Node, bool] = {}  # calls of linears, by whether they may norm their inputs
         self._graph = graph
         self._ops = ops
         self._scaled: dict[fx.Node, _Scaled] = {}  # by the norm that it stands for
@@ -179,12 +185,13 @@ class _Fusion:
 
     def residual(self, node: fx.Node) -> None:
         """Fuses residual + linear, with the one norm behind it if only linears of ours read that."""
-        for linear, residual in match_residual(node, self._ops.match_without_bias):
+        for linear, residual in match_residual(node, self._ops.match):
             norms = self._norms[node]
-            if len(norms) == 1 and self._can_go(*norms[0], linear):
+            if len(norms) == 1 and linear.bias is None and self._can_go(*norms[0], linear):
                 out = self._call_norm_op(node, linear, residual, *norms[0])
             else:
-                out = self._call(node, linear, "_residual", linear.source, residual)
+                bias = () if linear.bias is None else (linear.bias,)
+                out = self._call(node, linear, "_residual", linear.source, residual, *bias)
             self._replace(node, linear, out)
             return
 
@@ -217,11 +224,26 @@ class _Fusion:
         if linear is not None and self._ops.takes_half(linear):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
-    def squared(self, node: fx.Node) -> None:
-        """Fuses relu(linear) ** 2."""
-        linear = self._ops.match(match_squared_relu(node)) if self._ops.squares_relu else None
-        if linear is not None and len(linear.node.users) == 1:
-            self._replace(node, linear, self._call_linear(node, linear, False, squares_relu=True))
+    def activated(self, node: fx.Node) -> None:
+        """Fuses relu(linear) ** 2, or gelu(linear)."""
+        for match, activation in ((match_squared_relu, (True,)), (match_gelu, (False, True))):
+            linear = self._ops.match(match(node)) if self._ops.activates else None
+            if linear is not None and len(linear.node.users) == 1:
+                self._replace(node, linear, self._call_linear(node, linear, False, activation))
+                return
+
+    def layer_norm(self, node: fx.Node) -> None:
+        """Lets linears norm their inputs, where none but such read the norm."""
+        norm, readers = match_layer_norm(node), [user for user in node.users if user not in self.fused]
+        if norm is None or not all(self._are_normed.get(user, False) for user in readers):
+            return
+        if any(one.meta["val"].dtype != torch.bfloat16 for one in (norm.x, norm.weight, norm.bias)):
+            return
+        for user in readers:
+            _, weight, _, _, _, *last = user.args
+            bias, has_gelu = (*last, None)[0], last[2:3] == [True]
+            operands = (norm.x, weight, norm.weight, norm.bias, norm.eps, bias, has_gelu)
+            replace_by_op(user.graph, user, op(f"{self._ops.prefix}_linear_layer_norm"), *operands)
 
     def linear(self, node: fx.Node) -> None:
         """Replaces a linear that is part of nothing larger."""
@@ -229,11 +251,13 @@ class _Fusion:
         if linear is not None:
             self._replace(node, linear, self._call_linear(node, linear, False))
 
-    def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool, squares_relu: bool = False) -> fx.Node:
+    def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool, activation: tuple[bool, ...] = ()) -> fx.Node:
         norm = self._scaled.get(linear.source)
-        last = (linear.bias, True) if squares_relu else () if linear.bias is None else (linear.bias,)
+        last = (linear.bias, *activation) if activation else () if linear.bias is None else (linear.bias,)
         if norm is None:
-            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *last)
+            made = self._call(node, linear, "", linear.source, None, 0.0, is_gated, *last)
+            self._are_normed[made] = not is_gated and activation[:1] != (True,) and self._ops.takes_layer_norm(linear)
+            return made
         return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *last)
 
     def _call_norm_op(

@@ -110,6 +110,12 @@ __device__ __forceinline__ u32 squared_relu(u32 v) {
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(relu) : "r"(v), "r"(0));
   return times(relu, relu);
 }
+// v * Phi(v) of two values, rounded once; as torch's of bfloat16.
+__device__ __forceinline__ u32 gelu(u32 v) {
+  constexpr float ROOT = 0.70710678118654752f;  // of one half
+  const float first = first_of(v), second = second_of(v);
+  return pack(first * 0.5f * (1.f + erff(first * ROOT)), second * 0.5f * (1.f + erff(second * ROOT)));
+}
 // exp(-v). Below -40 (silu is -2e-16 there) it does not grow on, so that no product of two is infinite.
 __device__ __forceinline__ float power_of(float v) {
   constexpr float LEAST = -40.f, LOG2_E = 1.4426950408889634f;

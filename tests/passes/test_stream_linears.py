@@ -31,7 +31,7 @@ from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
+from mllm_compile.runtime.ops.stream_linear.shapes import LAYER_NORM_TOKENS, MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
 from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, most_tokens
 from mllm_compile.runtime.program.spec import PieceVariant, Program
@@ -178,7 +178,10 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     piece = block.module(biased("qkv", normed), gated, added)
     variant = few_token_variant(piece, streamed(MAX_STREAMED_TOKENS))
     assert variant is not None
-    assert sorted(fused_ops(variant)) == ["stream_linear"] * 3 + ["stream_linear_residual_norm"]
+    assert sorted(fused_ops(variant)) == ["stream_linear"] * 2 + [
+        "stream_linear_residual",
+        "stream_linear_residual_norm",
+    ]
     for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
     gm = graph_of_one_piece(piece)
@@ -224,6 +227,38 @@ def test_the_square_of_a_relu_becomes_part_of_its_linear(spelled, has_bias):
         (True, has_bias),
         (False, has_bias),
     }
+
+
+@pytest.mark.parametrize("norms_by_itself", [False, True])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_layer_norm_and_gelu_become_parts_of_linears(approximate, norms_by_itself):
+    """With few tokens the norm goes too, unless something else reads it; GELU by tanh stays."""
+    block = Block()
+    x, residual = block.input("x", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
+    product = block.call(LINEAR, x, block.input("o", HIDDEN, HIDDEN), block.input("o_bias", HIDDEN))
+    after = block.call(operator.add, residual, product)
+    weights = block.input("norm", HIDDEN), block.input("norm_bias", HIDDEN)
+    normed = block.call(torch.nn.functional.layer_norm, after, (HIDDEN,), *weights, 1e-5)
+    up = block.call(LINEAR, normed, block.input("up", FFN, HIDDEN), block.input("up_bias", FFN))
+    said = {} if approximate == "none" else {"approximate": approximate}
+    out = block.call(torch.nn.functional.gelu, up, **said)
+    piece = block.module(out, after, *([normed] if norms_by_itself else []))
+    gm = graph_of_one_piece(piece)
+    assert StreamLinears()(gm).matches == (1 if norms_by_itself else 2)
+    sizes = {MAX_STREAMED_TOKENS} if norms_by_itself else {LAYER_NORM_TOKENS, MAX_STREAMED_TOKENS}
+    assert gm.meta[VARIANTS]["piece_a"].keys() == sizes
+    for size, name in gm.meta[VARIANTS]["piece_a"].items():
+        variant = gm.get_submodule(name)
+        last = "stream_linear_layer_norm" if size == LAYER_NORM_TOKENS else "stream_linear"
+        assert sorted(fused_ops(variant)) == sorted(["stream_linear_residual", last])
+        has_gelu = any(node.target is torch.nn.functional.gelu for node in variant.graph.nodes)
+        assert has_gelu == (approximate == "tanh")
+        for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
+            assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
+    variants = {"piece_a": tuple(PieceVariant(name, 0, 1, size) for size, name in gm.meta[VARIANTS]["piece_a"].items())}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]}
+    assert {kind.layer_norm for kind in kinds if kind.rows == FFN} == {False, not norms_by_itself}
+    assert {(kind.residual, kind.bias) for kind in kinds if kind.rows == HIDDEN} == {(True, True)}
 
 
 def test_a_bias_that_is_computed_keeps_its_piece_from_the_variant():

@@ -20,6 +20,7 @@ MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
 # under way any more. With these no layer that was measured takes longer by more than 0.6 %, and most take less
 # (docs/lab/kernels.md).
 _EARLY_BYTES = 64 << 10
+_MARKS = ("gated", "residual", "bias", "plus_one", "squared_relu", "gelu", "layer_norm")
 NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one half (lanes.py)
 
 
@@ -33,9 +34,10 @@ class LinearKind:
         gated: silu(gate) * up.
         residual: a residual is added.
         next_blocks: sums of squares a token that it leaves for the next norm; 0: no norm.
-        bias: one is added; not together with one of the last three.
+        bias: one is added; not together with `gated` or `next_blocks`.
         plus_one: the norm behind it multiplies by 1 + its weight.
-        squared_relu: relu(x) ** 2 of its outputs; not together with `gated` or `residual`.
+        squared_relu, gelu: relu(x) ** 2 of its outputs, or gelu(x) by erf; not together with `gated` or `residual`.
+        layer_norm: of x; not together with `norm_blocks` or `residual`, and by lanes.cu alone.
     """
 
     rows: int
@@ -47,10 +49,12 @@ class LinearKind:
     bias: bool = False
     plus_one: bool = False
     squared_relu: bool = False
+    gelu: bool = False
+    layer_norm: bool = False
 
     @property
     def name(self) -> str:
-        marks = [mark for mark in ("gated", "residual", "bias", "plus_one", "squared_relu") if getattr(self, mark)]
+        marks = [mark for mark in _MARKS if getattr(self, mark)]
         norms = [f"norm{self.norm_blocks}", *([f"next{self.next_blocks}"] if self.next_blocks else [])]
         return "_".join([f"{self.rows}x{self.columns}", *norms, *marks])
 

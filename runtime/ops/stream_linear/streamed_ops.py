@@ -68,13 +68,14 @@ class LoadedLinear(LoadedKernel[LinearTiling]):
 class StreamedOps:
     """Defines the ops of one form of weights, and holds their kernels.
 
-    `<prefix>(x, *weight, squares, eps, gated, bias=None, squared_relu=False)` is x · weightᵀ + bias, of a norm and
-    gated if so asked: x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these
-    are the sums of squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and
-    the result silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has
-    none. With `squared_relu` the result is relu(y) ** 2 of the rounded sums y.
+    `<prefix>(x, *weight, squares, eps, gated, bias=None, squared_relu=False, gelu=False)` is x · weightᵀ + bias, of a
+    norm and gated if so asked: x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight
+    and these are the sums of squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up
+    rows] and the result silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated
+    one has none. With `squared_relu` the result is relu(y) ** 2 of the rounded sums y, with `gelu` gelu(y) by erf.
 
-    `<prefix>_residual(x, *weight, residual)` is residual + x · weightᵀ, residual […, N] bfloat16.
+    `<prefix>_residual(x, *weight, residual, bias=None)` is residual + (x · weightᵀ + bias), whose second part is
+    rounded first; residual […, N] bfloat16.
 
     `<prefix>_residual_norm(x, *weight, residual, norm_weight, plus_one=False)` gives h = residual + x · weightᵀ,
     h · norm_weight, both […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the
@@ -109,12 +110,14 @@ class StreamedOps:
         self._loaded: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
         self._define(
             f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None,"
-            " bool squared_relu=False) -> Tensor",
+            " bool squared_relu=False, bool gelu=False) -> Tensor",
             self._plain,
             self._fake_plain,
         )
         self._define(
-            f"{prefix}_residual(Tensor x, {weight}, Tensor residual) -> Tensor", self._residual, _fake_residual
+            f"{prefix}_residual(Tensor x, {weight}, Tensor residual, Tensor? bias=None) -> Tensor",
+            self._residual,
+            self._fake_residual,
         )
         self._define(
             f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight, bool plus_one=False)"
@@ -130,18 +133,27 @@ class StreamedOps:
         torch.library.register_fake(f"mllm::{name}", fake, lib=_LIBRARY)
 
     def plain_kind(
-        self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool, squared_relu: bool
+        self,
+        weight: Weight,
+        squares: torch.Tensor | None,
+        gated: bool,
+        has_bias: bool,
+        squared_relu: bool,
+        gelu: bool = False,
     ) -> LinearKind:
         """The linear of a call of `<prefix>`."""
         norm_blocks = 0 if squares is None else int(squares.shape[-1])
         kind = self._kind_of(*weight)
-        return replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias, squared_relu=squared_relu)
+        kind = replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias)
+        return replace(kind, squared_relu=squared_relu, gelu=gelu)
 
-    def residual_kind(self, weight: Weight, norm_next: bool, plus_one: bool = False) -> LinearKind:
+    def residual_kind(
+        self, weight: Weight, norm_next: bool, plus_one: bool = False, has_bias: bool = False
+    ) -> LinearKind:
         """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
         kind = self._kind_of(*weight)
         next_blocks = self._num_norm_blocks(kind.rows, kind.columns) if norm_next else 0
-        return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one)
+        return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one, bias=has_bias)
 
     def kind_of_call(self, node: Any, name: str) -> LinearKind:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
@@ -149,11 +161,15 @@ class StreamedOps:
         weight = tuple(getattr(one, "meta", {"val": one})["val"] for one in node.args[1:count])
         if name:
             has_norm = name == "_residual_norm"
-            return self.residual_kind(weight, has_norm, plus_one=has_norm and node.args[count + 2 :] == (True,))
+            if not has_norm:
+                return self.residual_kind(
+                    weight, False, has_bias=any(one is not None for one in node.args[count + 1 :])
+                )
+            return self.residual_kind(weight, True, plus_one=node.args[count + 2 :] == (True,))
         squares, _, gated, *last = node.args[count:]
-        bias, squared_relu = _last_operands(*last)
+        bias, *activations = _last_operands(*last)
         squares = None if squares is None else squares.meta["val"]
-        return self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
+        return self.plain_kind(weight, squares, gated, bias is not None, *activations)
 
     def load_kernels(
         self, tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes], device: torch.device
@@ -200,10 +216,10 @@ class StreamedOps:
 
     def _plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (squares, eps, gated, *last) = self._taken(operands)
-        bias, squared_relu = _last_operands(*last, **named)
+        bias, *activations = _last_operands(*last, **named)
         x = aligned(x)
         out = _new_output(x, weight, gated)
-        kind = self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
+        kind = self.plain_kind(weight, squares, gated, bias is not None, *activations)
         self._launch(x, weight, kind, (squares, None, bias, out, None, None), eps)
         return out
 
@@ -211,13 +227,17 @@ class StreamedOps:
         weight, (_, _, gated, *_) = self._taken(operands)
         return _new_output(x, weight, gated)
 
-    def _residual(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
-        weight, (residual,) = self._taken(operands)
-        x, residual = aligned(x), aligned(residual)
+    def _residual(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, (residual, *last) = self._taken(operands)
+        x, residual, bias = aligned(x), aligned(residual), last[0] if last else bias
         out = residual.new_empty(residual.shape)
-        kind = self.residual_kind(weight, norm_next=False)
-        self._launch(x, weight, kind, (None, residual, None, out, None, None))
+        kind = self.residual_kind(weight, norm_next=False, has_bias=bias is not None)
+        self._launch(x, weight, kind, (None, residual, bias, out, None, None))
         return out
+
+    def _fake_residual(self, x: torch.Tensor, *operands: Any, **_: Any) -> torch.Tensor:
+        _, (residual, *_) = self._taken(operands)
+        return residual.new_empty(residual.shape)
 
     def _residual_norm(
         self, x: torch.Tensor, *operands: Any, plus_one: bool = False
@@ -236,9 +256,9 @@ class StreamedOps:
         return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
 
 
-def _last_operands(bias: Any = None, squared_relu: bool = False) -> tuple[Any, bool]:
+def _last_operands(bias: Any = None, squared_relu: bool = False, gelu: bool = False) -> tuple[Any, bool, bool]:
     """The operands of `<prefix>` that a call may leave out."""
-    return bias, squared_relu
+    return bias, squared_relu, gelu
 
 
 def _rows_of(tensors: Iterable[torch.Tensor | None], rows: slice) -> list[torch.Tensor | None]:
@@ -250,10 +270,6 @@ def _new_output(x: torch.Tensor, weight: Weight, gated: bool) -> torch.Tensor:
     assert weight[0] is not None, "a weight has values"
     rows = weight[0].shape[0]
     return x.new_empty((*x.shape[:-1], rows // 2 if gated else rows))
-
-
-def _fake_residual(x: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    return operands[-1].new_empty(operands[-1].shape)
 
 
 def _norm_outputs(residual: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,9 +12,9 @@
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS,
 // NUM_THREADS and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
-// leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
-// `multiply_add_all`, which adds products to ROWS / 2 sums of a thread. RANK of adapters that add to it (adapters.cuh);
-// without them there is none. With them the ring has pages behind a tile's stages: B of the slots that tokens have.
+// leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, GELU,
+// and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread. RANK of adapters that add to it
+// (adapters.cuh); without them there is none. With them the ring has pages behind a tile's stages: B of the slots that tokens have.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -348,7 +348,7 @@ constexpr int HELPERS = 0;
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
   const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
-  return SQUARED_RELU ? squared_relu(both) : both;
+  return SQUARED_RELU ? squared_relu(both) : GELU ? gelu(both) : both;
 }
 // The norm's factor, the bias, the activation, the residual, and what the next norm wants.
 __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Outputs& outputs, const Operands& operands,

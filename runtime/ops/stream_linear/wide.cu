@@ -17,7 +17,7 @@
 // block, REGISTER_THREADS that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the
 // weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a
 // token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
-// SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
+// SQUARED_RELU, GELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 //
 // SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight)
 // and a token (in the place of sums of squares); no other ops are around the linear.
@@ -193,6 +193,7 @@ __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, con
     u32 low = pack(sum[0] * first * scales[0] + bias[0], sum[1] * second * scales[0] + bias[0]);
     u32 high = pack(sum[2] * first * scales[1] + bias[1], sum[3] * second * scales[1] + bias[1]);
     if (SQUARED_RELU) low = squared_relu(low), high = squared_relu(high);
+    if (GELU) low = gelu(low), high = gelu(high);
     if (GATED)
       parts[b % 4] = silu_times_of_tokens(low, high);  // sum[0] and sum[1] are of two
     else

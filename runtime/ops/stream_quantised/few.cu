@@ -21,7 +21,7 @@
 // 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16), ZEROS (there are zero
 // points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of
 // squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the
-// next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
+// next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, GELU.
 
 constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -183,7 +183,7 @@ __device__ __forceinline__ float scale_at(const char* scales, int i) {
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
   const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
-  return SQUARED_RELU ? squared_relu(both) : both;
+  return SQUARED_RELU ? squared_relu(both) : GELU ? gelu(both) : both;
 }
 
 extern "C" __global__ void

@@ -23,7 +23,7 @@
 // else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
 // factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS
 // (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's
-// weight), SQUARED_RELU.
+// weight), SQUARED_RELU, GELU.
 
 constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
 constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
@@ -206,7 +206,7 @@ __device__ __forceinline__ void deliver(float* inbox, float upper0, float upper1
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
   const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
-  return SQUARED_RELU ? squared_relu(both) : both;
+  return SQUARED_RELU ? squared_relu(both) : GELU ? gelu(both) : both;
 }
 
 extern "C" __global__ void

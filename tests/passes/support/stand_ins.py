@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu as torch_gelu
+from torch.nn.functional import layer_norm, silu
 from torch.nn.functional import linear as torch_linear
-from torch.nn.functional import silu
 
 from mllm_compile.compiler import rewriting
 from mllm_compile.passes.base import GraphPass
@@ -77,7 +78,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     del library
 
 
-def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False):
+def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False, gelu=False):
     """The computation of `few_linear` and `stream_linear`."""
     product = torch_linear(x.float(), weight.float())
     if squares is not None:
@@ -86,13 +87,18 @@ def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False):
         product = product + bias.float()
     product = product.to(x.dtype)
     if not gated:
-        return product.relu().square() if squared_relu else product
+        return product.relu().square() if squared_relu else torch_gelu(product) if gelu else product
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
 
 
-def linear_residual(x, weight, residual):
-    return residual + torch_linear(x, weight)
+def linear_layer_norm(x, weight, norm_weight, norm_bias, eps, bias=None, gelu=False):
+    normed = layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
+    return linear(normed, weight, None, 0.0, False, bias, gelu=gelu)
+
+
+def linear_residual(x, weight, residual, bias=None):
+    return residual + torch_linear(x, weight, bias)
 
 
 def linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one=False):
@@ -146,11 +152,11 @@ def streamed_ops_on_cpu() -> Iterator[None]:
         num_blocks = num_streamed_norm_blocks(*weight.shape)
         return linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one)
 
-    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None, squared_relu=False):
-        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias, squared_relu)
+    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None, squared_relu=False, gelu=False):
+        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias, squared_relu, gelu)
 
-    def quantised_residual(x, values, scales, zeros, residual):
-        return linear_residual(x, small_weight(values, scales, zeros).to(x.dtype), residual)
+    def quantised_residual(x, values, scales, zeros, residual, bias=None):
+        return linear_residual(x, small_weight(values, scales, zeros).to(x.dtype), residual, bias)
 
     def quantised_residual_norm(x, values, scales, zeros, residual, norm_weight, plus_one=False):
         weight = small_weight(values, scales, zeros).to(x.dtype)
@@ -177,6 +183,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_quantised_linear_residual_norm", quantised_residual_norm, "CPU")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
+    library.impl("stream_linear_layer_norm", linear_layer_norm, "CPU")
     library.impl("linear_in_one_order", torch_linear, "CPU")
     library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
