@@ -10,8 +10,8 @@
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, NORM_BLOCKS (sums of squares
 // a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
-// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, GELU. RANK of adapters that add to
-// it (adapters.cuh); without them there is none.
+// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, GELU. RANK of adapters that add
+// to it (adapters.cuh); without them there is none.
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;

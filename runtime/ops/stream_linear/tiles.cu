@@ -14,7 +14,8 @@
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, GELU,
 // and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread. RANK of adapters that add to it
-// (adapters.cuh); without them there is none. With them the ring has pages behind a tile's stages: B of the slots that tokens have.
+// (adapters.cuh); without them there is none. With them the ring has pages behind a tile's stages: B of the slots that
+// tokens have.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
