@@ -89,7 +89,12 @@ _NAMES_ELSEWHERE = {
     "lora_paths": "lora.adapters",
     "speculative_config": "speculative.method",
     "speculative_algorithm": "speculative.method",
+    "speculative_model": "speculative.model",
+    "speculative_draft_model_path": "speculative.model",
+    "speculative_num_steps": "speculative.num_speculative_tokens",
     "speculative_num_draft_tokens": "speculative.num_speculative_tokens",
+    "ngram_prompt_lookup_min": "speculative.prompt_lookup_min",
+    "ngram_prompt_lookup_max": "speculative.prompt_lookup_max",
     "speculative_token_map": "speculative.token_map",
 }
 
@@ -105,6 +110,7 @@ _NOT_THERE = {
     "num_speculative_tokens_per_batch_size": "num_speculative_tokens: auto finds the best one for each number of "
     "requests while it serves",
     "disable_by_batch_size": "num_speculative_tokens: auto drafts nothing where it does not pay",
+    "speculative_eagle_topk": "a draft is one row of tokens, no tree: speculative.num_speculative_tokens",
     "rejection_sample_method": "the sampler chooses each token, so answers are those without drafts; "
     "synthetic_acceptance_length is for benchmarks",
     "cpu_offload_gb": "weights and KV cache lie on the device",

@@ -45,13 +45,15 @@ num-scheduler-steps enable-chunked-prefill no-enable-chunked-prefill max-num-bat
 long-prefill-token-threshold scheduling-policy preemption-mode disable-cascade-attn generation-config
 override-generation-config enable-sleep-mode kv-transfer-config compilation-config additional-config
 enable-eplb structured-outputs-config attention-backend api-server-count headless config stream-interval
-async-scheduling nnodes node-rank all2all-backend
+async-scheduling nnodes node-rank all2all-backend speculative-model num-speculative-tokens ngram-prompt-lookup-max
+ngram-prompt-lookup-min
 """.split
 SGLANG = """
 model-path tokenizer-path context-length mem-fraction-static chunked-prefill-size max-running-requests tp tp-size
 dp-size ep-size disable-radix-cache disable-cuda-graph cuda-graph-bs schedule-policy grammar-backend log-level
 enable-metrics tool-call-parser reasoning-parser chat-template is-embedding lora-paths json-model-override-args
-random-seed enable-torch-compile enable-cache-report dist-init-addr
+random-seed enable-torch-compile enable-cache-report dist-init-addr speculative-algorithm speculative-draft-model-path
+speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
 """.split
 
 

@@ -28,17 +28,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def served(cache: Path, store: str, options: dict[str, Any], timeout_s: float = 60.0) -> Engine:
+def served(cache: Path, store: str, options: dict[str, Any], timeout_s: float = 60.0, **sections: Any) -> Engine:
     transfer = {"kv_connector": store, "kv_connector_extra_config": options, "trust_local_code": True}
     transfer["timeout_s"] = timeout_s
     runtime = {"kv_offloading_size": 0.05, "kv_offloading_min_gain": 0, "kv_transfer_config": transfer}
-    config = tiny_config(cache, runtime=runtime | {"max_model_len": 128}, compile={"backend": "eager"})
+    config = tiny_config(cache, runtime=runtime | {"max_model_len": 128}, compile={"backend": "eager"}, **sections)
     return engine_of_pages(config, 60)
 
 
-def answers(engine: Engine) -> list[list[int]]:
-    outputs = engine.generate(PROMPTS, GREEDY)
-    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.error for output in outputs] == [None] * len(prompts)
     return [output.token_ids for output in outputs]
 
 
@@ -68,6 +68,23 @@ def test_an_engine_finds_what_another_one_has_stored_and_computes_what_is_damage
         assert answers(last) == expected
         assert last.stats().tiers[1].failed_loads > 0
     assert "came back damaged" in caplog.text
+
+
+def test_drafts_behind_pages_of_a_store_change_no_answer(cache: Path) -> None:
+    """As vLLM's issue 53505 tells of wrong answers."""
+    repeated = [[first, *[11, 12, 13, 14] * 21] for first in range(4)]
+    broken_stores.SHARED.clear()
+    store = "tests.kv_connectors.broken_stores.MemoryStore"
+    with served(cache, store, {}) as plain:
+        expected = answers(plain, repeated)
+    speculative = {"method": "suffix", "num_speculative_tokens": 3}
+    for _ in range(2):
+        with served(cache, store, {}, speculative=speculative) as drafting:
+            assert answers(drafting, repeated) == expected
+            hits = drafting.stats().tiers[1].hit_tokens
+            assert answers(drafting, repeated) == expected
+            assert drafting.stats().drafts > 0
+    assert hits > 0, "the second engine begins behind what the first has stored"
 
 
 @pytest.mark.parametrize("at", slow_but_a_sample(["lookup", "load", "store"], 1))
