@@ -159,7 +159,7 @@ class DraftDepths:
             return
         if step.num_tokens:
             num_tokens = batch.num_decodes if runs is None else int(runs.counts[: batch.num_decodes].sum())
-            plain_ms = self._by_cost.times.of(batch.num_decodes).plain_ms
+            plain_ms = self._by_cost.times.plain_ms(batch.num_decodes)
             self._budget.pass_step(plain_ms, step.is_tried, self._newest_ms, num_tokens / batch.num_decodes)
         if step.depths is None:
             return

@@ -2,7 +2,8 @@
 
 A step's time is from the end of the one before to its own. So what the host does between two steps counts, where the
 device waits for it, and the making of drafts too. Steps of about the same size share a time, the median of the newest.
-Free of torch. Times are in ms.
+Where steps of so many requests are new, steps of more requests tell how much longer drafts make one, or less long. Free
+of torch. Times are in ms.
 
 Shape legend: N numbers of drafted tokens.
 """
@@ -10,6 +11,7 @@ Shape legend: N numbers of drafted tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,15 +45,41 @@ class StepTimes:
         self._count += 1
         ms = max(ms, _LEAST_MS)
         sizes = self._sizes.setdefault(_size(num_decodes), {})
-        sizes.setdefault(_PLAIN if num_drafted is None else _size(num_drafted), _Times()).add(ms, self._count)
+        times = sizes.setdefault(_PLAIN if num_drafted is None else _size(num_drafted), _Times())
+        times.add(ms, (num_drafted or 0) / num_decodes, self._count)
+
+    def plain_ms(self, num_decodes: int) -> float | None:
+        """The time of a step without drafts, with so many decodes or the next larger number that is known."""
+        return next((known[_PLAIN].median for known in self._with_plain(_size(num_decodes))), None)
 
     def of(self, num_decodes: int) -> KnownTimes:
-        """The times of steps with so many decodes; old ones are forgotten."""
-        sizes = self._sizes.get(_size(num_decodes), {})
-        for size in [size for size, times in sizes.items() if times.last < self._count - _FORGOTTEN_AFTER]:
-            del sizes[size]
-        known = {size: times.median for size, times in sizes.items() if len(times.newest) >= _LEAST}
-        return KnownTimes(num_decodes, known.pop(_PLAIN, None), known, self._waits)
+        """The times of steps with so many decodes."""
+        size = _size(num_decodes)
+        by_drafted = {of: times.median for of, times in self._known(size).items()}
+        own_ms = by_drafted.pop(_PLAIN, None)
+        others = next(self._with_plain(size + 1), None)
+        if others is None:
+            return KnownTimes(num_decodes, own_ms, by_drafted, self._waits)
+        others_ms = others.pop(_PLAIN).median
+        plain_ms = others_ms if own_ms is None else own_ms
+        for times in others.values():
+            drafted = _size(round(times.drafted_each * num_decodes))
+            by_drafted.setdefault(drafted, times.median * plain_ms / others_ms)
+        return KnownTimes(num_decodes, plain_ms, by_drafted, self._waits)
+
+    def _with_plain(self, least: int) -> Iterator[dict[int, _Times]]:
+        """The known times of each size of decodes from this one on, where steps without drafts are among them."""
+        for size in sorted(size for size in self._sizes if size >= least):
+            known = self._known(size)
+            if _PLAIN in known:
+                yield known
+
+    def _known(self, size: int) -> dict[int, _Times]:
+        """The times of steps with decodes of a size, by drafted tokens; old ones are forgotten."""
+        sizes = self._sizes.get(size, {})
+        for old in [of for of, times in sizes.items() if times.last < self._count - _FORGOTTEN_AFTER]:
+            del sizes[old]
+        return {of: times for of, times in sizes.items() if len(times.newest) >= _LEAST}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,11 +126,12 @@ class _Times:
 
     def __init__(self) -> None:
         self.newest: deque[float] = deque(maxlen=_KEPT)
+        self.drafted_each = 0.0  # tokens of each decode, of the last one
         self.last = 0  # when one was added
 
-    def add(self, ms: float, now: int) -> None:
+    def add(self, ms: float, drafted_each: float, now: int) -> None:
         self.newest.append(ms)
-        self.last = now
+        self.drafted_each, self.last = drafted_each, now
 
     @property
     def median(self) -> float:

@@ -252,15 +252,31 @@ def test_a_new_request_in_a_row_is_tried_like_any():
 def test_a_step_that_took_long_once_is_tried_again():
     times = StepTimes(waits=True)
     for ms in (4.0, 4.0):
-        times.learn(1, None, ms)
-    times.learn(1, 4, 900.0)
-    assert times.of(1).by_drafted == {}, "something may have been loaded for it"
-    times.learn(1, 4, 4.2)
-    known = times.of(1)
+        times.learn(3, None, ms)
+    times.learn(3, 4, 900.0)
+    assert times.of(3).by_drafted == {}, "something may have been loaded for it"
+    times.learn(3, 4, 4.2)
+    known = times.of(3)
     assert (known.plain_ms, known.by_drafted, known.most_drafted) == (4.0, {4: 4.2}, 8)
     for _ in range(1100):
         times.learn(2, None, 1.0)
-    assert times.of(1).plain_ms is None, "old times are forgotten"
+    assert times.of(3).plain_ms is None, "old times are forgotten"
+
+
+def test_times_of_more_requests_tell_what_drafts_of_fewer_cost_until_these_are_known():
+    times = StepTimes(waits=True)
+    for _ in range(2):
+        for drafted, ms in ((None, 10.0), (8, 11.0), (24, 12.0), (56, 15.0)):
+            times.learn(8, drafted, ms)
+    known = times.of(6)
+    assert (known.plain_ms, times.plain_ms(6)) == (10.0, 10.0)
+    assert known.by_drafted == {6: 11.0, 16: 12.0, 32: 15.0}, "1, 3 and 7 tokens for each"
+    assert all(map(known.knows, (6, 18, 42))) and not known.knows(90)
+    for _ in range(2):
+        times.learn(6, None, 5.0)
+        times.learn(6, 18, 5.5)
+    assert times.of(6).by_drafted == {6: 5.5, 16: 5.5, 32: 7.5}, "as much longer, but for what is known"
+    assert times.of(12).plain_ms is times.plain_ms(12) is None, "fewer requests tell nothing of more"
 
 
 def test_a_wait_for_the_host_is_no_time_of_a_token():
