@@ -2,7 +2,7 @@
 
 A step's time is from the end of the one before to its own. So what the host does between two steps counts, where the
 device waits for it, and the making of drafts too. Steps of about the same size share a time, the median of the newest.
-Where steps of so many requests are new, steps of more requests tell how much longer drafts make one, or less long. Free
+Where steps of so many requests are new, steps of more requests tell how much longer drafts make one at most. Free
 of torch. Times are in ms.
 
 Shape legend: N numbers of drafted tokens.
