@@ -13,15 +13,19 @@ from mllm_compile.config.schema import EngineConfig
 
 
 class ServedAnswers:
-    """Calls over HTTP, from many threads; each by a connection of its own."""
+    """Calls over HTTP, from many threads; each by a connection of its own.
+
+    Attributes:
+        server: the process that they are sent to.
+    """
 
     def __init__(self, server: Served) -> None:
-        self._server = server
+        self.server = server
 
     def answer(self, prompt: list[int], max_tokens: int) -> tuple[int, list[int]] | None:
         """See Replay."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        status, answer = self._server.ask("POST", "/v1/completions", body | {"return_token_ids": True})
+        status, answer = self.server.ask("POST", "/v1/completions", body | {"return_token_ids": True})
         if status != 200:
             return None
         details: dict[str, int] = answer["usage"].get("prompt_tokens_details") or {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from random import Random
 
 import pytest
 
+from benchmarks.server.agent_trace import PRESETS, Generator
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.server.kept_memory import KeptMemory
+from tests.benchmarks.test_mistakes import run
 from tests.e2e.test_tiers import MOST, turns_of
 from tests.tiny_model import engine_of_pages, tiny_config
 
@@ -72,7 +75,7 @@ def test_a_soak_with_kills_and_damaged_files_gives_the_tokens_of_a_plain_engine(
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[memory.descriptor],
-            env=os.environ | memory.environment,
+            env=os.environ | memory.environment(memory.descriptor),
         )
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -97,3 +100,21 @@ def test_a_soak_with_kills_and_damaged_files_gives_the_tokens_of_a_plain_engine(
     assert answers == expected
     assert damaged > 10
     assert all(hits), hits
+
+
+@pytest.mark.slow
+def test_agents_lose_no_call_behind_a_server_whose_engine_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script, for as long as three kills take."""
+    path, trace = tmp_path / "tiny.yaml", tmp_path / "trace"
+    config = tiny_config(tmp_path / "cache", runtime={"max_model_len": MOST}, compile={"backend": "eager"})
+    path.write_text(config.model_dump_json(exclude_defaults=True))
+    calls = Generator(PRESETS["agentx"], 1, scale=0.005, pace=0.025, longest_pause_s=30.0).sessions(24)
+    trace.write_text("".join(f"{json.dumps(call)}\n" for call in calls))
+    options = ["--seconds", "40", "--kill-every", "8", "--total-tokens", "2048", "--host-gib", "0.03"]
+    with pytest.raises(SystemExit) as ended:
+        run("server.tier_soak", monkeypatch, str(path), str(trace), *options)
+    said = capsys.readouterr().out
+    assert re.search(r"[2-9] kills, [1-9]\d* files changed", said), said
+    assert ended.value.code == 0, said

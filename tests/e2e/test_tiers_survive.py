@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server.kill_speed import engine_of
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.kept_memory import KeptMemory
@@ -153,7 +154,7 @@ def test_a_servers_engine_that_is_killed_comes_back_with_its_prefixes(tmp_path: 
         tokens, by_tier = ask()
         assert not by_tier
         until(lambda: _tier_figure(server, "pages") > 0, "a page is stored")
-        os.kill(_engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server.process.pid), signal.SIGKILL)
         until(lambda: server.figure("mllm:engine_restarts_total") == 1 and server.is_ready(), "another engine")
         again, by_tier = ask()
         assert again == tokens
@@ -175,7 +176,7 @@ def test_the_next_server_has_the_prefixes_of_one_that_was_killed_in_a_named_file
     with running(command, tmp_path / "first") as server:
         tokens = server.complete(**asked).json["choices"][0]["token_ids"]
         until(lambda: _tier_figure(server, "pages") > 0, "a page is stored")
-        for pid in (server.process.pid, _engine_of(server.process.pid)):
+        for pid in (server.process.pid, engine_of(server.process.pid)):
             os.kill(pid, signal.SIGKILL)
         server.process.wait()
     with running(command, tmp_path / "second") as server:
@@ -206,8 +207,3 @@ def _tier_figure(server: object, name: str) -> float:
     text = server.get("/metrics").body.decode()  # type: ignore[attr-defined]
     found = re.search(rf'^mllm:kv_tier_{name}{{[^}}]*tier="host"[^}}]*}} (\S+)$', text, re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def _engine_of(front: int) -> int:
-    children = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    return next(int(pid) for pid in children if b"backend.process" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.server.kill_speed import engine_of
 from tests.hang_guard import HANG_S, until
 from tests.kv_events.readers import LlmD
 from tests.server.harness import running
@@ -35,14 +35,9 @@ def test_routers_hear_what_a_server_caches_and_that_its_engine_is_lost(tiny_yaml
             longest = max(router.paths.values(), key=len)
             size = len(longest[0][0])
             assert [token for page, _ in longest for token in page] == PROMPT[: len(PROMPT) // size * size]
-            os.kill(_engine_of(server.process.pid), signal.SIGKILL)
+            os.kill(engine_of(server.process.pid), signal.SIGKILL)
             until(lambda: socket.poll(100), "the end of its blocks")
             router.read(socket.recv_multipart())
             assert not router.paths
     finally:
         context.destroy(linger=0)
-
-
-def _engine_of(front: int) -> int:
-    children = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    return next(int(pid) for pid in children if b"backend.process" in Path(f"/proc/{pid}/cmdline").read_bytes())

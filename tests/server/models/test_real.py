@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server.kill_speed import children, engine_of
 from mllm_compile import Engine, SamplingParams
-from tests.server.harness import Server, running
+from mllm_compile.server.backend.spare import WAITS
+from tests.server.harness import Server, eventually, running
 from tests.server.models.servers import states, switches
 
 pytestmark = pytest.mark.slow
@@ -50,3 +54,18 @@ def test_a_grammar_holds_across_turns(server):
         texts = list(clients.map(ask, "abab"))
     assert all(len(text) == 40 and not text.replace("ab", "").replace("cd", "") for text in texts)
     assert set(states(server).values()) == {"running", "parked"}
+
+
+def test_a_model_whose_engine_is_killed_goes_on_in_the_spare_process(server):
+    def ask(model: str) -> str:
+        return server.complete(model=model, prompt=PROMPTS[0], max_tokens=40, temperature=0).json["choices"][0]["text"]
+
+    expected = ask("a")
+    assert ask("b") == expected
+    eventually(lambda: any(name == WAITS for _, name in children(server.process.pid)), "the spare process")
+    (spare,) = (pid for pid, name in children(server.process.pid) if name == WAITS)
+    os.kill(engine_of(server.process.pid), signal.SIGKILL)
+    lost = [f'mllm:engine_restarts_total{{model="{name}"}}' for name in "ab"]
+    eventually(lambda: sum(map(server.figure, lost)) == 1, "the loss of one")
+    assert [ask("a"), ask("b")] == [expected, expected]
+    assert [name for pid, name in children(server.process.pid) if pid == spare] == ["mllm-engine"]
