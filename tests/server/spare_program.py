@@ -31,6 +31,7 @@ def main() -> None:
         "arguments": sys.argv[1:],
         "name": Path("/proc/self/comm").read_text().strip(),
         "group": os.getpgid(0),
+        "oom_score": Path("/proc/self/oom_score_adj").read_text(),
         "threads": threading.active_count(),
         "niceness": sorted(niceness()),
         "kept": os.pread(kept, 4, 0).decode(),

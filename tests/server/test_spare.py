@@ -69,8 +69,10 @@ def test_it_becomes_a_program_with_its_arguments_variables_and_descriptors(spare
     spare.prepare()
     pid = pid_of(spare)
     until(lambda: name_of(pid) == WAITS)
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the first that a system without memory ends"
     process, told = become(spare)
     assert process is not None and process.pid == pid
+    assert told["oom_score"] == Path("/proc/self/oom_score_adj").read_text()
     assert told["arguments"][1:] == ["é ☕"]
     assert (told["kept"], told["name"], told["group"], told["threads"]) == ("kept", ENGINE, pid, 1)
     assert told["niceness"] == [os.getpriority(os.PRIO_PROCESS, 0)], "as a new process has it"

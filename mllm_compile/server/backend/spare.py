@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.no_gc import imports_unseen
@@ -22,6 +23,7 @@ from mllm_compile.process.sleeping_blas import sleeping_blas
 # Names of the process while it imports, once it waits, and as an engine, in lists that show no arguments.
 IMPORTS, WAITS, ENGINE = "mllm-imports", "mllm-spare", "mllm-engine"
 _NICENESS = 19
+_FIRST = "1000"  # what serves is to outlive what waits
 _MOST_TOLD = 1 << 20  # bytes of a command and its variables
 _NUM_DESCRIPTORS = 2
 
@@ -40,10 +42,21 @@ def _is_called(name: str) -> None:
         file.write(name)
 
 
+def _set_readiness_to_go(score: str) -> str:
+    """Sets how readily a system that runs out of memory ends this process (proc(5), oom_score_adj); gives the score
+    before."""
+    path = Path("/proc/self/oom_score_adj")
+    before = path.read_text()
+    with contextlib.suppress(OSError):  # a container may say what it is
+        path.write_text(score)
+    return before
+
+
 def main() -> None:
     """Entry point of the process. Its arguments are the descriptor of a socket to the server, and modules."""
     number, *modules = sys.argv[1:]
     _is_called(IMPORTS)
+    score = _set_readiness_to_go(_FIRST)
     with sleeping_blas():
         import numpy as np  # noqa: F401
     done: list[str] = []
@@ -68,6 +81,7 @@ def main() -> None:
     (module, arguments), variables = json.loads(told)
     os.environ |= variables
     sys.argv[1:] = arguments
+    _set_readiness_to_go(score)
     _is_called(ENGINE)
     importlib.import_module(module).main()
 
