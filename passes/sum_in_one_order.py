@@ -26,7 +26,9 @@ class SumInOneOrder(GraphPass):
 
     After::
 
-        y = mllm.linear_in_one_order(x, weight, bias); z = mllm.gated_linear_in_one_order(y, gate_up)
+        y = mllm.linear_in_one_order(x, weight, bias, gate_up); z = mllm.gated_linear_in_one_order(y, gate_up)
+
+    The first linear of a piece is told the next one's weight: it waits for attention, while the memory rests.
 
     Requires: steps of any number of rows on one rank, whose norms and sums over ranks are kernels by number of rows
         otherwise; and all linears of plain weights in bfloat16 that divide into tiles. Else none is rewritten, and
@@ -51,6 +53,8 @@ class SumInOneOrder(GraphPass):
         nodes = [node for name in pieces for node in gm.get_submodule(name).graph.nodes]  # type: ignore[union-attr]
         linears = [node for node in nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
         matches = rewrite_pieces(gm, pieces, _rewrite) if all(map(_match, linears)) else 0
+        for name in pieces if matches else ():
+            _tell_next_weight(gm.get_submodule(name).graph)  # type: ignore[arg-type]
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -58,6 +62,12 @@ def _match(node: fx.Node) -> Linear | None:
     linear = match_linear(node, takes_bias=True)
     is_ours = linear is not None and is_taken(*linear.shape) and linear.weight.meta["val"].dtype == torch.bfloat16
     return linear if is_ours else None
+
+
+def _tell_next_weight(graph: fx.Graph) -> None:
+    linears = [node for node in graph.nodes if is_op(node, *SumInOneOrder.needs)]
+    if len(linears) > 1 and is_op(linears[0], "linear_in_one_order"):
+        linears[0].args = (*linears[0].args[:3], linears[1].args[1])
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:

@@ -37,15 +37,17 @@ def unlike_few_rows(kernels: Kernels, binaries: Mapping[str, bytes], device: str
     """
     sum_in_one_order()
     load_kernels(kernels, binaries, torch.device(device))
-    kinds = dict.fromkeys(one.kind for one in kernels.get(FAMILY, ()) if isinstance(one, UndividedTiling))
-    return next((unlike for kind in kinds if (unlike := _unlike(kind, device)) is not None), None)
+    tilings = (one for one in kernels.get(FAMILY, ()) if isinstance(one, UndividedTiling))
+    kinds = dict.fromkeys((one.kind, one.ahead_bytes) for one in tilings)
+    return next((unlike for kind, ahead in kinds if (unlike := _unlike(kind, ahead, device)) is not None), None)
 
 
-def _unlike(kind: LinearKind, device: str) -> str | None:
+def _unlike(kind: LinearKind, ahead_bytes: int, device: str) -> str | None:
     generator = torch.Generator(device).manual_seed(0)
     shapes = (_MOST, kind.columns), (kind.rows, kind.columns), (kind.rows,)
     x, weight, bias = (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes)
-    operands: tuple[torch.Tensor | None, ...] = (weight, bias if kind.bias else None)
+    ahead = torch.zeros(1, ahead_bytes // 2, device=device, dtype=torch.bfloat16) if ahead_bytes else None
+    operands: tuple[torch.Tensor | None, ...] = (weight, bias if kind.bias else None, ahead)
     product = op("linear_in_one_order")
     if kind.gated:
         product, operands = op("gated_linear_in_one_order"), (weight / kind.columns**0.5,)

@@ -41,10 +41,14 @@ def test_all_linears_of_a_piece_have_kernels_of_few_rows_and_compute_the_same():
     count = len(gm.piece_a.graph.find_nodes(op="call_function", target=LINEAR))
     assert SumInOneOrder()(gm).matches == count + 1 > 2
     gm.piece_a.graph.lint()
+    told = [node for node in gm.piece_a.graph.nodes if len(node.args) == 4 and "one_order" in str(node.target)]
+    assert [str(node.args[3]) for node in told] == ["gate_up"], "the linear behind attention alone"
     assert fused_ops(gm.piece_a).count("gated_linear_in_one_order") == 1
     assert fused_ops(gm.piece_a).count("linear_in_one_order") == count
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gm.piece_a(*inputs), before, strict=True))
     kernels = kernels_of(gm, Program((PieceStep("piece_a", (), ()),), (), (), "logits"))
+    ahead = {one.kind: one.ahead_bytes for one in kernels["one_order"] if one.ahead_bytes}
+    assert ahead == {LinearKind(HIDDEN, HIDDEN): 2 * 2 * FFN * HIDDEN}
     assert LinearKind(2 * FFN, HIDDEN, gated=True) in {one.kind for one in kernels["one_order"]}
     assert {(one.tokens, one.split) for one in kernels["one_order"]} == {(8, 1), (16, 1), (32, 1)}
     assert kernels["gated_linear"], "for more rows"

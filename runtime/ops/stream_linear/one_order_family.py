@@ -9,7 +9,13 @@ from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
-from mllm_compile.runtime.ops.stream_linear.undivided import BUCKETS, UndividedTiling, buckets_of, choose_undivided
+from mllm_compile.runtime.ops.stream_linear.undivided import (
+    BUCKETS,
+    UndividedTiling,
+    buckets_of,
+    bytes_ahead,
+    choose_undivided,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +31,8 @@ class Family(KernelFamily):
 
         plain, gated = op("linear_in_one_order"), op("gated_linear_in_one_order")
         calls = (node for piece, _ in pieces for node in piece.graph.nodes if node.target in (plain, gated))
-        kinds = dict.fromkeys(_kind_of(node.args, node.target is gated) for node in calls)
-        return tuple(choose_undivided(kind, tokens) for kind in kinds for tokens in buckets_of(kind))
+        kinds = dict.fromkeys((_kind_of(node.args, node.target is gated), _bytes_ahead(node.args)) for node in calls)
+        return tuple(choose_undivided(kind, tokens, ahead) for kind, ahead in kinds for tokens in buckets_of(kind))
 
     def from_json(self, data: Mapping[str, Any]) -> UndividedTiling:
         return from_json(UndividedTiling, {name: value for name, value in data.items() if name != "source"})
@@ -38,6 +44,12 @@ class Family(KernelFamily):
 
     def step_sizes(self, kernels: Sequence[CudaKernel]) -> Sequence[int]:
         return BUCKETS if kernels else ()
+
+
+def _bytes_ahead(operands: tuple[Any, ...]) -> int:
+    """Bytes of the next linear's weight that a call in a graph asks for."""
+    ahead = operands[3] if len(operands) > 3 else None
+    return 0 if ahead is None else bytes_ahead(*map(int, ahead.meta["val"].shape))
 
 
 def _kind_of(operands: tuple[Any, ...], is_gated: bool) -> LinearKind:

@@ -17,10 +17,11 @@ from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.gated_linear.ops import gated_linear
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, LinearKind, bucket_of
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
-from mllm_compile.runtime.ops.stream_linear.undivided import UndividedTiling
+from mllm_compile.runtime.ops.stream_linear.undivided import UndividedTiling, bytes_ahead
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
-_LOADED: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
+# By device index, linear, bucket and bytes of the next linear's weight.
+_LOADED: dict[tuple[int, LinearKind, int, int], LoadedLinear] = {}
 
 
 def load_undivided(tilings: Iterable[UndividedTiling], binaries: Mapping[str, bytes], device: torch.device) -> None:
@@ -35,11 +36,13 @@ def load_undivided(tilings: Iterable[UndividedTiling], binaries: Mapping[str, by
     """
     for tiling in tilings:
         with torch.cuda.device(device):
-            key = (torch.cuda.current_device(), tiling.kind, tiling.tokens)
+            key = (torch.cuda.current_device(), tiling.kind, tiling.tokens, tiling.ahead_bytes)
             LoadedLinear.load_once(_LOADED, key, tiling, binaries)
 
 
-def linear_in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_in_one_order(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
     """x · weightᵀ + bias, the bias added before the sum is rounded.
 
     Bits are the library's own with fewer than LEAST_ROWS rows that have no such kernel; no step has them.
@@ -48,12 +51,13 @@ def linear_in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         x: […, K] bfloat16.
         weight: [N, K] bfloat16, which no kernel of the step writes.
         bias: [N] bfloat16.
+        ahead: the weight of the linear behind, contiguous bfloat16: few rows ask a part of it into the L2 meanwhile.
 
     Returns:
         […, N] bfloat16.
     """
-    loaded = _kernel(x, weight, has_bias=bias is not None)
-    return torch.nn.functional.linear(x, weight, bias) if loaded is None else _launched(loaded, x, weight, bias)
+    loaded = _kernel(x, weight, has_bias=bias is not None, ahead=ahead)
+    return torch.nn.functional.linear(x, weight, bias) if loaded is None else _launched(loaded, x, weight, bias, ahead)
 
 
 def gated_linear_in_one_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -63,7 +67,11 @@ def gated_linear_in_one_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 
 def _kernel(
-    x: torch.Tensor, weight: torch.Tensor, has_bias: bool = False, is_gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    has_bias: bool = False,
+    is_gated: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> LoadedLinear | None:
     """The kernel for few rows; None for none or more, or where none is loaded."""
     num_rows = math.prod(x.shape[:-1])
@@ -71,12 +79,20 @@ def _kernel(
         return None
     rows, columns = weight.shape
     kind = LinearKind(int(rows), int(columns), gated=is_gated, bias=has_bias)
-    return _LOADED.get((x.get_device(), kind, bucket_of(num_rows)))
+    num_bytes = 0 if ahead is None else bytes_ahead(*map(int, ahead.shape))
+    return _LOADED.get((x.get_device(), kind, bucket_of(num_rows), num_bytes))
 
 
-def _launched(loaded: LoadedLinear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _launched(
+    loaded: LoadedLinear,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ahead: torch.Tensor | None = None,
+) -> torch.Tensor:
     out = _new_output(x, weight, loaded.kernel.kind.gated)
-    loaded(aligned(x), (weight,), (None, None, bias, out, None, None), 0.0, math.prod(x.shape[:-1]))
+    weights = (weight,) if ahead is None else (weight, ahead)
+    loaded(aligned(x), weights, (None, None, bias, out, None, None), 0.0, math.prod(x.shape[:-1]))
     return out
 
 
@@ -84,12 +100,12 @@ def _new_output(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Ten
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
 
 
-_LIBRARY.define("linear_in_one_order(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("linear_in_one_order(Tensor x, Tensor weight, Tensor? bias, Tensor? ahead=None) -> Tensor")
 _LIBRARY.define("gated_linear_in_one_order(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.impl("linear_in_one_order", linear_in_one_order, "CUDA")
 _LIBRARY.impl("gated_linear_in_one_order", gated_linear_in_one_order, "CUDA")
 torch.library.register_fake(
-    "mllm::linear_in_one_order", lambda x, weight, bias: _new_output(x, weight, False), lib=_LIBRARY
+    "mllm::linear_in_one_order", lambda x, weight, bias, ahead=None: _new_output(x, weight, False), lib=_LIBRARY
 )
 torch.library.register_fake(
     "mllm::gated_linear_in_one_order", lambda x, weight: _new_output(x, weight, True), lib=_LIBRARY

@@ -17,6 +17,8 @@
 // (adapters.cuh); without them there is none. With them the ring has pages behind a tile's stages: B of the slots that
 // tokens have.
 
+// AHEAD_BYTES of the next linear's weight that the blocks ask into the L2, if any.
+
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
 constexpr int GROUPS = ALL_TOKENS / M_TOKENS, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -101,6 +103,10 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
                     ,
                     const Adapters& adapters
 #endif
+#if AHEAD_BYTES
+                    ,
+                    const char* next_weight
+#endif
 ) {
   const u64 once = read_once();
 #if RANK
@@ -124,6 +130,12 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   };
   const int ahead = STAGES < turns * STEPS ? STAGES : turns * STEPS;
   for (int i = 0; i < ahead && asks; i++) ask_weight(i, i / STEPS, i % STEPS);
+#if AHEAD_BYTES
+  constexpr u32 SHARE = AHEAD_BYTES / BLOCKS / 128 * 128;
+  if (SHARE)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next_weight + (u64)blockIdx.x * SHARE), "r"(SHARE)
+                 : "memory");
+#endif
   wait_for_prerequisites();
   for (int i = 0; i < ahead && asks; i++) ask_x(i, i % STEPS);
   auto ask_stage = [&](int i, int turn, int step) {
@@ -390,6 +402,9 @@ __launch_bounds__(THREADS, 1) stream_linear(
 #if RANK
     const char* rows_of_x, Adapters adapters,
 #endif
+#if AHEAD_BYTES
+    const char* next_weight,
+#endif
     const float* squares,
     const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
@@ -421,7 +436,13 @@ __launch_bounds__(THREADS, 1) stream_linear(
 #if RANK
       ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens, adapters);
 #else
-      if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
+      if (lane == 0)
+        ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens
+#if AHEAD_BYTES
+            ,
+            next_weight
+#endif
+        );
 #endif
     } else if (NORM_BLOCKS || HELPERS) {
       auto norm = [&] {

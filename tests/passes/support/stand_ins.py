@@ -184,7 +184,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
     library.impl("stream_linear_layer_norm", linear_layer_norm, "CPU")
-    library.impl("linear_in_one_order", torch_linear, "CPU")
+    library.impl("linear_in_one_order", linear_in_one_order, "CPU")
     library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
     library.impl("gated_linear_lora", gated_linear_lora, "CPU")
@@ -422,6 +422,10 @@ def _in_blocks(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.T
     factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0).float()
     blocks = -1, chained_columns(a.shape[2])
     return torch.einsum("tbk,trbk->btr", x.flatten(0, -2).float().unflatten(-1, blocks), factors.unflatten(-1, blocks))
+
+
+def linear_in_one_order(x, weight, bias, ahead=None):
+    return torch_linear(x, weight, bias)
 
 
 def rms_norm(x, weight, eps, plus_one=False):

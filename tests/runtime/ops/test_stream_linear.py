@@ -101,7 +101,9 @@ def test_a_weight_whose_inputs_are_not_divided_has_tiles_that_fit(kind, tokens):
 @pytest.mark.parametrize("kind", slow_but_a_sample(UNDIVIDED, 1), ids=lambda kind: kind.name)
 def test_kernels_of_few_rows_in_one_order_compile_without_spilling(kind, tmp_path):
     for tokens in undivided.buckets_of(kind):
-        check_compiles_without_spilling(kernel_source(undivided.choose_undivided(kind, tokens)), tmp_path)
+        check_compiles_without_spilling(
+            kernel_source(undivided.choose_undivided(kind, tokens, ahead_bytes=20 << 20)), tmp_path
+        )
 
 
 @given(KINDS, st.sampled_from(MANY_TOKENS))
