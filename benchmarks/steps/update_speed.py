@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def _held(device: torch.device) -> str:
-    """What the device and this process hold; the former with all other processes."""
+    """Memory that the device has given to all processes, and that this one has of the host."""
     status = Path("/proc/self/status").read_text().splitlines()
     of_host = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     text = f"{of_host / 1024:.0f} MiB of the host"
