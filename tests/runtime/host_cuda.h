@@ -110,6 +110,17 @@ inline void load_bytes(u32 to, const char* from, int bytes, u32 barrier, u64) {
   std::memcpy(shared_memory + to, from, bytes);
   change(barrier, 0, -bytes);
 }
+inline u64 read_again() { return 0; }
+inline void copy(u32 to, const char* from, bool is_there, u64) {
+  if (to % 16 || (u64)from % 16) fail("a copy is not aligned");
+  if (is_there)
+    std::memcpy(shared_memory + to, from, 16);
+  else
+    std::memset(shared_memory + to, 0, 16);
+}
+inline void end_copies() {}
+inline void wait_for_first_copies() {}
+inline void wait_for_copies() {}
 inline uint4 load_shared(u32 at) {
   uint4 v;
   std::memcpy(&v, shared_memory + at, sizeof v);
@@ -149,6 +160,12 @@ inline u32 times(u32 a, u32 b) {
 }
 inline u32 times_norm_weight(u32 v, u32 weight, bool plus_one) {
   return of_each(v, weight, [=](float one, float by) { return plus_one ? std::fma(one, by, one) : one * by; });
+}
+inline u32 squared_relu(u32 v) {
+  return of_each(v, v, [](float one, float) { return std::max(one, 0.f) * std::max(one, 0.f); });
+}
+inline u32 gelu(u32 v) {
+  return of_each(v, v, [](float one, float) { return one * 0.5f * (1.f + std::erf(one * 0.70710678f)); });
 }
 inline u32 silu_times(u32 gates, u32 ups) {
   const auto silu = [](float v) { return v / (1.f + std::exp(-v)); };

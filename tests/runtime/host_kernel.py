@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 _HEADER = Path(__file__).parent / "host_cuda.h"
 _BODY = r"(?:(?!^\}).)*"  # of a function that begins at the left margin
 # A kernel's own functions of assembly.
-_WITHIN_A_LINE, _OVER_LINES = r"[^\n]*asm volatile[^\n]*\}", rf"{_BODY}asm volatile{_BODY}^\}}"
+_WITHIN_A_LINE, _OVER_LINES = r"[^\n]*asm volatile[^\n]*\}", rf"\n{_BODY}asm volatile{_BODY}^\}}"
 _OF_ASSEMBLY = re.compile(rf"^__device__ __forceinline__ [^;{{]*\{{(?:{_WITHIN_A_LINE}|{_OVER_LINES})\n", re.M | re.S)
 _MEMORY = re.compile(r"extern __shared__ [^;]*memory\[\];")
 

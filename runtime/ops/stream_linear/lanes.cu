@@ -44,6 +44,9 @@ __device__ __forceinline__ void copy(u32 to, const char* from, bool is_there, u6
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(is_there ? PLACE : 0), "l"(policy) : "memory");
 }
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_first_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ u32 rounded(float2 sum, u32 bias) {
   const u32 both = BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
   return SQUARED_RELU ? squared_relu(both) : GELU ? gelu(both) : both;
@@ -124,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     for (int i = threadIdx.x * PLACE; i < NORM_BYTES; i += 32 * WARPS * PLACE)
       copy(shared_address(norm) + i, i < K * 2 ? (const char*)squares + i : (const char*)residual + i - K * 2, true,
            again);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_copies();
   }
   const u64 once = read_once();
   const char* from = weight + ((u64)(first * TILE + lane / 4) * K + warp * STEP + quad * 8) * 2;
@@ -163,11 +166,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   }
 
   if (LAYER_NORM) {
-    asm volatile("cp.async.commit_group; cp.async.wait_group 1;" ::: "memory");  // the norm's operands are there
+    end_copies();
+    wait_for_first_copies();  // the norm's operands are there
     norm_inputs(xs, norm, moments, eps, warp, lane);
   }
   __syncwarp();  // or ptxas asks for x only when the weights are there
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_copies();
 #pragma unroll
   for (int t = 0; t < ALL_TILES; t += 2) {
     float even[4] = {}, odd[4] = {};
