@@ -24,6 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from benchmarks.script import parser_of, positive, positives, told_in_one_line
+from benchmarks.told_kernels import tell_kernels
 from mllm_compile import Engine
 from mllm_compile.bench.timing.clock import cpu_seconds, wall_seconds
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=65536, help="of all texts together, with --lengths")
     parser.add_argument("--step", type=positive, help="most tokens of a step")
     parser.add_argument("--graphs", type=positives, help="tokens of captured steps; by default the config's")
+    parser.add_argument("--kernels", type=positive, help="of a step that are told, those of most time, with --lengths")
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     args = parser.parse_args()
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
@@ -128,6 +130,9 @@ def of_length(engine: Engine, model: Any, length: int, args: argparse.Namespace)
         middle = statistics.median(seconds)
         spread = (seconds[-1] - seconds[0]) / middle
         print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}")
+    if args.kernels:
+        print(f"  kernels of a step of {of_step} tokens:")
+        tell_kernels(lambda count: [runner.run(packed) for _ in range(count)], 2, 10, args.kernels)
 
 
 class OnnxModel:

@@ -4,15 +4,14 @@
 
 A window is noise, as long as the model's. First tokens are asked for one after another, each of a window that is new.
 Decodes of so many windows run together; a step is what an answer takes longer for more tokens. It reads the decoder's
-weights once, and of each window the keys and values of its states. With --kernels the kernels of a step are told too:
-those that begin early wait in their own time, so their sum may be more than the step.
+weights once, and of each window the keys and values of its states. With --kernels the kernels of a step are told too.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.script import greedy, parser_of, positive, positives, told_in_one_line
+from benchmarks.told_kernels import tell_kernels
 from mllm_compile import Engine
 from mllm_compile.bench.limits.ceilings import measure_ceilings
 from mllm_compile.bench.timing.clock import Stopwatch
-from mllm_compile.bench.trace.chrome_trace import short_name
-from mllm_compile.bench.trace.device_events import device_events, times_by_name
 from mllm_compile.media.log_mel import LogMel
 
 FEW, START = 9, 4  # tokens of a short answer; and those that a decoder begins with
@@ -92,24 +90,7 @@ def main() -> None:
                 f"{count / step:,.0f} tokens/s",
             )
             if args.kernels:
-                tell_kernels(lambda tokens, count=count: seconds(count, tokens), args.kernels)
-
-
-def tell_kernels(run: Callable[[int], float], most: int) -> None:
-    """Prints the kernels of a decode step: those of a longer answer that one of FEW tokens has not.
-
-    Args:
-        run: makes answers of so many tokens.
-    """
-    traced = []
-    for tokens in (FEW, FEW + STEPS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            run(tokens)
-        traced.append(times_by_name(device_events(trace)))
-    few, many = traced
-    for name, times in list(many.items())[:most]:
-        launches, micros = (len(times) - len(few.get(name, ()))) / STEPS, statistics.median(times)
-        print(f"  {launches:5.1f} x {micros:6.2f} us = {launches * micros:7.1f} us  {short_name(name)}")
+                tell_kernels(partial(seconds, count), FEW, STEPS, args.kernels)
 
 
 def bytes_of_step(told: Any, windows: int, dtype: torch.dtype) -> int:
