@@ -20,7 +20,7 @@ def tell_kernels(run: Callable[[int], object], few: int, steps: int, most: int) 
         run: does so many steps on a GPU, and waits for them.
         few: steps of the shorter run.
         steps: that the longer one has more.
-        most: kernels that are told, those of most time.
+        most: number of kernels that are told, by their time.
     """
     traced = []
     for count in (few, few + steps):

@@ -1,4 +1,4 @@
-"""The table of a step's kernels leaves out what runs of any length have."""
+"""The table of a step's kernels leaves out all that runs of any length have."""
 
 from __future__ import annotations
 
