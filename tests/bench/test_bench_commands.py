@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mllm_compile.bench.measure import harness
-from mllm_compile.bench.measure.results import BenchResult
+from mllm_compile.bench.measure.results import BenchResult, EngineRun
 from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
 from mllm_compile.bench.show.plot import INSTALL
 from mllm_compile.cli import run as command_line
@@ -173,75 +173,89 @@ def test_an_ablation_becomes_a_table_of_its_own(tmp_path, capsys):
     assert "| tpot b=1 | ms | 3.00 | 4.00 | 75% |" in out
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model, compiled by the first test."""
+    folder = tmp_path_factory.mktemp("embedded")
+    path = folder / "tiny.yaml"
     path.write_text(
         f"model: {{path: {TINY}, dtype: float32}}\ncompile: {{backend: eager}}\nruntime: {{device: cpu}}\n"
-        f"cache: {{dir: {tmp_path}}}\n"
+        f"cache: {{dir: {folder}}}\n"
     )
     return path
 
 
+BOTH = ["--engine", "mllm,transformers"]
+
+
+def measured(command: str, config: Path, file: Path, *sizes: str) -> tuple[EngineRun, ...]:
+    """The runs of a whole command."""
+    assert command_line(["bench", command, str(config), *sizes, "--json", str(file)]) == 0
+    return BenchResult.read(file).runs
+
+
 @pytest.mark.slow
-def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
-    sizes = ["--repeats", "2", "--json", str(tmp_path / "r.json")]
-    latency = ["--batch", "1,2", "--input-len", "8", "--output-len", "3", "--engine", "mllm,transformers"]
-    assert command_line(["bench", "latency", str(config), *latency, *sizes]) == 0
-    measured = BenchResult.read(tmp_path / "r.json")
-    assert [run.engine for run in measured.runs] == ["mllm", "transformers"]
-    assert all(line.limit is not None and line.median > 0 for run in measured.runs for line in run.measurements)
-    target = find_target(EngineConfig.from_yaml(config))
-    kept = read_measured(target.folder / MEASURED, device_key("cpu"))
+def test_latencies_have_a_limit_and_are_kept_beside_the_runtime(config, tmp_path):
+    sizes = ["--batch", "1,2", "--input-len", "8", "--output-len", "3", "--repeats", "2"]
+    runs = measured("latency", config, tmp_path / "r.json", *sizes, *BOTH)
+    assert [run.engine for run in runs] == ["mllm", "transformers"]
+    assert all(line.limit is not None and line.median > 0 for run in runs for line in run.measurements)
+    kept = read_measured(find_target(EngineConfig.from_yaml(config)).folder / MEASURED, device_key("cpu"))
     assert [batch for batch, _ in kept["latency"]["tpot_ms"]] == [1, 2] and kept["ceilings"]["read_bytes_s"] > 0
 
-    ablation = ["--switch", "stream_linears,pack_projections", "--batch", "1", "--input-len", "8", "--output-len", "3"]
-    assert command_line(["bench", "ablation", str(config), *ablation, *sizes]) == 0
-    variants = [run.engine for run in BenchResult.read(tmp_path / "r.json").runs]
+
+@pytest.mark.slow
+def test_an_ablation_leaves_out_what_the_device_has_no_use_for(config, tmp_path):
+    switches = ["--switch", "stream_linears,pack_projections"]
+    sizes = ["--batch", "1", "--input-len", "8", "--output-len", "3", "--repeats", "2"]
+    variants = [run.engine for run in measured("ablation", config, tmp_path / "r.json", *switches, *sizes)]
     assert variants == ["all", "without pack_projections", "all, again"], "a CPU has no use for the other"
 
-    throughput = [
-        "--requests",
-        "3",
-        "--min-len",
-        "4",
-        "--max-len",
-        "9",
-        "--prefill-prompts",
-        "2",
-        "--prefill-len",
-        "16",
-    ]
-    assert command_line(["bench", "throughput", str(config), *throughput, "--engine", "mllm,transformers", *sizes]) == 0
-    names = [line.name for line in BenchResult.read(tmp_path / "r.json").runs[0].measurements]
-    assert names == ["prefill2x16", "mixed3"]
 
-    long = ["--points", "1x40,2x20", "--output-len", "3", "--engine", "mllm,transformers"]
-    assert command_line(["bench", "long", str(config), *long, *sizes]) == 0
-    lines = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+@pytest.mark.slow
+def test_throughput_is_of_prompts_and_of_requests_of_many_lengths(config, tmp_path):
+    lengths = ["--requests", "3", "--min-len", "4", "--max-len", "9", "--repeats", "2"]
+    sizes = [*lengths, "--prefill-prompts", "2", "--prefill-len", "16"]
+    runs = measured("throughput", config, tmp_path / "r.json", *sizes, *BOTH)
+    assert [line.name for line in runs[0].measurements] == ["prefill2x16", "mixed3"]
+
+
+@pytest.mark.slow
+def test_long_contexts_have_a_limit(config, tmp_path):
+    sizes = ["--points", "1x40,2x20", "--output-len", "3", "--repeats", "2"]
+    lines = measured("long", config, tmp_path / "r.json", *sizes, *BOTH)[0].measurements
     assert [line.key for line in lines][1::2] == [("prefill of 40", 1), ("prefill of 20", 2)]
     assert all(line.limit is not None for line in lines)
 
-    gaps = ["--decodes", "2", "--decode-len", "8", "--tokens", "6", "--prompt-len", "200"]
-    assert command_line(["bench", "gaps", str(config), *gaps, *sizes]) == 0
-    lines = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+
+@pytest.mark.slow
+def test_gaps_beside_a_prompt_are_measured(config, tmp_path):
+    sizes = ["--decodes", "2", "--decode-len", "8", "--tokens", "6", "--prompt-len", "200", "--repeats", "2"]
+    lines = measured("gaps", config, tmp_path / "r.json", *sizes)[0].measurements
     assert len(lines) == 8 and all(line.median > 0 and len(line.samples) == 2 for line in lines)
 
-    assert command_line(["bench", "startup", str(config), "--repeats", "1", "--json", str(tmp_path / "r.json")]) == 0
-    cold, _, warm, _, *parts = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+
+@pytest.mark.slow
+def test_a_start_is_measured_by_its_parts(config, tmp_path):
+    runs = measured("startup", config, tmp_path / "r.json", "--repeats", "1")
+    cold, _, warm, _, *parts = runs[0].measurements
     assert cold.median > warm.median
     assert {"cold: trace", "warm: import torch", "warm: load model"} <= {part.name for part in parts}
 
-    roofline = ["--batch", "2,1", "--context", "40", "--steps", "3", "--json", str(tmp_path / "r.json")]
-    assert command_line(["bench", "roofline", str(config), *roofline]) == 0
+
+@pytest.mark.slow
+def test_a_roofline_has_a_time_for_each_step_of_the_program(config, tmp_path, capfd):
+    sizes = ["--batch", "2,1", "--context", "40", "--steps", "3"]
+    assert command_line(["bench", "roofline", str(config), *sizes, "--json", str(tmp_path / "r.json")]) == 0
     steps = json.loads((tmp_path / "r.json").read_text())["steps"]
     assert [step["batch"] for step in steps] == [2, 1]
     for step in steps:
         labels = {row["label"] for row in step["rows"]}
         assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
-    kept = read_measured(target.folder / MEASURED, device_key("cpu"))
+    folder = find_target(EngineConfig.from_yaml(config)).folder
+    kept = read_measured(folder / MEASURED, device_key("cpu"))
     assert [(step["batch"], step["context"]) for step in kept["decode steps"]] == [(2, 40), (1, 40)]
-    program = open_artifact(target.folder).program
+    program = open_artifact(folder).program
     for step in kept["decode steps"]:
         assert [index for index, us in step["parts"] if us > 0] == list(range(len(program.steps)))
     out = capfd.readouterr().out

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, read_steps, short_name
+from mllm_compile.bench.trace.chrome_trace import (
+    BEFORE_FIRST_PIECE,
+    COMPILED_LOOPS,
+    OWN_LIBRARY,
+    read_steps,
+    short_name,
+)
 
 
 def event(category: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
@@ -114,22 +120,26 @@ def test_what_a_later_step_prepares_is_not_after_the_last_piece_of_the_step_befo
     assert steps[1][0].piece == BEFORE_FIRST_PIECE
 
 
-def test_on_a_cpu_operators_have_their_own_time_and_the_rest_of_a_piece_is_its_loops():
+def test_on_a_cpu_operators_have_their_own_time_and_the_rest_is_of_loops_and_own_libraries():
     (step,) = read_steps(
         trace(
             event("user_annotation", "mllm step", 0, 100),
             event("user_annotation", "mllm piece 0", 10, 30),
             event("cpu_op", "aten::linear", 12, 10),
             event("cpu_op", "aten::mm", 14, 6),
-            event("cpu_op", "aten::argmax", 50, 5),
+            event("user_annotation", "mllm layer 1", 41, 20),
+            event("cpu_op", "aten::empty", 42, 5),
+            event("cpu_op", "aten::argmax", 70, 5),
         ),
         on_gpu=False,
     )
-    assert [(k.name, k.us, k.inside) for k in step] == [
-        (COMPILED_LOOPS, 20, True),
-        ("aten::linear", 4, True),
-        ("aten::mm", 6, True),
-        ("aten::argmax", 5, False),
+    assert [(k.name, k.us, k.piece, k.inside) for k in step] == [
+        (COMPILED_LOOPS, 20, 0, True),
+        ("aten::linear", 4, 0, True),
+        ("aten::mm", 6, 0, True),
+        (OWN_LIBRARY, 15, 0, False),
+        ("aten::empty", 5, 0, False),
+        ("aten::argmax", 5, 0, False),
     ]
 
 

@@ -8,7 +8,9 @@ from benchmarks.figures.chart import CHART
 from benchmarks.figures.kept import ages, read_result
 from benchmarks.figures.pages import PAGES, TABLES, headline_chart, with_tables
 from benchmarks.figures.shapes import RESULTS
+from mllm_compile.bench.adapters.mllm_engine import settings_of
 from mllm_compile.errors import ConfigError
+from tests.config.resolving import resolved
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -34,6 +36,18 @@ def test_the_chart_has_each_figure_of_the_headline_and_its_limit():
     limits = re.findall(r"^\| .* \| ([\d.]+) \|$", TABLES["headline"](), re.MULTILINE)
     assert picture.count('class="limit"') == len(limits) >= 4
     assert "prefers-color-scheme: dark" in picture
+
+
+def test_no_result_names_a_folder_of_a_machine(tmp_path, monkeypatch):
+    for path in RESULTS.glob("*.json"):
+        assert '"/' not in path.read_text(encoding="utf-8"), path
+    monkeypatch.chdir(tmp_path)
+    config = resolved(
+        model={"path": str(tmp_path / "shapes" / "m")}, lora={"max_adapters": 1, "adapters": {"a": "/somewhere/else"}}
+    )
+    settings = settings_of(config)
+    assert settings["model"]["source"] == "shapes/m"
+    assert '"/' not in json.dumps(settings)
 
 
 @pytest.fixture

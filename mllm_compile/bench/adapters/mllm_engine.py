@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
@@ -24,6 +27,25 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.version import __version__
 
 
+def settings_of(config: ResolvedConfig | None) -> dict[str, Any]:
+    """The settings for a record that others read too: without this machine's folders, which say nothing of speed."""
+    if config is None:
+        return {}
+    settings = config.model_dump(mode="json", exclude={"cache": True, "model": {"folder"}})
+    return {section: _without_folders(values) for section, values in settings.items()}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(one) for one in value]
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        return value
+    path, here = Path(value), Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name
+
+
 class MllmEngine:
     """See BenchEngine."""
 
@@ -32,7 +54,7 @@ class MllmEngine:
     def __init__(self, setting: Setting) -> None:
         self._engine = Engine(setting.engine_config(), reporter=reporter_for(plain_lines=True), log_interval_s=0.0)
         config = self._engine.config
-        self.settings = {} if config is None else config.model_dump(mode="json")
+        self.settings = settings_of(config)
         self.start_parts = dict(self._engine.timeline.stages)
         self.kv_tokens = None
         if config is not None:
@@ -99,7 +121,7 @@ class MllmStreams:
     def __init__(self, setting: Setting) -> None:
         engine = Engine(setting.engine_config(), reporter=reporter_for(plain_lines=True), log_interval_s=0.0)
         self._engine = AsyncEngine(engine)
-        self.settings = {} if engine.config is None else engine.config.model_dump(mode="json")
+        self.settings = settings_of(engine.config)
 
     async def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

@@ -2,7 +2,8 @@
 
 The file format is Chrome's (`export_chrome_trace`), which has stayed the same over many versions of torch, unlike the
 profiler's own objects. A kernel belongs to the part of the program whose range held the call that launched it; its own
-time is elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only.
+time is elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only; a library of
+ours is no operator, so its time is that of its layer's range.
 
 Pure Python; times are microseconds.
 """
@@ -17,11 +18,12 @@ from typing import Any
 
 STEP_RANGE = "mllm step"
 PIECE_RANGE = "mllm piece "  # and the index of the call in the program
+LAYER_RANGE = "mllm layer "  # likewise, of attention or a layer with a state
 BEFORE_FIRST_PIECE = -1
 
 _KERNEL_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
-COMPILED_LOOPS = "(compiled loops)"
+COMPILED_LOOPS, OWN_LIBRARY = "(compiled loops)", "(own library)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +128,19 @@ def _gpu_kernels(events: list[Mapping[str, Any]], pieces: _Pieces) -> list[tuple
 
 
 def _cpu_operators(events: list[Mapping[str, Any]], pieces: _Pieces) -> list[tuple[float, TracedKernel]]:
-    """Operators with their own time; what a piece spends outside of them is in its compiled loops."""
+    """Operators with their own time; what a piece spends outside of them is in its compiled loops, and what a layer
+    does is in a library of ours."""
     wanted = [
         event
         for event in events
         if event.get("cat") == "cpu_op"
-        or (event.get("cat") == "user_annotation" and event["name"].startswith(PIECE_RANGE))
+        or (event.get("cat") == "user_annotation" and event["name"].startswith((PIECE_RANGE, LAYER_RANGE)))
     ]
     found = []
     for event, own_us in _own_times(wanted):
-        start = float(event["ts"])
-        name = event["name"] if event["cat"] == "cpu_op" else COMPILED_LOOPS
+        start, name = float(event["ts"]), event["name"]
+        if event["cat"] != "cpu_op":
+            name = COMPILED_LOOPS if name.startswith(PIECE_RANGE) else OWN_LIBRARY
         found.append((start, TracedKernel(name, start, own_us, *pieces.at(start))))
     return found
 

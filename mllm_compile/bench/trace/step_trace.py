@@ -1,7 +1,7 @@
 """Runs decode steps of our own engine under the profiler, in a worker process.
 
-With `ranges` every piece call is a range of the trace and tells its shapes; that needs a runner without CUDA graphs,
-whose kernels have no ranges.
+With `ranges` every piece call is a range of the trace and tells its shapes, and each layer between two is a range. That
+needs a runner without CUDA graphs, whose kernels have no ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import WARM_STEPS, StepWork
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import repeated
-from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
+from mllm_compile.bench.trace.chrome_trace import LAYER_RANGE, PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
 from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine_parts import EngineParts
@@ -109,20 +109,27 @@ def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:
 
 
 class _PieceRecorder:
-    """Marks every piece call in the trace and notes its inputs and outputs."""
+    """Marks every piece call in the trace, and the layer behind it, and notes the call's inputs and outputs."""
 
     def __init__(self, executor: ProgramExecutor, config: RunnerConfig) -> None:
         self._program = executor.program
         self._config = config
         self._weights = executor.weights
         self._activation_bytes: dict[int, tuple[int, int]] = {}  # by piece call: in, out
+        self._layer: torch.profiler.record_function | None = None  # the range of the layer that runs
         executor.wrap_pieces(self._wrap)
 
     def _wrap(self, piece: str, index: int, function: PieceFunction) -> PieceFunction:
         step = self._program.steps[index]
         is_activation = [name not in self._weights for name in step.inputs] if isinstance(step, PieceStep) else []
 
+        following = self._program.steps[index + 1 : index + 2]
+        has_layer_behind = bool(following) and not isinstance(following[0], PieceStep)
+
         def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            if self._layer is not None:
+                self._layer.__exit__(None, None, None)
+                self._layer = None
             # Before the call: a piece may empty the list. A piece's inputs for writing the KV cache come last, and
             # count with its attention.
             leaves_rotation = any(tensor.numel() == 0 for tensor in inputs[len(is_activation) :])
@@ -133,6 +140,9 @@ class _PieceRecorder:
                 outputs = function(inputs)
             written = (tensor for name, tensor in zip(step.writes, outputs, strict=True) if name not in idle)
             self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in written))
+            if has_layer_behind:
+                self._layer = torch.profiler.record_function(f"{LAYER_RANGE}{index + 1}")
+                self._layer.__enter__()
             return outputs
 
         return run
