@@ -66,7 +66,7 @@ def main() -> None:
                         print(f"{drafts} | {kind} | {count} | there are {len(known)} replies")
                         continue
                     newest = known[-args.rounds * count :]
-                    recited = Recited(engine, newest, script_length(replies), str(count))
+                    recited = Recited(engine, newest, script_length(replies), f"{kind} {count}")
                     if kind in ANSWERED_BEFORE:
                         recited.answer(count)
                     token_ms, told = recited.answer(count)

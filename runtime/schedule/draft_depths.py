@@ -109,6 +109,7 @@ class DraftDepths:
         """Learns of drafts [n] that no step checked, as AcceptanceRates.learn does of others."""
         if rows.size:
             self._by_cost.rates.learn(rows, num_drafted, num_right)
+            self._budget.see(float(num_right.mean()))
 
     def planned(self, batch: ScheduledBatch, is_ahead: bool) -> None:
         """A step was planned."""

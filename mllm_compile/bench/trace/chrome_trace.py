@@ -2,8 +2,8 @@
 
 The file format is Chrome's (`export_chrome_trace`), which has stayed the same over many versions of torch, unlike the
 profiler's own objects. A kernel belongs to the part of the program whose range held the call that launched it; its own
-time is elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only; a library of
-ours is no operator, so its time is that of its layer's range.
+time is elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only. A library of
+ours is no operator: its layer's range has its time.
 
 Pure Python; times are microseconds.
 """

@@ -175,6 +175,16 @@ def test_one_long_wait_stops_tries_for_a_while_alone():
     assert budget.is_left
 
 
+@pytest.mark.parametrize(("right", "is_left"), [(0, False), (1, False), (6, True)])
+def test_drafts_that_are_seen_to_be_right_are_tried_though_a_try_was_slow(right, is_left):
+    depths = DraftDepths(3, MOST_BY_COST, 8, {})
+    depths._budget.pass_step(1.0, True, 900.0, 1.0)
+    rows = np.array([1, 2])
+    for _ in range(2):
+        depths.learn(rows, np.array([6, 0]), np.array([right, 0]))
+    assert depths._budget.is_left is is_left
+
+
 @pytest.mark.parametrize("ms_of", WORLDS)
 @pytest.mark.parametrize("rate", [0.0, 0.9])
 @pytest.mark.parametrize("on_device", [False, True])
