@@ -2,8 +2,8 @@
 
 A try costs more than its steps: the one before it and the one behind it do not run beside the host. Its expected gain
 says nothing of that. So each step earns a share of its time for tries, and they may spend no more; drafts that pay earn
-as much as they spare. One slow try, as the first of its size may be, would stop them for long: drafts that are seen to be
-right without a try earn some, too. Free of torch.
+as much as they spare. One slow try, as the first of its size may be, would stop them for long: drafts that are seen to
+be right without a try earn some, too. Free of torch.
 """
 
 from __future__ import annotations
