@@ -8,7 +8,7 @@
 // A warp looks at the 64 inputs that it multiplies, so there are no flags and no barriers of the grid. Each launch has
 // the places of every second one, and fills the others with ones.
 // Products: mma of 16 rows, where each of the 8 columns holds the same token, or, in o, a part of attention's keys.
-// One KV head's two queries over a part of the pages, a page a warp. Rows of products: query, query, new key, new value.
+// One KV head's two queries over a part of the pages, a page a warp. A product has four rows: both, new key and value.
 __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, int layer, int block) {
   const int head = block / PARTS, part = block % PARTS, pages = (of.keys + PAGE - 1) / PAGE;
   const int mine = (pages - part + PARTS - 1) / PARTS, page = part + warp * PARTS, kind = g & 3;
@@ -18,45 +18,43 @@ __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, 
   mark(0);
   if (warp < mine) {
     const int row = kind < 2 ? 2 * head + kind : kind == 2 ? HEADS + head : HEADS + KV_HEADS + head;
-    const bf16* norm = of.head_norms + (layer * 2 + (kind == 2)) * DIM + 8 * t;
-    uint4 x[4], gains[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) gains[j] = *(const uint4*)(norm + 32 * j);
+    const int first = 32 * (g >> 2) + 8 * t;  // of 8 values; the lane has those that they turn with, too
+    const bf16* norm = of.head_norms + (layer * 2 + (kind == 2)) * DIM + first;
+    const uint4 gains[2] = {*(const uint4*)norm, *(const uint4*)(norm + DIM / 2)};
     const int place_of_page = of.table[page];
-    look<DIM>(x, to.qkv + row * DIM + 8 * t);
+    uint4 x[2], own[2], q[4];
+    look<DIM>(x, to.qkv + row * DIM + first);
     mark(1);
-    const float squares = sum_of_lanes(squares_of(x[0]) + squares_of(x[1]) + squares_of(x[2]) + squares_of(x[3]), 4);
+    float squares = sum_of_lanes(squares_of(x[0]) + squares_of(x[1]), 4);
+    squares += __shfl_xor_sync(~0u, squares, 16);
     const float scale = rsqrtf(squares / DIM + EPS) * (kind < 2 ? 0.08838834764831845f * 1.4426950408889634f : 1.f);
-    uint4 q[4];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-#pragma unroll
-      for (int pair = 0; pair < 4; pair++) {
-        const u32 low = (&x[j].x)[pair], high = (&x[j + 2].x)[pair];
-        const u32 low_gain = (&gains[j].x)[pair], high_gain = (&gains[j + 2].x)[pair];
-        float out[2][2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int turn = 32 * j + 8 * t + 2 * pair + i;
-          const float cos = shared.turns[0][turn], sin = shared.turns[1][turn];
-          const float a = half_of(low, i) * half_of(low_gain, i) * scale;
-          const float b = half_of(high, i) * half_of(high_gain, i) * scale;
-          out[0][i] = a * cos - b * sin;
-          out[1][i] = b * cos + a * sin;
-        }
-        (&q[j].x)[pair] = pack(out[0][0], out[0][1]);
-        (&q[j + 2].x)[pair] = pack(out[1][0], out[1][1]);
-      }
+    for (int pair = 0; pair < 4; pair++) {
+      const u32 low = (&x[0].x)[pair], high = (&x[1].x)[pair];
+      const float2 cos = *(const float2*)&shared.turns[0][first + 2 * pair];
+      const float2 sin = *(const float2*)&shared.turns[1][first + 2 * pair];
+      const u32 low_gain = (&gains[0].x)[pair], high_gain = (&gains[1].x)[pair];
+      const float a0 = first_of(low) * first_of(low_gain) * scale, b0 = first_of(high) * first_of(high_gain) * scale;
+      const float a1 = second_of(low) * second_of(low_gain) * scale;
+      const float b1 = second_of(high) * second_of(high_gain) * scale;
+      (&own[0].x)[pair] = kind == 3 ? low : pack(a0 * cos.x - b0 * sin.x, a1 * cos.y - b1 * sin.y);
+      (&own[1].x)[pair] = kind == 3 ? high : pack(b0 * cos.x + a0 * sin.x, b1 * cos.y + a1 * sin.y);
     }
-    if (page == pages - 1 && (g == 2 || g == 3)) {  // the new token
-      const int place = (of.keys - 1) % PAGE;
-      bf16* kept = of.cache + ((((u64)layer * of.pages + place_of_page) * 2 + (g == 3)) * KV_HEADS + head) * PAGE * DIM;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const uint4 v = g == 2 ? q[j] : x[j];
-        const int at = place * DIM + 32 * j + 8 * t;
-        *(uint4*)(kept + at) = v;
-        store_shared((g == 2 ? keys : values) + 2 * at, v);
+    for (int i = 0; i < 8; i++) {
+      const u32 mine_of = (&own[i / 4].x)[i % 4], other = __shfl_xor_sync(~0u, mine_of, 16);
+      (&q[i / 4 * 2].x)[i % 4] = g < 4 ? mine_of : other;
+      (&q[i / 4 * 2 + 1].x)[i % 4] = g < 4 ? other : mine_of;
+    }
+    if (page == pages - 1 && kind >= 2) {  // the new token
+      const int place = (of.keys - 1) % PAGE * DIM + first;
+      const u64 page_of_all = (u64)layer * of.pages + place_of_page;
+      bf16* kept = of.cache + ((page_of_all * 2 + (kind == 3)) * KV_HEADS + head) * PAGE * DIM;
+      const u32 here = (kind == 2 ? keys : values) + 2 * place;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        *(uint4*)(kept + place + half * DIM / 2) = own[half];
+        store_shared(here + half * DIM, own[half]);
       }
     }
     __syncwarp();
@@ -87,14 +85,20 @@ __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, 
     __syncwarp();
     float sums[2][4] = {};
 #pragma unroll
-    for (int key = 0; key < PAGE; key++) {
-      u32 low, high;
-      load_shared(low, high, values + (key * DIM + 4 * lane) * 2);
+    for (int four = 0; four < PAGE; four += 4) {
+      float4 shares[2];
 #pragma unroll
-      for (int query = 0; query < 2; query++) {
-        const float p = shared.shares[warp][query][key];
-        sums[query][0] += p * first_of(low), sums[query][1] += p * second_of(low);
-        sums[query][2] += p * first_of(high), sums[query][3] += p * second_of(high);
+      for (int query = 0; query < 2; query++) shares[query] = *(const float4*)&shared.shares[warp][query][four];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 low, high;
+        load_shared(low, high, values + ((four + i) * DIM + 4 * lane) * 2);
+#pragma unroll
+        for (int query = 0; query < 2; query++) {
+          const float p = (&shares[query].x)[i];
+          sums[query][0] += p * first_of(low), sums[query][1] += p * second_of(low);
+          sums[query][2] += p * first_of(high), sums[query][3] += p * second_of(high);
+        }
       }
     }
 #pragma unroll
@@ -121,28 +125,32 @@ __device__ __forceinline__ void Reader::attend(const Arguments& of, Places& to, 
   }
   fence_copies();
   for (int i = 0; i < mine; i += 2) give_back();
-  end_stage(2);
+  end_stage(2, warp < 8);
 }
 
-// 16 rows; columns of a product are attention's parts, weighted when the sums are there.
+// 16 rows; columns of a product are attention's parts, of the warp's first and second half of inputs. They are weighted
+// when the sums are there.
 __device__ __forceinline__ void Reader::o(const bf16* residual, Places& to, int block) {
   const int number = block - FIRST_OF_O, part = g & 3;
-  uint4 a[4][2], x[4];
+  uint4 a[4][2], x[2];
   load(a);
   const u32 before = warp == 0 ? look_word(residual + number * 16 + (lane & 14)) : 0;
-  look<ROW_BYTES>(x, &to.parts[part][at(0)]);
-  float top[2], sums[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) top[half] = __uint_as_float(look_word(&to.weights[part][8 * half + warp / 2]));
+  const float* weights = &to.weights[part][warp / 2];
+  for (u32 looks = 0; WAITS && __all_sync(~0u, read_word(weights) == NOT_THERE); looks++) {  // little to look at
+    if (looks == MOST_LOOKS) __trap();
+  }
+  look<ROW_BYTES>(x, &to.parts[part][64 * warp + 32 * (g >> 2) + 8 * t]);
+  const float top[2] = {__uint_as_float(look_word(weights)), __uint_as_float(look_word(weights + 8))};
   mark(1);
+  float sums[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float d[4] = {};
+    float d[2][4] = {};
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      const uint4 &upper = a[2 * half][k], &lower = a[2 * half + 1][k], &of = x[2 * half + k];
-      multiply_add(d, upper.x, lower.x, upper.y, lower.y, of.x, of.y);
-      multiply_add(d, upper.z, lower.z, upper.w, lower.w, of.z, of.w);
+      const uint4 &upper = a[2 * half][k], &lower = a[2 * half + 1][k], &of = x[half];
+      multiply_add(d[k], upper.x, lower.x, upper.y, lower.y, of.x, of.y);
+      multiply_add(d[k], upper.z, lower.z, upper.w, lower.w, of.z, of.w);
     }
     float most = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 4));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
@@ -151,23 +159,29 @@ __device__ __forceinline__ void Reader::o(const bf16* residual, Places& to, int 
     all += __shfl_xor_sync(~0u, all, 8);
     const float weight = own / all;
     const float first = __shfl_sync(~0u, weight, 8 * t), second = __shfl_sync(~0u, weight, 8 * t + 4);
-    sums[0] += d[0] * first + d[1] * second;
-    sums[1] += d[2] * first + d[3] * second;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float *of_first = d[0] + 2 * i, *of_second = d[1] + 2 * i;
+      sums[i] += (t < 2 ? of_first[0] : of_second[0]) * first + (t < 2 ? of_first[1] : of_second[1]) * second;
+    }
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    sums[i] += __shfl_xor_sync(~0u, sums[i], 1);
-    if (t == 0) shared.sums[buffer][8 * i + g][warp] = sums[i];
+    const float sum = sum_of_lanes(sums[i], 4);
+    if (t == 0) shared.sums[buffer][8 * i + g][warp] = sum;
   }
   meet();
-  if (warp == 0) publish<16>(to.middle + number * 16, row(lane & 15) + half_of(before, lane & 1));
-  end_stage(3);
+  if (warp == 0) {
+    const float v = row(lane & 15) + half_of(before, lane & 1);
+    publish<16>(to.middle[0] + number * 16, v, COPIES, HIDDEN);
+  }
+  end_stage(3, warp == 0);
 }
 
 // The block's best logit, as a number that is larger for a larger logit, then for a smaller token.
 __device__ __forceinline__ u64 Reader::head(const Arguments& of, const bf16* from, int block) {
-  uint4 a[4][2], x[2];
-  look_for_normed(x, from, of.final_norm);
+  uint4 a[4][2];
+  const uint4 x = look_for_normed(from, of.final_norm);
   u64 best = 0;
   for (int chunk = block; chunk < VOCABULARY / HEAD_ROWS; chunk += BLOCKS) {
     load(a);
@@ -178,7 +192,7 @@ __device__ __forceinline__ u64 Reader::head(const Arguments& of, const bf16* fro
       const u64 found = (u64)order << 32 | (u32)~(chunk * HEAD_ROWS + lane);
       best = found > best ? found : best;
     }
-    end_stage(5);
+    end_stage(5, warp == 0);
   }
   for (int other = 16; other; other >>= 1) {
     const u64 found = __shfl_xor_sync(~0u, best, other);
@@ -201,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_layers(
   publish_barriers();
   __syncthreads();
   if (warp == WARPS) {
-    ask_for_all(of, {ring, lane, read_once()}, block);
+    ask_for_all(of, {ring, ring, lane, 0, read_once()}, block);
     return;
   }
   const u32 step = *of.step;
@@ -216,11 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_layers(
     Places& to = places[layer];
     reader.qkv(of, x, to, layer, block);
     if (block < FIRST_OF_O) reader.attend(of, to, layer, block);
-    else if (block < FIRST_OF_O + O_BLOCKS) reader.o(x, to, block);
+    reader.stage = 2;
+    if (block >= FIRST_OF_O && block < FIRST_OF_O + O_BLOCKS) reader.o(x, to, block);
     reader.stage = 3;
     reader.gate_up(of, to, layer, block);
     reader.down(to, block);
-    x = to.out;
+    x = to.out[block % COPIES];
   }
   reader.stage = 5;
   const u64 best = reader.head(of, x, block);

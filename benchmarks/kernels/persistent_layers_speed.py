@@ -1,12 +1,14 @@
 """Microseconds of a decode of one token by one launch, whose blocks walk all layers of Qwen3-0.6B's shape together.
 
-    python -m benchmarks.kernels.persistent_layers_speed [--keys 576] [--layers 28]
+    python -m benchmarks.kernels.persistent_layers_speed [--keys 576] [--layers 28] [--copies 1,4]
+        [--in-flight 2,3,5,13]
 
-Needs a Hopper GPU on which nothing else runs: all blocks have to be there at once. Weights are random. First the
-numbers are compared with float32, beside torch's in bfloat16. Then a CUDA graph runs the step: whole, without waiting
-for weights, and without waiting for other blocks (both with wrong numbers): what is left is the time of inputs and
-sums, and that of reads. A table has the cycles of a layer's stages, of one warp in each block. The first lines are
-meetings of all blocks that do nothing else.
+Needs a Hopper GPU on which nothing else runs: all blocks have to be there at once. Weights are random. The first lines
+are meetings of all blocks that do nothing else. Then the numbers of each form are compared with float32, beside torch's
+in bfloat16, and a CUDA graph runs the step. A form has --copies of the results that all blocks read, and asks for
+--in-flight slots of weights at once. Of the fastest, steps without waiting for weights and without waiting for other
+blocks follow, with wrong numbers: what is left is the time of inputs and sums, and that of reads. The last table has
+the cycles of a layer's stages, of one warp in the median block.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch.nn.functional import silu
 
 from benchmarks.kernels.quantised_linears_speed import off_by
-from benchmarks.script import need_hopper, parser_of, positive, told_in_one_line
+from benchmarks.script import need_hopper, parser_of, positive, positives, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
@@ -32,7 +34,11 @@ HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCABULARY = 1024, 16, 8, 128, 3072, 151_936
 PAGE, BLOCKS, EPS = 16, 128, 1e-6
 LEAST_KEYS, MOST_KEYS = 64, 1024  # each of four blocks has a page, and at most a page a warp
 ROUNDS = 1000
-PLACES_BYTES = 35_072  # of a layer's results
+PLACES_BYTES = 24_832  # of a layer's results, beside
+COPIED_BYTES = 10_240  # those of which there are copies
+MOST_COPIES = 4
+CHECKED_STEPS, MOST_ERROR = 3, 1.2  # times torch's in bfloat16
+SLOTS = 13  # of the ring
 STAGES = ("qkv", "attention", "o", "gate_up", "down", "head")
 PARTS = ("weights", "inputs", "products", "meeting, result")
 
@@ -45,6 +51,8 @@ class PersistentLayers(CudaKernel):
         reads: weights are copied and waited for.
         waits: inputs are.
         marks: cycles are noted.
+        copies: of results that all blocks read.
+        in_flight: slots of the ring that are on their way at once.
     """
 
     layers: int
@@ -52,6 +60,8 @@ class PersistentLayers(CudaKernel):
     reads: bool = True
     waits: bool = True
     marks: bool = False
+    copies: int = 1
+    in_flight: int = SLOTS
 
     source: ClassVar[str] = "../benchmarks/kernels/persistent_layers.cu"
     headers: ClassVar[tuple[str, ...]] = ("../benchmarks/kernels/persistent_reader.cuh",)
@@ -73,6 +83,7 @@ class Meetings(CudaKernel):
     """Blocks that only meet; by words that say that they are there, or by a counter."""
 
     words: bool
+    copies: int = 1
 
     source: ClassVar[str] = "../benchmarks/kernels/persistent_meetings.cu"
     function: ClassVar[str] = "persistent_meetings"
@@ -82,10 +93,10 @@ class Meetings(CudaKernel):
 
     @property
     def name(self) -> str:
-        return f"persistent_meetings_{int(self.words)}"
+        return f"persistent_meetings_{int(self.words)}_{self.copies}"
 
     def constants(self) -> dict[str, int]:
-        return {"WORDS": int(self.words), "ROUNDS": ROUNDS}
+        return {"WORDS": int(self.words), "COPIES": self.copies, "ROUNDS": ROUNDS}
 
 
 class Step(ctypes.Structure):
@@ -118,13 +129,13 @@ class Decode:
             "down": random(layers, HIDDEN, FFN),
             "norms": norm(layers, 2, HIDDEN),
             "head_norms": norm(layers, 2, DIM),
-            "embedding": random(vocabulary, HIDDEN, scale=1.0),
+            "embedding": random(vocabulary, HIDDEN, scale=0.2),
             "final_norm": norm(HIDDEN),
             "turns": self._turns().to(device),
             "cache": random(layers, pages, 2, KV_HEADS, PAGE, DIM, scale=1.0),
             "table": torch.randperm(pages, device=device).int(),
             "token": torch.tensor([7], dtype=torch.int32, device=device),
-            "places": torch.full((2, layers, PLACES_BYTES // 2), -1, dtype=torch.int16, device=device),
+            "places": torch.empty(2 * layers * _places_bytes(MOST_COPIES), dtype=torch.uint8, device=device),
             "best": torch.zeros(1, dtype=torch.int64, device=device),
             "done": torch.zeros(1, dtype=torch.int32, device=device),
             "step": torch.zeros(1, dtype=torch.int32, device=device),
@@ -136,10 +147,18 @@ class Decode:
         angles = (self.keys - 1) / 1e6 ** (torch.arange(0, DIM, 2) / DIM)
         return torch.stack([angles.cos(), angles.sin()]).float()
 
+    def begin(self, copies: int) -> None:
+        """Empties the places of results; each has so many copies."""
+        self.copies = copies
+        self.tensors["places"].fill_(255)
+        self.tensors["step"].zero_()
+
     @property
     def hidden(self) -> torch.Tensor:
         """The output of the last layer in the last launch."""
-        places = self.tensors["places"].view(torch.bfloat16)[(int(self.tensors["step"]) - 1) % 2, -1]
+        size = self.layers * _places_bytes(self.copies)
+        last = (int(self.tensors["step"]) - 1) % 2
+        places = self.tensors["places"][last * size : (last + 1) * size].view(torch.bfloat16)
         return places[-HIDDEN - 128 : -128]  # ahead of the parts' weights
 
     def by_torch(self, token: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,6 +199,10 @@ class Decode:
         return read + self.layers * self.keys * 2 * KV_HEADS * DIM * 2
 
 
+def _places_bytes(copies: int) -> int:
+    return PLACES_BYTES + copies * COPIED_BYTES
+
+
 def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight
 
@@ -193,35 +216,46 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--keys", type=positive, default=576)
     parser.add_argument("--layers", type=positive, default=28)
+    parser.add_argument("--copies", type=positives, default="1,4")
+    parser.add_argument("--in-flight", type=positives, default="2,3,5,13")
     options = parser.parse_args(arguments)
     if not LEAST_KEYS <= options.keys <= MOST_KEYS:
         parser.error(f"--keys {options.keys}: expected {LEAST_KEYS} to {MOST_KEYS}")
+    if max(options.copies) > MOST_COPIES or max(options.in_flight) > SLOTS:
+        parser.error(f"expected up to {MOST_COPIES} copies and {SLOTS} slots in flight")
     need_hopper()
     torch.manual_seed(0)
     limit = read_rate()
     print(f"{machine_line()}, a sum reads {limit:.0f} GB/s")
     decode = Decode(options.layers, options.keys)
-    layers = options.layers
-    whole, marked = PersistentLayers(layers), PersistentLayers(layers, marks=True)
-    others = {
-        "without waiting for weights": PersistentLayers(layers, reads=False),
-        "without waiting for others": PersistentLayers(layers, waits=False),
-        "with neither": PersistentLayers(layers, reads=False, waits=False),
+    forms = [
+        PersistentLayers(options.layers, copies=copies, in_flight=in_flight)
+        for copies in options.copies
+        for in_flight in options.in_flight
+    ]
+    meetings = {"a counter": Meetings(False)} | {
+        f"words that are there, {copies} copies": Meetings(True, copies) for copies in options.copies
     }
-    meetings = {"a counter": Meetings(False), "words that are there": Meetings(True)}
     with KernelCompiler() as compiler:
-        kernels = [whole, marked, *others.values(), *meetings.values()]
-        compiler.start(kernels)
-        binaries = compiler.binaries(kernels)
-    _measure_meetings(meetings, binaries)
-    _check(decode, whole, binaries)
-    ideal = decode.read_bytes() / limit / 1e3
-    print(f"{'a step':32}{'µs':>8}{'of read':>9}")
-    for name, kernel in {"whole": whole, **others, "whole again": whole}.items():
-        loaded = load_kernel(kernel, binaries)
-        time = graph_us(lambda loaded=loaded: _launch(loaded, decode), calls=8)
-        print(f"{name:32}{time:8.1f}{ideal / time:9.0%}")
-    _print_marks(decode, marked, binaries)
+        compiler.start([*meetings.values(), *forms])
+        _measure_meetings(meetings, compiler.binaries(meetings.values()))
+        binaries = compiler.binaries(forms)
+        print(f"{'copies':>8}{'in flight':>11}{'off by':>9}{'by torch':>10}{'µs':>8}{'of read':>9}")
+        times = {form: _measure(decode, form, binaries, limit) for form in forms}
+        fastest = min(times, key=lambda form: times[form])
+        others = {
+            "whole": fastest,
+            "without waiting for weights": replace(fastest, reads=False),
+            "without waiting for others": replace(fastest, waits=False),
+            "with neither": replace(fastest, reads=False, waits=False),
+        }
+        marked = [replace(fastest, marks=True), replace(fastest, marks=True, reads=False)]
+        binaries = compiler.binaries([*others.values(), *marked])
+    print(f"{fastest.copies} copies, {fastest.in_flight} in flight")
+    for name, form in others.items():
+        print(f"{name:32}{_time(decode, form, binaries):8.1f} µs")
+    for form in marked:
+        _print_marks(decode, form, binaries)
     return 0
 
 
@@ -230,7 +264,7 @@ def _launch(kernel: Kernel, decode: Decode) -> None:
 
 
 def _measure_meetings(meetings: dict[str, Meetings], binaries: dict[str, bytes]) -> None:
-    places = torch.empty(ROUNDS * HIDDEN, dtype=torch.int16, device="cuda")
+    places = torch.empty(ROUNDS * HIDDEN * MOST_COPIES, dtype=torch.int16, device="cuda")
     counter = torch.empty(ROUNDS, dtype=torch.int32, device="cuda")
     out = torch.empty(BLOCKS, dtype=torch.int32, device="cuda")
     for name, kind in meetings.items():
@@ -241,31 +275,51 @@ def _measure_meetings(meetings: dict[str, Meetings], binaries: dict[str, bytes])
             counter.zero_()
             kernel.launch(BLOCKS, kind.num_threads, [address_of(one) for one in (places, counter, out)], False)
 
-        print(f"a meeting by {name:24}{graph_us(meet) / ROUNDS:8.2f} µs")
+        print(f"a meeting by {name:32}{graph_us(meet) / ROUNDS:8.2f} µs")
 
 
-def _check(decode: Decode, kind: PersistentLayers, binaries: dict[str, bytes]) -> None:
-    """Compares two steps, one behind the other, with float32 and with torch in bfloat16."""
-    kernel = load_kernel(kind, binaries)
-    for _ in range(2):
-        token = int(decode.tensors["token"])
-        true, true_keys = decode.by_torch(token, torch.float32)
-        rough, rough_keys = decode.by_torch(token, torch.bfloat16)
-        _launch(kernel, decode)
-        hidden, chosen = decode.hidden, int(decode.tensors["token"])
-        found = [off_by(hidden, true), off_by(rough, true)]
-        keys = [off_by(one.flatten(0, 1), true_keys.flatten(0, 1)) for one in (decode.new_keys(), rough_keys)]
-        print(f"off by {found[0]:.4f} (torch {found[1]:.4f}), new keys {keys[0]:.4f} ({keys[1]:.4f}); token {chosen}, "
-              f"by torch of the same {decode.chosen(hidden)}")  # fmt: skip
-        if found[0] > 1.2 * found[1] or chosen != decode.chosen(hidden):
-            sys.exit("error: the numbers are wrong")
+def _measure(decode: Decode, form: PersistentLayers, binaries: dict[str, bytes], limit: float) -> float:
+    """Compares steps, one behind the other, and times one, in µs."""
+    kernel = load_kernel(form, binaries)
+    decode.begin(form.copies)
+    for _ in range(CHECKED_STEPS - 1):
+        _check_step(kernel, decode)
+    error, of_torch = _check_step(kernel, decode)
+    time = _time(decode, form, binaries)
+    share = decode.read_bytes() / limit / 1e3 / time
+    print(f"{form.copies:8}{form.in_flight:11}{error:9.4f}{of_torch:10.4f}{time:8.1f}{share:9.0%}")
+    return time
+
+
+def _check_step(kernel: Kernel, decode: Decode) -> tuple[float, float]:
+    """Launches a step; its output's distance from float32, and that of torch in bfloat16."""
+    token = int(decode.tensors["token"])
+    true, true_keys = decode.by_torch(token, torch.float32)
+    rough, rough_keys = decode.by_torch(token, torch.bfloat16)
+    _launch(kernel, decode)
+    found, chosen = decode.hidden, int(decode.tensors["token"])
+    errors = [off_by(found, true), off_by(decode.new_keys().flatten(0, 1), true_keys.flatten(0, 1))]
+    of_torch = [off_by(rough, true), off_by(rough_keys.flatten(0, 1), true_keys.flatten(0, 1))]
+    if not all(one <= MOST_ERROR * other for one, other in zip(errors, of_torch, strict=True)):
+        sys.exit(f"error: outputs and new keys are off by {errors}, expected at most {MOST_ERROR} times {of_torch}")
+    if chosen != decode.chosen(found):
+        sys.exit(f"error: token {chosen}, expected {decode.chosen(found)}")
+    return errors[0], of_torch[0]
+
+
+def _time(decode: Decode, form: PersistentLayers, binaries: dict[str, bytes]) -> float:
+    kernel = load_kernel(form, binaries)
+    decode.begin(form.copies)
+    return graph_us(lambda: _launch(kernel, decode), calls=8)
 
 
 def _print_marks(decode: Decode, kind: PersistentLayers, binaries: dict[str, bytes]) -> None:
     kernel = load_kernel(kind, binaries)
+    decode.begin(kind.copies)
     for _ in range(3):
         _launch(kernel, decode)
-    print(f"{'cycles of a layer, median block':32}" + "".join(f"{part:>17}" for part in PARTS))
+    name = "cycles of a layer" if kind.reads else "without waiting for weights"
+    print(f"{name:32}" + "".join(f"{part:>17}" for part in PARTS))
     marks = decode.tensors["marks"].float() / decode.layers
     for number, stage in enumerate(STAGES):
         there = marks[:, number][marks[:, number].sum(-1) > 0]

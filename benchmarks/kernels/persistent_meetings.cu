@@ -1,6 +1,6 @@
 // How long blocks take to meet: ROUNDS times, each makes 8 values of 1024 and goes on when it knows of all others'.
-// WORDS: values lie in places that are all ones until then, and each warp looks at the 64 that it needs. Otherwise a
-// counter tells that all are there (an addition that releases, a read that acquires), and values are read behind it.
+// WORDS: values lie in places that are all ones until then, in COPIES, and each warp looks at the 64 that it needs.
+// Otherwise a counter tells that all are there (an addition that releases, a read that acquires); then they are read.
 typedef unsigned short bf16;
 constexpr int BLOCKS = 128, THREADS = 512, HIDDEN = 1024;
 constexpr u32 NOT_THERE = ~0u, MOST_LOOKS = 1u << 22;
@@ -15,9 +15,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent_meetings(bf1
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
   u32 found = 0;
   for (int round = 0; round < ROUNDS; round++) {
-    bf16* values = places + round * HIDDEN;
-    if (threadIdx.x < 4) {
-      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(values + block * 8 + 2 * lane), "r"(found & 1) : "memory");
+    bf16* values = places + round * COPIES * HIDDEN;
+    if (threadIdx.x < 4 * COPIES) {
+      bf16* to = values + lane / 4 * HIDDEN + block * 8 + 2 * (lane & 3);
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(found & 1) : "memory");
     }
     if (!WORDS) {
       __syncthreads();
@@ -33,10 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent_meetings(bf1
       __syncthreads();
     }
     for (u32 looks = 0;; looks++) {
-      const uint4 a = read(values + 64 * warp + 8 * (lane & 3)), b = read(values + 64 * warp + 32 + 8 * (lane & 3));
-      const bool are_there = a.x != NOT_THERE && a.y != NOT_THERE && a.z != NOT_THERE && a.w != NOT_THERE &&
-                             b.x != NOT_THERE && b.y != NOT_THERE && b.z != NOT_THERE && b.w != NOT_THERE;
-      found += a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
+      const uint4 v = read(values + block % COPIES * HIDDEN + 64 * warp + 8 * (lane & 7));
+      const bool are_there = v.x != NOT_THERE && v.y != NOT_THERE && v.z != NOT_THERE && v.w != NOT_THERE;
+      found += v.x + v.y + v.z + v.w;
       if (are_there) break;
       if (looks == MOST_LOOKS) __trap();
     }

@@ -11,7 +11,8 @@ static_assert(VOCABULARY % HEAD_ROWS == 0 && FIRST_OF_O + O_BLOCKS <= BLOCKS, "w
 
 typedef unsigned short bf16;
 struct Places {  // of one layer's results
-  bf16 qkv[QKV], parts[PARTS][HEADS * DIM], middle[HIDDEN], active[FFN], out[HIDDEN];
+  bf16 qkv[QKV], parts[PARTS][HEADS * DIM];
+  bf16 middle[COPIES][HIDDEN], active[COPIES][FFN], out[COPIES][HIDDEN];  // each for some of the blocks
   float weights[PARTS][HEADS];  // log2 of the sum of a part's exponentials
 };
 struct Arguments {
@@ -52,13 +53,13 @@ __device__ __forceinline__ u32 read_word(const void* p) {
 __device__ __forceinline__ void write(void* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// COUNT times 16 bytes, once all are there: pairs STEP bytes from each other, 64 between the two of a pair.
+// COUNT times 16 bytes, STEP bytes from each other, once all are there.
 template <int STEP, int COUNT>
 __device__ __forceinline__ void look(uint4 (&to)[COUNT], const void* from) {
   for (u32 looks = 0;; looks++) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) to[i] = read((const char*)from + i / 2 * STEP + i % 2 * 64);
+    for (int i = 0; i < COUNT; i++) to[i] = read((const char*)from + i * STEP);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) all &= is_there(to[i]);
     if (all || !WAITS) return;
@@ -96,6 +97,9 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+// Warps that add up the sums of all do so ahead of the others' loads of weights, which shared memory is busy with.
+__device__ __forceinline__ void let_others_load() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void wait_to_load() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ uint4 times(const uint4& a, const uint4& b) {
   return make_uint4(times(a.x, b.x), times(a.y, b.y), times(a.z, b.z), times(a.w, b.w));
 }
@@ -118,12 +122,19 @@ struct Ring {
 
 // --- who asks for weights -------------------------------------------------------------------------------------------
 struct Asker {
-  Ring ring;
-  int lane;
+  Ring ring, arriving;
+  int lane, in_flight;
   u64 policy;
+  // Waits for room, and until only some slots are on their way: with more of them all else in the L2 waits longer.
+  __device__ void wait_for_turn() {
+    wait_for(ring.empty + 8 * ring.slot, ring.turn ^ 1);
+    if (++in_flight <= IN_FLIGHT) return;
+    arriving.wait_full();
+    arriving.step();
+  }
   __device__ void ask(const char* from, int row_step) {  // SLOT_ROWS rows of 1024 columns
     if (!READS) return;
-    wait_for(ring.empty + 8 * ring.slot, ring.turn ^ 1);
+    wait_for_turn();
     const u32 barrier = ring.full + 8 * ring.slot;
     if (lane == 0) expect_bytes(barrier, SLOT_ROWS * ROW_BYTES);
     __syncwarp();
@@ -138,7 +149,7 @@ struct Asker {
   __device__ void ask_pages(const bf16* cache, const int* table, int part, int pages) {
     if (!READS) return;
     for (int first = part; first < pages; first += 2 * PARTS) {
-      wait_for(ring.empty + 8 * ring.slot, ring.turn ^ 1);
+      wait_for_turn();
       const u32 barrier = ring.full + 8 * ring.slot;
       const int count = first + PARTS < pages ? 4 : 2, page = first + (lane >> 1) * PARTS;
       if (lane == 0) expect_bytes(barrier, count * PAGE_BYTES);
@@ -210,21 +221,23 @@ struct Reader {
     const u32 slot = ring.slot + number / 2;
     return ring.data + (slot < SLOTS ? slot : slot - SLOTS) * SLOT_BYTES + (number & 1) * 2 * PAGE_BYTES;
   }
-  __device__ int at(int piece) const { return 1024 * (piece >> 1) + 64 * warp + 32 * (piece & 1) + 8 * t; }
-  // Sums of 8 * COUNT rows over the warp's columns of x, the same for all columns of a product, for all warps to add.
+  // Where the lane's 8 inputs of 1024 are: columns of a product that are even have those of the warp's first half.
+  __device__ int inputs() const { return 64 * warp + 32 * (g & 1) + 8 * t; }
+  // Sums of 8 * COUNT rows over the warp's inputs, for all warps to add.
   template <int COUNT>
-  __device__ void multiply(const uint4 (&a)[COUNT][2], const uint4 (&x)[2]) {
+  __device__ void multiply(const uint4 (&a)[COUNT][2], const uint4& x) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 2) {
-      float d[4] = {};
+      float d[2][4] = {};
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        multiply_add(d, a[i][k].x, a[i + 1][k].x, a[i][k].y, a[i + 1][k].y, x[k].x, x[k].y);
-        multiply_add(d, a[i][k].z, a[i + 1][k].z, a[i][k].w, a[i + 1][k].w, x[k].z, x[k].w);
+      for (int half = 0; half < 2; half++) {
+        const uint4 &upper = a[i][half], &lower = a[i + 1][half];
+        multiply_add(d[half], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
+        multiply_add(d[half], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
       }
       if (t == 0) {
-        shared.sums[buffer][8 * i + g][warp] = d[0];
-        shared.sums[buffer][8 * i + 8 + g][warp] = d[2];
+        shared.sums[buffer][8 * i + g][warp] = d[0][0] + d[1][1];
+        shared.sums[buffer][8 * i + 8 + g][warp] = d[0][2] + d[1][3];
       }
     }
   }
@@ -243,70 +256,78 @@ struct Reader {
     mark(2);
     sync_readers();
   }
-  __device__ void end_stage(int next) {
+  __device__ void end_stage(int next, bool has_added) {
+    if (has_added) let_others_load();
+    else wait_to_load();
     mark(3);
     buffer ^= 1;
     stage = next;
   }
-  // The values of the first COUNT lanes.
+  // The values of the first COUNT lanes, in copies so many values from each other.
   template <int COUNT>
-  __device__ void publish(bf16* to, float v) const {
+  __device__ void publish(bf16* to, float v, int copies = 1, int step = 0) const {
     const float other = __shfl_down_sync(~0u, v, 1);
-    if (lane < COUNT && !(lane & 1)) write(to + lane, pack(v, other));
+    for (int copy = 0; copy < copies; copy++) {
+      if (lane < COUNT && !(lane & 1)) write(to + copy * step + lane, pack(v, other));
+    }
   }
-  // This warp's 64 inputs times the norm's weight, and the sum of their squares for all warps to add.
-  __device__ void look_for_normed(uint4 (&x)[2], const bf16* from, const bf16* norm) {
-    const uint4 gains[2] = {*(const uint4*)(norm + at(0)), *(const uint4*)(norm + at(1))};
-    look<ROW_BYTES>(x, from + at(0));
+  // The lane's inputs times the norm's weight, and the warp's sum of squares for all warps to add.
+  __device__ uint4 look_for_normed(const bf16* from, const bf16* norm) {
+    const uint4 gain = *(const uint4*)(norm + inputs());
+    uint4 x[1];
+    look<ROW_BYTES>(x, from + inputs());
     mark(1);
-    const float squares = sum_of_lanes(squares_of(x[0]) + squares_of(x[1]), 4);
+    const float squares = sum_of_lanes(squares_of(x[0]), 8);
     if (lane == 0) shared.squares[buffer][warp] = squares;
-    x[0] = times(x[0], gains[0]);
-    x[1] = times(x[1], gains[1]);
+    return times(x[0], gain);
   }
 
   __device__ void qkv(const Arguments& of, const bf16* from, Places& to, int layer, int block) {
-    uint4 a[4][2], x[2];
+    uint4 a[4][2];
     load(a);
-    look_for_normed(x, from, of.norms + layer * 2 * HIDDEN);
-    multiply(a, x);
+    multiply(a, look_for_normed(from, of.norms + layer * 2 * HIDDEN));
     meet();
     if (warp == 0) publish<QKV_ROWS>(to.qkv + block * QKV_ROWS, row(lane) * inverse_rms());
-    end_stage(1);
+    end_stage(1, warp == 0);
   }
   __device__ void attend(const Arguments& of, Places& to, int layer, int block);
   __device__ void o(const bf16* residual, Places& to, int block);
   __device__ void gate_up(const Arguments& of, Places& to, int layer, int block) {
-    uint4 a[6][2], x[2];
+    uint4 a[6][2];
     load(a);
-    look_for_normed(x, to.middle, of.norms + (layer * 2 + 1) * HIDDEN);
-    multiply(a, x);
+    multiply(a, look_for_normed(to.middle[block % COPIES], of.norms + (layer * 2 + 1) * HIDDEN));
     meet();
     if (warp == 0) {
       const float scale = inverse_rms();
       const int number = lane < FFN_ROWS ? lane : 0;
       const float gate = row(number) * scale, up = row(FFN_ROWS + number) * scale;
-      publish<FFN_ROWS>(to.active + block * FFN_ROWS, gate * reciprocal(1.f + power_of(gate)) * up);
+      const float active = gate * reciprocal(1.f + power_of(gate)) * up;
+      publish<FFN_ROWS>(to.active[0] + block * FFN_ROWS, active, COPIES, FFN);
     }
-    end_stage(4);
+    end_stage(4, warp == 0);
   }
   __device__ void down(Places& to, int block) {
-    uint4 a[3][2], x[6];
+    uint4 a[3][2], x[3];
     load(a);
-    look<ROW_BYTES>(x, to.active + at(0));
+    look<ROW_BYTES>(x, to.active[block % COPIES] + inputs());
     mark(1);
-    float d[3][4] = {};
+    float d[3][2][4] = {};
 #pragma unroll
     for (int i = 0; i < 6; i++) {
-      multiply_add(d[i / 2], a[i / 2][i % 2].x, 0, a[i / 2][i % 2].y, 0, x[i].x, x[i].y);
-      multiply_add(d[i / 2], a[i / 2][i % 2].z, 0, a[i / 2][i % 2].w, 0, x[i].z, x[i].w);
+      const uint4 &of = a[i / 2][i % 2], &by = x[i / 2];
+      multiply_add(d[i / 2][i % 2], of.x, 0, of.y, 0, by.x, by.y);
+      multiply_add(d[i / 2][i % 2], of.z, 0, of.w, 0, by.z, by.w);
     }
-    if (t == 0) shared.sums[buffer][g][warp] = d[0][0] + d[1][0] + d[2][0];
-    const int place = block * DOWN_ROWS + (lane & 6);
-    const u32 before = warp == 0 ? look_word(to.middle + place) : 0;
+    if (t == 0) {
+      shared.sums[buffer][g][warp] = d[0][0][0] + d[0][1][1] + (d[1][0][0] + d[1][1][1]) + (d[2][0][0] + d[2][1][1]);
+    }
+    const u32 before = warp == 0 ? look_word(to.middle[block % COPIES] + block * DOWN_ROWS + (lane & 6)) : 0;
     meet();
-    if (warp == 0) publish<DOWN_ROWS>(to.out + block * DOWN_ROWS, row(lane & 7) + half_of(before, lane & 1));
-    end_stage(0);
+    if (warp == 0) {
+      const float v = row(lane & 7) + half_of(before, lane & 1);
+      publish<DOWN_ROWS>(to.out[0] + block * DOWN_ROWS, v, COPIES, HIDDEN);
+    }
+    end_stage(0, warp == 0);
   }
   __device__ u64 head(const Arguments& of, const bf16* from, int block);
 };
