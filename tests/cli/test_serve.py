@@ -89,7 +89,7 @@ def test_keys_come_from_options_the_environment_and_a_file(monkeypatch, tmp_path
     from mllm_compile.server import serve
 
     started: list[ServeOptions] = []
-    monkeypatch.setattr(serve, "run_server", lambda options, early: started.append(options))
+    monkeypatch.setattr(serve, "run_server", lambda options, **_: started.append(options))
     monkeypatch.setenv("MLLM_API_KEY", "of-environment")
     file = tmp_path / "keys"
     file.write_text("first\n\n second \n")

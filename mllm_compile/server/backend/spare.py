@@ -1,6 +1,6 @@
 """The spare process of ../spare.py: imports, beside an engine that serves, and becomes what it is told to.
 
-A thread of the lowest priority imports, and ends. So the process itself has the usual one, which none may raise again.
+A thread of low priority imports, and ends. So the process itself has the usual one, which none may raise again.
 numpy is imported ahead of that, as its library starts threads that keep the priority.
 """
 
@@ -22,7 +22,7 @@ from mllm_compile.process.sleeping_blas import sleeping_blas
 
 # Names of the process while it imports, once it waits, and as an engine, in lists that show no arguments.
 IMPORTS, WAITS, ENGINE = "mllm-imports", "mllm-spare", "mllm-engine"
-_NICENESS = 19
+_NICENESS = 10  # a tenth of what others get of a core; with the lowest priority a busy machine takes minutes
 _FIRST = "1000"  # what serves is to outlive what waits
 _MOST_TOLD = 1 << 20  # bytes of a command and its variables
 _NUM_DESCRIPTORS = 2
