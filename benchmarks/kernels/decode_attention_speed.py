@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.decode_attention_speed [--json FILE]
     python -m benchmarks.kernels.decode_attention_speed --heads 32/8 --batches 1 8 --lengths 16000 32000 --ours
+    python -m benchmarks.kernels.decode_attention_speed --heads 20/20 --head-dim 64 --lengths 1500 --ours
 
 Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests is on
 this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
@@ -9,7 +10,8 @@ this table: the Triton kernel in its form for few requests or for many, and on H
 random page tables. Before each layer a small kernel runs, as in a model. The time of these kernels alone is taken off.
 XQA splits as FlashInfer does by default. The last columns are the fastest of our own, its read rate, and the Triton
 kernel's fastest form and split beside the chosen one. With --ours FlashInfer's and the Triton kernel's other forms are
-left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4).
+left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4). Heads of 64 have the Triton kernel
+alone: its other forms are told.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ TABLE_TOKENS = 32768  # the page table's width: what a request may grow to
 SPLITS = (1, 2, 4, 8, 16, 32)
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
-MAX_BLOCKS = 1024
+MAX_BLOCKS = 2048
 PAGE_SIZE = 64
 
 
@@ -173,7 +175,7 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 @cache
 def hopper_kernels(num_heads: int, num_kv_heads: int, head_dim: int, with_fewer: bool) -> dict[str, DecodePiece]:
     """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
-    if not can_compile_kernels("cuda:0"):
+    if head_dim not in HEAD_DIMS or not can_compile_kernels("cuda:0"):
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE) if head_dim == CLUSTERS_HEAD_DIM else ()
     shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE, head_dim=head_dim)
@@ -216,7 +218,8 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
         kernels[name] = lambda kernel=kernel: hopper_decode(layers, kernel)
     for few, name, most in ((True, "few", OF_FEW.most), (False, "many", OF_MANY.most)):
         for splits in SPLITS:
-            if not ours_alone and splits <= most and splits * sequences <= MAX_BLOCKS:
+            is_told = not ours_alone or case.head_dim not in HEAD_DIMS
+            if is_told and splits <= most and splits * sequences <= MAX_BLOCKS:
                 kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
     for name, make in kernels.items():
@@ -240,7 +243,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
-    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=HEAD_DIMS[0])
+    parser.add_argument("--head-dim", type=int, choices=(64, *HEAD_DIMS), default=HEAD_DIMS[0])
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS)
     parser.add_argument("--ours", action="store_true", help="leave out what is not the program's own")
