@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
+from tests import stand_in_timm
 from tests.tiny_vision import PLACED_MODELS, TEXT, OfPlaces, media_prompt
 
 SOUND_TOKEN, IMAGE_TOKEN = 88, 90
@@ -136,8 +137,51 @@ CONFORMER_MODELS: dict[str, dict[str, Any]] = {
     "granite_speech": _GRANITE,
     "granite_speech_plus": _PLUS,
 }
-SOUND_MODELS = WINDOW_MODELS | CHUNK_MODELS | CONFORMER_MODELS
-OF_BOTH = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4")  # sounds and images
+CLIP_FEATURES = 16  # of a sound, each of 16 frames
+# Some tokens are rows of tables beside the towers, whose images are by a stand-in for timm.
+CLIP_MODELS: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        "text_config": {
+            **TEXT,
+            "model_type": "gemma3n_text",
+            "vocab_size_per_layer_input": 80,
+            "hidden_size_per_layer_input": 8,
+            "intermediate_size": [48] * 4,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 8,
+            "pad_token_id": 0,
+        },
+        "vision_config": {
+            "model_type": "gemma3n_vision",
+            "hidden_size": stand_in_timm.WIDTH,
+            "vocab_size": 4,
+            "vocab_offset": 88,
+            "label_names": ["any"],  # or Transformers asks timm for them
+        },
+        "audio_config": {
+            "model_type": "gemma3n_audio",
+            "input_feat_size": CONFORMER_BINS,
+            "hidden_size": 32,
+            "vocab_size": 4,
+            "vocab_offset": 92,
+            "conf_num_hidden_layers": 2,
+            "conf_num_attention_heads": 2,
+            "conf_attention_chunk_size": 4,
+            "conf_attention_context_left": 5,
+            "conf_conv_kernel_size": 3,
+            "sscp_conv_channel_size": [8, 4],
+        },
+        "audio_soft_tokens_per_image": CLIP_FEATURES,
+        "vision_soft_tokens_per_image": stand_in_timm.PLACES,
+        "image_token_id": IMAGE_TOKEN,
+    },
+}
+SOUND_MODELS = WINDOW_MODELS | CHUNK_MODELS | CONFORMER_MODELS | CLIP_MODELS
+OF_BOTH = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4", "gemma3n")  # sounds and images
 _OF_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 _FEATURES_OF_ROWS = {"glmasr": 4}
 
@@ -182,6 +226,8 @@ def save_sound_model(model_type: str, folder: Path) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("put_min", "put_max")):  # what linears of Gemma 4 clip by
                 buffer.fill_(-1.5 if name.endswith("min") else 1.5)
+            if name.endswith(("running_mean", "running_var")):
+                buffer.uniform_(0.5, 2)
         # Never a placeholder, or a mark of one: Transformers would look for one more sound.
         model.get_output_embeddings().weight[[SOUND_TOKEN, IMAGE_TOKEN, *range(86, 94)]] = 0
     model.save_pretrained(folder)
@@ -190,8 +236,8 @@ def save_sound_model(model_type: str, folder: Path) -> Any:
 
 def chunk_of(kind: str) -> int:
     """Frames of a window or chunk of a model's tower."""
-    if kind in CONFORMER_MODELS:
-        return 16 if kind == "gemma4" else 12
+    if kind in CONFORMER_MODELS | CLIP_MODELS:
+        return 12 if kind.startswith("granite") else 16
     return CHUNK if kind in CHUNK_MODELS else FRAMES
 
 
@@ -200,6 +246,8 @@ def _of_conformer(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
     more = 3 if kind == "gemma4" else 0
     shape = 1, part.frames + more, CONFORMER_BINS
     given = torch.randn(*shape, generator=torch.Generator().manual_seed(part.seed)).numpy()
+    if kind in CLIP_MODELS:
+        return CLIP_FEATURES, {"input_features": given, "input_features_mask": np.ones(shape[:2], dtype=bool)}
     if kind != "gemma4":
         count = 2 * math.ceil(part.frames / 4)
         return count, {"input_features": given, "input_features_mask": np.ones((1, count), dtype=bool)}
@@ -209,7 +257,7 @@ def _of_conformer(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
 
 def _tensors(kind: str, part: Sound) -> tuple[int, dict[str, np.ndarray]]:
     """A sound's features, and what a model's processor gives for it."""
-    if kind in CONFORMER_MODELS:
+    if kind in CONFORMER_MODELS | CLIP_MODELS:
         return _of_conformer(kind, part)
     whole = chunk_of(kind)
     windows = math.ceil(part.frames / whole)
@@ -241,6 +289,13 @@ def sound_prompt(kind: str, *parts: Sequence[int] | Sound | Patches) -> MediaPro
             (item,) = media_prompt(OfPlaces(part.seed, part.rows // 2, part.columns // 2)).items
             items.append(replace(item, start=len(ids)))
             ids += [IMAGE_TOKEN] * item.length
+            continue
+        if isinstance(part, Patches) and kind == "gemma3n":
+            side, count = stand_in_timm.SIDE, stand_in_timm.PLACES
+            pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(part.seed)).numpy()
+            digest = hashlib.sha256(pixels.tobytes()).digest()
+            items.append(MediaItem("image", len(ids), count, digest, {"pixel_values": pixels}))
+            ids += [IMAGE_TOKEN] * count
             continue
         if isinstance(part, Patches):
             generator = torch.Generator().manual_seed(part.seed)
@@ -286,21 +341,25 @@ def _with_mask(said: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str,
 
 @contextmanager
 def _each_alone(model: Any, prompt: MediaPrompt | list[int]) -> Iterator[None]:
-    """Within the context Granite Speech's encoder takes each sound by itself: it is told of no ends, so that in a batch
-    they hear what fills them up."""
-    if isinstance(prompt, list) or not hasattr(model.model, "projector"):
+    """Within the context encoders take each sound by itself whose convolutions hear in a batch what fills them up:
+    Granite Speech's, which is told of no ends, and Gemma 3n's."""
+    sounds = [] if isinstance(prompt, list) else [item for item in prompt.items if item.kind == "audio"]
+    is_clip = hasattr(getattr(model.model, "audio_tower", None), "conformer")
+    if not sounds or not (is_clip or hasattr(model.model, "projector")):
         yield
         return
     encode = model.model.get_audio_features
-    sounds = [torch.from_numpy(item.tensors["input_features"]) for item in prompt.items]
+    given = [torch.from_numpy(item.tensors["input_features"]) for item in sounds]
 
-    def joined(input_features: torch.Tensor, **kwargs: Any) -> Any:
-        features = torch.cat([encode(sound, return_dict=True).pooler_output[0] for sound in sounds])
-        at_places = torch.zeros(len(sounds), int(max(item.length for item in prompt.items)), features.shape[1])
-        at_places[torch.arange(at_places.shape[1]) < torch.tensor([item.length for item in prompt.items])[:, None]] = (
-            features
-        )
-        return SimpleNamespace(pooler_output=at_places)
+    def joined(input_features: torch.Tensor, *masks: Any, **kwargs: Any) -> Any:
+        made = [
+            encode(one, *(mask[:1, :1].expand(1, one.shape[1]) for mask in masks), return_dict=True) for one in given
+        ]
+        lengths = torch.tensor([one.pooler_output.shape[1] for one in made])
+        is_there = torch.arange(int(lengths.max())) < lengths[:, None]
+        at_places = made[0].pooler_output.new_zeros(*is_there.shape, made[0].pooler_output.shape[2])
+        at_places[is_there] = torch.cat([one.pooler_output[0] for one in made])
+        return SimpleNamespace(pooler_output=at_places, audio_mel_mask=~is_there)
 
     model.model.get_audio_features = joined
     try:

@@ -65,7 +65,7 @@ def check_tower(trace: Trace, hf_model: HFModel, noun: str = "image", attends_by
     """
     layers = [node for node in trace.graph_module.graph.nodes if is_traced_layer(node)]
     reasons = [] if layers or attends_by_itself else ["no attention goes through Transformers' attention interface"]
-    reasons += reasons_in_graph(trace, hf_model, "pixel_values")
+    reasons += reasons_in_graph(trace, hf_model, "pixel_values", attends_by_itself)
     if reasons:
         raise UnsupportedModelError(
             f"{noun}s of {hf_model.model.config.model_type!r} models would not be served right: "
@@ -73,16 +73,17 @@ def check_tower(trace: Trace, hf_model: HFModel, noun: str = "image", attends_by
         )
 
 
-def reasons_in_graph(trace: Trace, hf_model: HFModel, sized: str) -> list[str]:
+def reasons_in_graph(trace: Trace, hf_model: HFModel, sized: str, attends_by_itself: bool = False) -> list[str]:
     """Why the graph of a model without pages would not be served right.
 
     Args:
         sized: the input whose rows its others have too.
+        attends_by_itself: it may call torch's attention, within the rows of a batch.
     """
     gm = trace.graph_module
     return [
         *_constant_reasons(gm, hf_model),
-        *_direct_attention(gm),
+        *(() if attends_by_itself else _direct_attention(gm)),
         *_foreign_ops(gm),
         *(reason for node in gm.graph.nodes if is_traced_layer(node) for reason in _layer_reasons(node)),
         *_state_reasons(gm),

@@ -25,7 +25,8 @@ class FixedSizeTower(Tower):
     Attributes:
         shape: channels, rows and columns of pixels of an image.
         features: that an image becomes.
-        rows: of the tower's attention, for an image: its patches, and tokens of the tower's own.
+        rows: of the tower's attention, for an image: its patches, and tokens of the tower's own; 0: it attends to no
+            segments of rows.
     """
 
     shape: tuple[int, int, int]
@@ -36,14 +37,14 @@ class FixedSizeTower(Tower):
         return self.features
 
     def input_names(self) -> tuple[str, ...]:
-        return _PIXELS, "cu_seqlens"
+        return (_PIXELS, "cu_seqlens") if self.rows else (_PIXELS,)
 
     def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
         """None: images are alike."""
         return {}
 
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
-        return {"cu_seqlens": np.array([self.rows], dtype=np.int64)}
+        return {"cu_seqlens": np.array([self.rows], dtype=np.int64)} if self.rows else {}
 
     def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
         if _PIXELS not in tensors:

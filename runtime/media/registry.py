@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mllm_compile.runtime.files.json_data import from_json
+from mllm_compile.runtime.media.clips import ClipTower
 from mllm_compile.runtime.media.conformers import ConformerTower
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.fixed_size import FixedSizeTower
@@ -23,6 +24,7 @@ TOWERS: dict[str, type[Tower]] = {
     "crops": CropTower,
     "sounds": SoundTower,
     "conformers": ConformerTower,
+    "clips": ClipTower,
 }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,12 @@ from mllm_compile.runtime.program.images import ImageEncoder
 from mllm_compile.runtime.step import media_steps
 from tests.fakes import all_pages_are_back
 from tests.sample import sample_of
+from tests.stand_in_timm import standing_in
 from tests.tiny_model import engine_of_pages
 from tests.tiny_sounds import (
     CHUNK,
     CHUNK_MODELS,
+    CLIP_MODELS,
     CONFORMER_MODELS,
     FRAMES,
     OF_BOTH,
@@ -43,7 +47,7 @@ from tests.tiny_vision import vision_engine_config
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
-GROUPS = (WINDOW_MODELS, CHUNK_MODELS, CONFORMER_MODELS)
+GROUPS = (WINDOW_MODELS, CHUNK_MODELS, CONFORMER_MODELS, CLIP_MODELS)
 MODELS = tuple(name for group in GROUPS for name in group)
 USUAL = sample_of(MODELS, 1)
 
@@ -71,8 +75,13 @@ class Served:
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in MODELS]
 )
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    with standing_in() if kind in CLIP_MODELS else nullcontext():
+        yield _served(kind, folder)
+
+
+def _served(kind: str, folder: Path) -> Served:
     whole = chunk_of(kind)
     every = [
         sound_prompt(kind, [5, 6], Sound(1, whole), [7, 8]),

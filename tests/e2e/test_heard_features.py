@@ -16,6 +16,7 @@ from mllm_compile.media.sources import read_items
 from tests.media.heard_cases import SOUND, SOUND_ID, make_folder
 from tests.sample import sample_of
 from tests.sounds import tone, wav_of
+from tests.stand_in_timm import standing_in
 from tests.tiny_sounds import Patches, Sound, save_sound_model, sound_config, sound_prompt, transformers_greedy
 from tests.tiny_vision import vision_engine_config
 
@@ -33,6 +34,7 @@ TEXT_ALONE: dict[str, Any] = {
     "runtime.pipeline_parallel_size": {"runtime": {"pipeline_parallel_size": 2}},
     "runtime.skip_compiled": {"runtime": {"skip_compiled": True}},
 }
+NOT_OF_CLIPS = ("lora.max_adapters", "runtime.tensor_parallel_size")  # of Gemma 3n
 USUAL = sample_of(tuple(WORKS), 1)
 
 
@@ -75,13 +77,28 @@ def test_what_works_with_sounds(folder: Path, model: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["speculative.method", "runtime.enable_sleep_mode", "runtime.kv_offloading_size"])
-def test_a_conformer_beside_images_works_with_them(tmp_path: Path, name: str) -> None:
-    model = save_sound_model("gemma4", tmp_path / "model")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(
+            ("gemma4", name)
+            for name in ("speculative.method", "runtime.enable_sleep_mode", "runtime.kv_offloading_size")
+        ),
+        *(("gemma3n", name) for name in WORKS if name not in NOT_OF_CLIPS),
+    ],
+)
+def test_a_conformer_beside_images_works_with_them(tmp_path: Path, kind: str, name: str) -> None:
+    with standing_in():
+        check_both(tmp_path, kind, name)
+
+
+def check_both(folder: Path, kind: str, name: str) -> None:
+    """A sound and an image in one prompt, beside a text."""
+    model = save_sound_model(kind, folder / "model")
     both = [5, 86], Sound(1, 37), [87, 92], Patches(2, 4, 6), [93, 8]
-    prompts = [sound_prompt("gemma4", *both), [3, 4, 5]]
+    prompts = [sound_prompt(kind, *both), [3, 4, 5]]
     expected = [transformers_greedy(model, prompt, COUNT) for prompt in prompts]
-    with Engine(config_of(tmp_path, WORKS[name])) as engine:
+    with Engine(config_of(folder, WORKS[name])) as engine:
         for _ in range(2):
             assert [list(output.token_ids) for output in engine.generate(prompts, GREEDY)] == expected
             if name == "runtime.enable_sleep_mode":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.runtime.media.clips import ClipTower
 from mllm_compile.runtime.media.conformers import ConformerTower
 from mllm_compile.runtime.media.sounds import SoundTower
 
@@ -66,6 +67,15 @@ CASES = {
         | dict.fromkeys(("image_token", "boi_token", "eoi_token"), "<1>"),
         pictures={"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
         | {"max_soft_tokens": 70},
+    ),
+    "gemma3n": Case(
+        "Gemma3nProcessor",
+        ClipTower(**_TOWER | {"frames": 3008}, halvings=4, window=1, edges="last"),
+        (188, 0),
+        extractor="Gemma3nAudioFeatureExtractor",
+        named={"audio_token": SOUND, "boa_token": BEGIN, "eoa_token": END}
+        | dict.fromkeys(("image_token", "boi_token", "eoi_token"), "<1>"),
+        pictures={"image_processor_type": "SiglipImageProcessor"},
     ),
 }
 

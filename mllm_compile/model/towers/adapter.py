@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ class TowerAdapter(ABC):
         attends_by_itself: the tower attends within rows of a batch, not by the interface.
     """
 
-    attends_by_itself: ClassVar[bool] = False
+    attends_by_itself: bool = False
 
     @property
     def marks(self) -> tuple[int, int] | None:

@@ -11,12 +11,13 @@ from mllm_compile.model.towers.fixed_size import FixedSizeImages
 from mllm_compile.model.towers.packed_images import PackedImages
 from mllm_compile.model.towers.placed_patches import PlacedPatches
 from mllm_compile.model.towers.sound_chunks import SoundChunks
+from mllm_compile.model.towers.sound_clips import SoundClips
 from mllm_compile.model.towers.sound_conformers import SoundConformers
 from mllm_compile.model.towers.sound_windows import SoundWindows
 from mllm_compile.model.towers.visual_grids import VisualGrids
 
 PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedImages, PlacedPatches, Crops, FixedSizeImages)
-SOUND_PROTOCOLS: tuple[type[TowerAdapter], ...] = (SoundChunks, SoundConformers, SoundWindows)
+SOUND_PROTOCOLS: tuple[type[TowerAdapter], ...] = (SoundChunks, SoundClips, SoundConformers, SoundWindows)
 
 
 def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:

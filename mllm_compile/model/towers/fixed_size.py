@@ -7,6 +7,7 @@ token, an image's tokens see ahead.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -36,15 +37,17 @@ class FixedSizeImages(TowerAdapter):
         base: Any = getattr(hf_model.model, "model", None)
         if not hasattr(base, "get_image_features"):
             return None
-        return cls(hf_model, fixed_size_tower(hf_model, base))
+        adapter = cls(hf_model, fixed_size_tower(hf_model, base))
+        adapter.attends_by_itself = not adapter.facts.rows
+        return adapter
 
     def trace_tower(self, device: str) -> Trace:
-        """Inputs: `pixel_values` [F images, pixel_width], `cu_seqlens` [F + 1]."""
+        """Inputs: `pixel_values` [F images, pixel_width], and of one that attends by segments `cu_seqlens` [F + 1]."""
         base: Any = self.hf_model.model.model
-        inputs = {
-            "pixel_values": sized("F", (SAMPLE_IMAGES, self.facts.pixel_width), self.hf_model.model.dtype, device),
-            "cu_seqlens": sized("cu_seqlens", (SAMPLE_IMAGES + 1,), torch.int32, device),
-        }
+        shape = SAMPLE_IMAGES, self.facts.pixel_width
+        inputs = {"pixel_values": sized("F", shape, self.hf_model.model.dtype, device)}
+        if self.facts.rows:
+            inputs["cu_seqlens"] = sized("cu_seqlens", (SAMPLE_IMAGES + 1,), torch.int32, device)
         with packed(image_tower_of(base), IMAGES_IMPLEMENTATION):
             return traced_tower(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
 
@@ -63,9 +66,7 @@ def fixed_size_tower(hf_model: HFModel, base: Any) -> FixedSizeTower:
     config, tower = hf_model.model.config, image_tower_of(base)
     vision = getattr(tower, "config", None)
     token = placeholder_of(hf_model, getattr(config, "image_token_id", None))
-    size = getattr(vision, "image_size", None)
-    rows, columns = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
-    channels = getattr(vision, "num_channels", None)
+    channels, rows, columns = _shape_of(tower, vision)
     if not isinstance(channels, int) or not isinstance(rows, int) or not isinstance(columns, int):
         raise refusal("its tower's config names no image_size and num_channels")
     shape = (channels, rows, columns)
@@ -80,8 +81,23 @@ def fixed_size_tower(hf_model: HFModel, base: Any) -> FixedSizeTower:
     )
 
 
+def _is_of_timm(tower: Any) -> bool:
+    """True for timm's, which are convolutions, and attend within the maps of an image by functions of their own."""
+    return hasattr(tower, "timm_model")
+
+
+def _shape_of(tower: Any, vision: Any) -> tuple[Any, Any, Any]:
+    """Channels, rows and columns of the tower's images, by its config or as timm has them."""
+    if _is_of_timm(tower):
+        channels, rows, columns = tower.timm_model.pretrained_cfg["input_size"]
+        return channels, rows, columns
+    size = getattr(vision, "image_size", None)
+    rows, columns = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
+    return getattr(vision, "num_channels", None), rows, columns
+
+
 def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[int, torch.Tensor]:
-    """Runs the tower on a fake image: rows of its attention, and features [1, features, hidden]."""
+    """Runs the tower on a fake image: rows of its attention by segments, and features [1, features, hidden]."""
     weight: Any = next(hf_model.model.parameters())
     mode = weight.fake_mode if isinstance(weight, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     rows: set[int] = set()
@@ -103,14 +119,18 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
     finally:
         for hook in hooks:
             hook.remove()
+    if _is_of_timm(image_tower_of(base)):
+        rows = {0}
     if len(rows) != 1 or features.dim() != 3:
         raise refusal("its tower does not attend within whole images")
     return rows.pop(), features
 
 
 def _sees_ahead(hf_model: HFModel) -> bool:
-    """True if tokens of an image see its later ones: the model takes the kind of each token."""
-    return "token_type_ids" in inspect.signature(hf_model.model.forward).parameters
+    """True if tokens of an image see its later ones: the model's base reads the kind of each token, which others take
+    and never read (Gemma 3n)."""
+    code = inspect.unwrap(type(hf_model.model.model).forward).__code__
+    return any(one.opname.startswith("LOAD") and one.argval == "token_type_ids" for one in dis.get_instructions(code))
 
 
 class _Tower(torch.nn.Module):
@@ -118,9 +138,10 @@ class _Tower(torch.nn.Module):
         super().__init__()
         self.features, self.shape = ImageFeatures(base), shape
 
-    def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
-        say_bounds(cu_seqlens)
+        if cu_seqlens is not None:
+            say_bounds(cu_seqlens)
         features: torch.Tensor = self.features(pixel_values.view(-1, *self.shape)).flatten(0, 1)
         return features

@@ -73,19 +73,31 @@ class _WholeWithFeatures(torch.nn.Module):
             torch._check(one.shape[0] >= 1)
             torch._check(one.shape[0] <= self.max_tokens)
         ids = input_ids if self.padding is None else torch.where(is_feature, self.padding, input_ids)
-        embeddings = self.model.get_input_embeddings()(ids)
+        embeddings = _embedded(self.model.model, self.model.get_input_embeddings()(ids), ids)
         given = torch.where(is_feature[:, None], features, embeddings)[None]
         place = positions[None] + self.position_offset if self.position_offset else positions[None]
         said: dict[str, Any] = {"inputs_embeds": given, "position_ids": place, "use_cache": False}
         if self.padding is not None:
             of_layers = self.model.model.language_model.get_per_layer_inputs
-            said["per_layer_inputs"] = of_layers(ids[None], embeddings[None])
+            takes_both = len(inspect.signature(of_layers).parameters) > 1
+            said["per_layer_inputs"] = of_layers(ids[None], *([embeddings[None]] if takes_both else []))
         logits: torch.Tensor
         if self.takes_rows:
             logits = self.model(**said, logits_to_keep=logits_indices).logits[0]
         else:
             logits = self.model(**said).logits[0].index_select(0, logits_indices)
         return logits
+
+
+def _embedded(base: Any, embeddings: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Embeddings [T, hidden] of ids; some tokens have rows of their own beside a tower (Gemma 3n)."""
+    for name in ("embed_vision", "embed_audio"):
+        table: Any = getattr(base, name, None)
+        if hasattr(table, "vocab_offset"):
+            first, end = table.vocab_offset, table.vocab_offset + table.vocab_size
+            is_own = (ids >= first) & (ids < end)
+            embeddings = torch.where(is_own[:, None], table(input_ids=torch.where(is_own, ids, first)), embeddings)
+    return embeddings
 
 
 class _WithFeatures(torch.nn.Module):
