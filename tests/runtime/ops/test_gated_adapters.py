@@ -246,7 +246,7 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, columns, tile
 @pytest.mark.parametrize(
     ("rank", "tile_rows", "parts"),
     slow_but_a_sample(
-        [(16, 192, ()), (32, 192, ()), (16, 64, ()), (32, 128, ()), (16, 128, QKV), (32, 192, QKV), (16, 64, QKV[:1])],
+        [(16, 192, ()), (32, 192, ()), (16, 64, ()), (32, 128, ()), (16, 192, QKV), (32, 128, QKV), (16, 64, QKV[:1])],
         1,
     ),
     ids=str,
