@@ -5,6 +5,7 @@ and wide.cu do the computing. And `stream_linear_layer_norm`, whose inputs are n
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +57,12 @@ class PlainOps(StreamedOps):
 
 def _kind_of(weight: torch.Tensor) -> LinearKind:
     rows, columns = weight.shape
-    return LinearKind(int(rows), int(columns))
+    return _linear_of(int(rows), int(columns))
+
+
+@cache
+def _linear_of(rows: int, columns: int) -> LinearKind:
+    return LinearKind(rows, columns)
 
 
 def _layer_norm_kind(weight: torch.Tensor, bias: object = None, gelu: bool = False) -> LinearKind:

@@ -14,6 +14,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class LoadedLinear(LoadedKernel[LinearTiling]):
     def _read(self, x: torch.Tensor, values: torch.Tensor) -> tuple[Argument, Argument]:
         """Tells where the kernel finds values and x. To TMA an element of any values is two bytes."""
         tiling = self.kernel
-        boxes = tiling.boxes(len(x))
+        boxes = tiling.boxes(x.shape[0])
         if boxes is None:
             return address_of(values), address_of(x)
         of_values = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
@@ -143,9 +144,7 @@ class StreamedOps:
     ) -> LinearKind:
         """The linear of a call of `<prefix>`."""
         norm_blocks = 0 if squares is None else int(squares.shape[-1])
-        kind = self._kind_of(*weight)
-        kind = replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias)
-        return replace(kind, squared_relu=squared_relu, gelu=gelu)
+        return _plain_of(self._kind_of(*weight), norm_blocks, gated, has_bias, squared_relu, gelu)
 
     def residual_kind(
         self, weight: Weight, norm_next: bool, plus_one: bool = False, has_bias: bool = False
@@ -153,7 +152,7 @@ class StreamedOps:
         """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
         kind = self._kind_of(*weight)
         next_blocks = self._num_norm_blocks(kind.rows, kind.columns) if norm_next else 0
-        return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one, bias=has_bias)
+        return _residual_of(kind, next_blocks, plus_one, has_bias)
 
     def kind_of_call(self, node: Any, name: str) -> LinearKind:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
@@ -254,6 +253,19 @@ class StreamedOps:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, (residual, *_) = self._taken(operands)
         return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
+
+
+# Each launch asks for its kind anew: what is around a linear is remembered.
+@cache
+def _plain_of(
+    kind: LinearKind, norm_blocks: int, gated: bool, has_bias: bool, squared_relu: bool, gelu: bool
+) -> LinearKind:
+    return replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias, squared_relu=squared_relu, gelu=gelu)
+
+
+@cache
+def _residual_of(kind: LinearKind, next_blocks: int, plus_one: bool, has_bias: bool) -> LinearKind:
+    return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one, bias=has_bias)
 
 
 def _last_operands(bias: Any = None, squared_relu: bool = False, gelu: bool = False) -> tuple[Any, bool, bool]:
