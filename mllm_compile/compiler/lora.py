@@ -57,11 +57,10 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
 
     hf_model, adapter = lowered.hf_model, next(iter(lowered.adapters), None)
     linears, ends, experts = _linears(hf_model), _embedding_and_head(hf_model), _experts(hf_model)
-    others = (*ends, *experts)
+    others, of_towers = (*ends, *experts), _weights_of_towers(lowered)
+    wanted = (name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears))
     wish = LoraWish(
-        frozenset(
-            name for name in (*linears, *others) if _is_wanted(name, config.lora.targets, is_linear=name in linears)
-        ),
+        frozenset(wanted) - of_towers,
         config.lora.max_adapters,
         config.lora.max_rank,
         ends[0] if ends else "",
@@ -73,7 +72,7 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         trace = trace_model(hf_model, device, max_tokens)
         with_features = None if adapter is None else adapter.trace_text(device, max_tokens)
     inputs = trace.graph_module.graph.find_nodes(op="placeholder")
-    unread = unread_modules(linears, {node.meta.get("weight_name", "") for node in inputs})
+    unread = unread_modules(linears, {node.meta.get("weight_name", "") for node in inputs} - of_towers)
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten for adapters")
     with reporter.stage("passes for adapters"), gc_paused(), rewriting:
         of_lora = [_rewritten(config, lowered.built, one, wish) for one in (trace, with_features) if one is not None]
@@ -91,6 +90,14 @@ def with_lora(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter
         GraphDumper(dump_dir / "adapters")(name, one.graph, f"after {len(one.reports)} passes")
     lora = LoraProgram(of_lora[0].program, layout, *(one.program for one in of_lora[1:]))
     return replace(lowered, program=replace(lowered.program, lora=lora), of_lora=tuple(of_lora))
+
+
+def _weights_of_towers(lowered: Lowered) -> frozenset[str]:
+    """The weights that towers read; some are the text's too (Gemma 3n's projections of its own tokens)."""
+    towers = (one.graph.graph for one in lowered.of_media[1:])
+    return frozenset(
+        node.meta.get("weight_name", "") for graph in towers for node in graph.find_nodes(op="placeholder")
+    )
 
 
 def _rewritten(config: ResolvedConfig, built: BuiltModel, trace: Trace, wish: LoraWish) -> Lowered:
