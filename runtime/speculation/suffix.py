@@ -20,6 +20,7 @@ from mllm_compile.runtime.speculation.past_answers import END, KEY, MOST_PLACES,
 
 LEAST = 2  # tokens that agree at a place in a request's own text, where KEY do nowhere
 _OWN_TOKENS = 1 << 14  # of a request's own text that are searched: 10 µs
+_FEW = 4  # places that are sooner compared one by one
 
 
 class SuffixGuesser:
@@ -97,7 +98,7 @@ def own_ends(tokens: np.ndarray) -> np.ndarray:
     """The newest places [P] in a text [N], before its end, where its last KEY tokens stand, or at least LEAST."""
     if tokens.size <= KEY:
         return np.empty(0, dtype=np.int64)
-    ends = np.flatnonzero(tokens[KEY - 1 : -1] == tokens[-1]) + KEY
+    ends = (tokens[KEY - 1 : -1] == tokens[-1]).nonzero()[0] + KEY
     for back in range(2, KEY + 1):
         agreeing = ends[tokens.take(ends - back) == tokens[-back]]
         if back > LEAST and not agreeing.size:
@@ -116,7 +117,8 @@ def longest(tokens: np.ndarray, ends: Sequence[int] | np.ndarray, recent: np.nda
     places = np.asarray(ends, dtype=np.int64)
     if not places.size:
         return 0, places
-    lengths = _agreements(tokens, places, recent)
+    few = places.size <= _FEW
+    lengths = (_agreements_of_few if few else _agreements)(tokens, places, recent)
     most = int(lengths.max())
     return most, places[lengths == most]
 
@@ -132,8 +134,21 @@ def follow(
     """
     if not places.size:
         return []
-    behind = np.arange(min(most, int(factor * length))) % (tokens.size - places)[:, None]
-    return _majority(tokens.take(places[:, None] + behind), least_share)
+    count, parts = min(most, int(factor * length)), []
+    for place in places.tolist():
+        part = tokens[place : place + count].tolist()
+        parts.append(part if len(part) == count else (part * (1 + count // len(part)))[:count])
+    return _majority(parts, least_share)
+
+
+def _agreements_of_few(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
+    """As `_agreements`, place by place."""
+    lengths = []
+    for place in places.tolist():
+        before = tokens[max(0, place - recent.size) : place]
+        differs = (before != recent[recent.size - before.size :]).nonzero()[0]
+        lengths.append(before.size - 1 - int(differs[-1]) if differs.size else before.size)
+    return np.array(lengths)
 
 
 def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
@@ -144,31 +159,22 @@ def _agreements(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> n
     return lengths
 
 
-def _majority(parts: np.ndarray, least_share: float) -> list[int]:
-    """The draft that most of these continuations [P, K], oldest first, agree on token by token; END is no token."""
-    if len(parts) == 1:
-        draft: list[int] = parts[0].tolist()
-        return draft[: draft.index(END)] if END in draft else draft
-    least, width = least_share * len(parts), parts.shape[1]
-    draft = []
-    while len(draft) < width and len(parts) >= least:
-        newest = parts[-1, len(draft) :]
-        differs = (parts[:, len(draft) :] != newest).any(axis=0)
-        agreed: list[int] = (newest[: differs.argmax()] if differs.any() else newest).tolist()
-        if END in agreed:
-            return draft + agreed[: agreed.index(END)]
-        draft += agreed
-        if len(draft) == width:
+def _majority(parts: list[list[int]], least_share: float) -> list[int]:
+    """The draft that most of these continuations [P][K], oldest first, agree on token by token; END is no token."""
+    least, draft = least_share * len(parts), list[int]()
+    for index in range(len(parts[0])):
+        nexts = [part[index] for part in parts]
+        token = nexts[-1]
+        if nexts.count(token) < len(nexts):
+            votes = Counter(nexts)
+            votes.pop(END, None)
+            most = max(votes.values())
+            if most < least:
+                break
+            # The newest place decides between equals.
+            token = next(token for token in reversed(nexts) if votes[token] == most)
+            parts = [part for part in parts if part[index] == token]
+        elif token == END:
             break
-        column = parts[:, len(draft)]
-        nexts = column.tolist()
-        votes = Counter(nexts)
-        votes.pop(END, None)
-        most = max(votes.values())
-        if most < least:
-            break
-        # The newest place decides between equals.
-        token = next(token for token in reversed(nexts) if votes[token] == most)
-        parts = parts[column == token]
         draft.append(token)
     return draft
