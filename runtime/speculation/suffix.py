@@ -98,7 +98,7 @@ def own_ends(tokens: np.ndarray) -> np.ndarray:
     """The newest places [P] in a text [N], before its end, where its last KEY tokens stand, or at least LEAST."""
     if tokens.size <= KEY:
         return np.empty(0, dtype=np.int64)
-    ends = (tokens[KEY - 1 : -1] == tokens[-1]).nonzero()[0] + KEY
+    ends: np.ndarray = (tokens[KEY - 1 : -1] == tokens[-1]).nonzero()[0] + KEY
     for back in range(2, KEY + 1):
         agreeing = ends[tokens.take(ends - back) == tokens[-back]]
         if back > LEAST and not agreeing.size:
@@ -142,7 +142,7 @@ def follow(
 
 
 def _agreements_of_few(tokens: np.ndarray, places: np.ndarray, recent: np.ndarray) -> np.ndarray:
-    """As `_agreements`, place by place."""
+    """How many of the newest tokens agree at each of a few places: [P]."""
     lengths = []
     for place in places.tolist():
         before = tokens[max(0, place - recent.size) : place]
