@@ -107,6 +107,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         check_encoder_decoder(config, model, device)
     backend = resolve_attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
+    _check_sparse_activations(runtime, model)
     split_decode = has_split_decode(config.compile, runtime, dtype, device)
     pools = task != "generate"
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices, pools)
@@ -276,6 +277,16 @@ def _check_total_tokens(total: int | None, of_request: int) -> None:
         raise ConfigError(
             f"runtime.max_total_tokens is {total}, which one request of runtime.max_model_len ({of_request}) exceeds. "
             "Raise it, or lower max_model_len"
+        )
+
+
+def _check_sparse_activations(runtime: RuntimeSection, model: ModelFolder) -> None:
+    pattern = model.text_config_value("activation_sparsity_pattern")
+    if runtime.tensor_parallel_size > 1 and any(pattern if isinstance(pattern, list) else [pattern]):
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}, and the model's config has an "
+            "activation_sparsity_pattern: layers cut off activations by the mean and spread of all, of which ranks "
+            "have parts. Set it to 1."
         )
 
 

@@ -74,6 +74,16 @@ def test_the_section_of_adapters_is_asked_for_again_as_it_was():
         assert runner_config(one).lora == one.lora
 
 
+def test_ranks_are_refused_where_activations_are_sparse():
+    ranks = {"tensor_parallel_size": 2}
+    for pattern in ([0.95, 0.0], 0.5):
+        model = QWEN | {"text_config": {"activation_sparsity_pattern": pattern}}
+        assert resolved(config_json=model).runtime.tensor_parallel_size == 1
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and .* activation_sparsity_pattern: layers"):
+            resolved(config_json=model, runtime=ranks)
+    assert resolved(config_json=QWEN | {"activation_sparsity_pattern": [0.0]}, runtime=ranks)
+
+
 def test_adapters_are_refused_by_the_eager_model():
     with pytest.raises(ConfigError, match=r"and runtime.skip_compiled is set: the eager model takes no adapters"):
         resolved(lora={"max_adapters": 2}, runtime={"skip_compiled": True})
