@@ -16,16 +16,7 @@ from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.lora.shapes import (
-    MOST_FEW_TOKENS,
-    MOST_SOME_TOKENS,
-    Form,
-    num_splits,
-    takes_gated,
-    takes_lora,
-)
-
-SOME_SUFFIX = "_some_adapters"  # of variants' names
+from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS, num_splits, takes_gated, takes_lora
 
 
 class LaunchLora(GraphPass):
@@ -40,12 +31,12 @@ class LaunchLora(GraphPass):
 
     After::
 
-        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, "many", True)
-        y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows, "many", True)
+        shrunk = mllm.lora_shrink(x, lora_A, adapter_slots, False, True)
+        y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows, False, True)
 
-    or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it. In variants for few and for
-    some tokens it is "few" and "some"; a piece with adapters and no such variant gets one. True says that slots are the
-    program's input, and not made by a kernel. Of mllm.add_lora_of_ids the first is a gather of
+    or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it; with True in variants for
+    few tokens in the place of False. The other True says that slots are the program's input, and not made
+    by a kernel. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
     rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
     mllm.scale_of_adapters becomes plain torch. Between linears of few tokens kernels are joined (lora_chains.py).
 
@@ -68,21 +59,19 @@ class LaunchLora(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        add_variants(gm, MOST_FEW_TOKENS, "_few_adapters", _copy)
-        add_variants(gm, MOST_SOME_TOKENS, SOME_SUFFIX, _copy)
+        add_variants(gm, MOST_FEW_TOKENS, "_few_adapters", _few)
         variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
         matches = 0
         for name in called_pieces(gm):
             early = places_of_slots(gm, name)
-            matches += rewrite_pieces(gm, [name], partial(_launch, form="many", early=early))
-            for size, variant in variants.get(name, {}).items():
-                form: Form = "few" if size < MOST_SOME_TOKENS else "some"
-                matches += rewrite_pieces(gm, [variant], partial(_launch, form=form, early=early))
-                rewrite_pieces(gm, [variant] if form == "few" else [], chain)
+            matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early))
+            small = variants.get(name, {}).values()
+            matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early))
+            rewrite_pieces(gm, small, chain)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def _copy(piece: fx.GraphModule) -> fx.GraphModule | None:
+def _few(piece: fx.GraphModule) -> fx.GraphModule | None:
     """A copy of a piece with adapters."""
     return copy_of(piece) if any(_is_taken(node) for node in piece.graph.nodes) else None
 
@@ -101,7 +90,7 @@ def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
     return operands[5:] if is_op(node, "add_lora") else ([0], [_size(node)])
 
 
-def _launch(graph: fx.Graph, node: fx.Node, form: Form, early: frozenset[int]) -> bool:
+def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int]) -> bool:
     if not _is_taken(node):
         return False
     operands: Any = node.args
@@ -118,11 +107,11 @@ def _launch(graph: fx.Graph, node: fx.Node, form: Form, early: frozenset[int]) -
         is_gathered = is_op(node, "add_lora_of_ids")
         placeholders = (one for one in graph.nodes if one.op == "placeholder")
         is_early = any(one is slots and place in early for place, one in enumerate(placeholders))
-        shrunk = _gathered(graph, x, a, slots) if is_gathered else shrunk_of(graph, x, a, slots, form, is_early)
+        shrunk = _gathered(graph, x, a, slots) if is_gathered else shrunk_of(graph, x, a, slots, is_few, is_early)
     product, expand = _product(node), "lora_expand_gated"
     if product is None:
         product, expand = node, "lora_expand"
-    replace_by_op(graph, product, op(expand), y, shrunk, b, slots, *_outputs(node), form, is_early)
+    replace_by_op(graph, product, op(expand), y, shrunk, b, slots, *_outputs(node), is_few, is_early)
     return True
 
 
@@ -143,11 +132,11 @@ def _size(node: fx.Node) -> int:
     return int(node.meta["val"].shape[-1])
 
 
-def shrunk_of(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, form: Form, is_early: bool) -> fx.Node:
+def shrunk_of(graph: fx.Graph, x: fx.Node, a: fx.Node, slots: fx.Node, is_few: bool, is_early: bool) -> fx.Node:
     """mllm.lora_shrink of inputs."""
     val = x.meta["val"]
-    splits, dtype = (1, val.dtype) if form == "many" else (num_splits(int(val.shape[-1])), torch.float32)
-    shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, form, is_early))
+    splits, dtype = (num_splits(int(val.shape[-1])), torch.float32) if is_few else (1, val.dtype)
+    shrunk = graph.call_function(op("lora_shrink"), (x, a, slots, is_few, is_early))
     shrunk.meta["val"] = val.new_empty((splits, slots.meta["val"].shape[0], a.meta["val"].shape[1]), dtype=dtype)
     return shrunk
 

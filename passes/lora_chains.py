@@ -28,12 +28,12 @@ def chain(graph: fx.Graph, node: fx.Node) -> bool:
 
     Before::
 
-        h = residual + mllm.lora_expand(o, shrunk, b, slots, [0], [N], "few", True)
+        h = residual + mllm.lora_expand(o, shrunk, b, slots, [0], [N], True, True)
         x = rms_norm(h, norm_weight)
         gate_up = mllm.stream_linear(x, weight, None, 0.0, False)
-        shrunk = mllm.lora_shrink(x, a, slots, "few", True)
-        y = mllm.lora_expand_gated(gate_up, shrunk, b, slots, starts, rows, "few", True)
-        shrunk = mllm.lora_shrink(y, next_a, slots, "few", True)
+        shrunk = mllm.lora_shrink(x, a, slots, True, True)
+        y = mllm.lora_expand_gated(gate_up, shrunk, b, slots, starts, rows, True, True)
+        shrunk = mllm.lora_shrink(y, next_a, slots, True, True)
 
     After::
 
@@ -55,7 +55,7 @@ def _chain_norm(graph: fx.Graph, node: fx.Node) -> bool:
     y, shrunk, b, slots, starts, rows, *last = operands
     val, found = node.meta["val"], _residual(node)
     is_whole = (list(starts), list(rows)) == ([0], [val.shape[-1]])
-    if found is None or last != ["few", True] or not is_whole or val.dtype != torch.bfloat16:
+    if found is None or last != [True, True] or not is_whole or val.dtype != torch.bfloat16:
         return False
     total, residual = found
     norms = [(one, norm) for one in graph.nodes if (norm := match_rms_norm(one)) is not None and norm.x is total]
@@ -84,9 +84,9 @@ def _chain_norm(graph: fx.Graph, node: fx.Node) -> bool:
 def _chain_activation(graph: fx.Graph, node: fx.Node) -> bool:
     """Joins a gated product with B, and the product with A of what it gives."""
     operands: Any = node.args
-    y, shrunk, b, slots, starts, rows, form, _, *norm = operands
+    y, shrunk, b, slots, starts, rows, is_few, _, *norm = operands
     shrink = _shrink_of(node, slots)
-    if form != "few" or shrink is None:
+    if not is_few or shrink is None:
         return False
     val = node.meta["val"]
     num_sums = val.shape[-1] // chained_columns(val.shape[-1])
@@ -114,7 +114,7 @@ def _residual(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _shrink_of(x: fx.Node, slots: Any) -> fx.Node | None:
     """The one product of `x` with A of these slots, of few tokens, that a kernel ahead can make."""
     found = [node for node in x.users if is_op(node, "lora_shrink")]
-    if len(found) != 1 or found[0].args[2:] != (slots, "few", True) or not chained_columns(x.meta["val"].shape[-1]):
+    if len(found) != 1 or found[0].args[2:] != (slots, True, True) or not chained_columns(x.meta["val"].shape[-1]):
         return None
     if found[0].args[1].meta["val"].shape[0] > MOST_SLOTS:  # type: ignore[union-attr]
         return None

@@ -24,9 +24,8 @@ from benchmarks.script import need_hopper, parser_of, positive, positives
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels, parts_of
+from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
-from mllm_compile.runtime.ops.lora.shapes import MOST_SOME_TOKENS, Form
 
 OPS: Any = torch.ops.mllm
 HIDDEN, FFN, EPS = 4096, 12288, 1e-6
@@ -55,15 +54,15 @@ class Linear:
         rows = rank * len(self.parts)
         return _random(adapters, rows, self.inputs) / self.inputs**0.5, _random(adapters, self.outputs, rank) / 50
 
-    def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, form: Form) -> torch.Tensor:
-        shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, form, True)
+    def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, *, is_few: bool) -> torch.Tensor:
+        shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, is_few, True)
         return shrunk
 
     def expand(
-        self, y: torch.Tensor, shrunk: torch.Tensor, factors: Factors, slots: torch.Tensor, *norm: Any, form: Form
+        self, y: torch.Tensor, shrunk: torch.Tensor, factors: Factors, slots: torch.Tensor, *norm: Any, is_few: bool
     ) -> torch.Tensor:
         made = OPS.lora_expand_gated if self.is_gated else OPS.lora_expand
-        return made(y, shrunk, factors[1], slots, self.starts, list(self.parts), form, True, *norm)
+        return made(y, shrunk, factors[1], slots, self.starts, list(self.parts), is_few, True, *norm)
 
 
 LINEARS = {
@@ -107,22 +106,18 @@ def each_us(run: Callable[[Any, torch.Tensor], object], factors: list[Any], slot
     return graph_us(run_all, calls=-(-CALLS // len(calls))) / len(calls)
 
 
-def form_of(tokens: int) -> Form:
-    return "some" if tokens <= MOST_SOME_TOKENS else "many"
-
-
-def separate(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torch.Tensor, form: Form) -> None:
+def separate(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torch.Tensor, *, is_few: bool) -> None:
     """All kernels of a layer, two for each linear."""
     for name, linear in LINEARS.items():
-        shrunk = linear.shrink(tensors[f"{name} x"], of[name], slots, form)
-        linear.expand(tensors[f"{name} y"], shrunk, of[name], slots, form=form)
+        shrunk = linear.shrink(tensors[f"{name} x"], of[name], slots, is_few=is_few)
+        linear.expand(tensors[f"{name} y"], shrunk, of[name], slots, is_few=is_few)
 
 
 def joined(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torch.Tensor) -> None:
     """All kernels of a layer of few tokens, as lora_chains.py leaves them."""
     (_, o_b), (gate_up_a, gate_up_b), (down_a, down_b), (qkv_a, _) = (of[name] for name in LINEARS)
     weight, h, gate_up = tensors["norm"], tensors["o x"], LINEARS["gate_up"]
-    products = LINEARS["o"].shrink(h, of["o"], slots, "few")
+    products = LINEARS["o"].shrink(h, of["o"], slots, is_few=True)
     after_o = tensors["o y"], products, o_b, slots, h, weight, False, gate_up_a
     h, _, squares, products = OPS.lora_expand_norm(*after_o)
     norm = squares, EPS, HIDDEN
@@ -130,7 +125,7 @@ def joined(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torc
     _, products = OPS.lora_expand_gated_chained(*of_gate_up)
     after_down = tensors["down y"], products, down_b, slots, h, weight, False, qkv_a
     _, _, squares, products = OPS.lora_expand_norm(*after_down)
-    LINEARS["qkv"].expand(tensors["qkv y"], products, of["qkv"], slots, squares, EPS, HIDDEN, form="few")
+    LINEARS["qkv"].expand(tensors["qkv y"], products, of["qkv"], slots, squares, EPS, HIDDEN, is_few=True)
 
 
 class Products:
@@ -149,18 +144,11 @@ class Products:
     def adapted(self, name: str, factors: Factors, slots: torch.Tensor) -> torch.Tensor:
         """The same with them."""
         x, linear = self._tensors[f"{name} x"], LINEARS[name]
-        form, weight = form_of(len(x)), self._weights[name]
-        shrunk = linear.shrink(x, factors, slots, form)
-        if not linear.is_gated and form == "some":
-            return linear.expand(self.plain(name), shrunk, factors, slots, form=form)
-        if form == "some":
-            shrunk = OPS.lora_sum(shrunk)
-        given = x, weight, shrunk[0], factors[1], slots
-        made: torch.Tensor = (
-            OPS.gated_linear_lora(*given)
-            if linear.is_gated
-            else OPS.linear_lora(*given, linear.starts, list(linear.parts))
-        )
+        if not linear.is_gated:
+            shrunk = linear.shrink(x, factors, slots, is_few=False)
+            return linear.expand(self.plain(name), shrunk, factors, slots, is_few=False)
+        shrunk = linear.shrink(x, factors, slots, is_few=False)[0]
+        made: torch.Tensor = OPS.gated_linear_lora(x, self._weights[name], shrunk, factors[1], slots)
         return made
 
     def times(self, factors: dict[str, Factors], slots: torch.Tensor) -> dict[str, str]:
@@ -178,9 +166,6 @@ def load_gated(rank: int) -> None:
     (linear,) = (one for one in LINEARS.values() if one.is_gated)
     shape = linear.outputs, linear.inputs
     kernels = [*gated_kernels(*shape), *gated_kernels(*shape, rank)]
-    for one in LINEARS.values():
-        parts = () if one.is_gated else parts_of(one.starts, one.parts)
-        kernels += gated_kernels(one.outputs, one.inputs, rank, parts) if parts else ()
     with KernelCompiler() as compiler:
         compiler.start(kernels)
         load(compiler, kernels, load_gated_kernels)
@@ -196,21 +181,20 @@ def column(tokens: int, used: int, is_few: bool, adapters: int, rank: int, rate:
     for name, linear in LINEARS.items():
         tensors |= {f"{name} x": _random(tokens, linear.inputs), f"{name} y": _random(tokens, linear.outputs)}
     slots = slots_of(tokens, adapters, used, is_few)[: None if is_few else 1]
-    form = "few" if is_few else form_of(tokens)
     for name, linear in LINEARS.items():
         x, y = tensors[f"{name} x"], tensors[f"{name} y"]
         factors = [linear.factors(adapters, rank)]
         while is_few and sum(one.nbytes for of_layer in factors for one in of_layer) < LEAST_BYTES:
             factors.append(linear.factors(adapters, rank))
-        shrunk = linear.shrink(x, factors[0], slots[0], form)
-        shrink_us = each_us(partial(linear.shrink, x, form=form), factors, slots)
-        expand_us = each_us(partial(linear.expand, y, shrunk, form=form), factors, slots)
+        shrunk = linear.shrink(x, factors[0], slots[0], is_few=is_few)
+        shrink_us = each_us(partial(linear.shrink, x, is_few=is_few), factors, slots)
+        expand_us = each_us(partial(linear.expand, y, shrunk, is_few=is_few), factors, slots)
         a, b = (one.nbytes * min(used, tokens) / adapters for one in factors[0])
         written = y.nbytes / 2 if linear.is_gated else y.nbytes
         cells[f"{name} shrink"] = f"{shrink_us:7.2f} /{(x.nbytes + a) / rate:6.2f}"
         cells[f"{name} expand"] = f"{expand_us:7.2f} /{(y.nbytes + written + b) / rate:6.2f}"
     layers = [{name: one.factors(adapters, rank) for name, one in LINEARS.items()} for _ in range(6)]
-    cells["a layer"] = f"{each_us(partial(separate, tensors, form=form), layers, slots):15.2f}"
+    cells["a layer"] = f"{each_us(partial(separate, tensors, is_few=is_few), layers, slots):15.2f}"
     if is_few:
         cells["joined"] = f"{each_us(partial(joined, tensors), layers, slots):15.2f}"
     else:

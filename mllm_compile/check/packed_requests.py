@@ -74,11 +74,7 @@ def batches_of(program: Program, ids: Requests, positions: Requests) -> list[tup
     buckets = [size // tokens for size in ranges if tokens < size <= most]
     kernels = [count - 1 if count > 2 else count for count in buckets]  # also with fewer tokens than a kernel is for
     beyond = [most // tokens + 1] if most > 1 else []
-    counts = [1, *kernels, *beyond]
-    for below, size in itertools.pairwise(sorted(sizes)):
-        if not any(below < count * tokens <= size for count in counts) and size >= tokens:
-            counts.append(size // tokens)
-    batches += [(ids * count, positions * count) for count in sorted(counts)]
+    batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]
     return batches
 
 

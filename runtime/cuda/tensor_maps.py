@@ -108,14 +108,6 @@ def expert_rows(weights: torch.Tensor) -> Axes:
     )
 
 
-def narrow_rows(b: torch.Tensor) -> Axes:
-    """16 columns of a panel as `expert_rows` has it, of all rows of [L, N, r], at (column, 0, 0, 0, row / 32)."""
-    num_slots, num_rows, rank = b.shape
-    _, pair, lanes, fours, groups = expert_rows(b)
-    assert groups.size == num_slots * num_rows // 32
-    return Axis(rank, b.element_size(), _NARROW), pair, lanes, fours, groups
-
-
 def heads(x: torch.Tensor, rows: int, columns: int, num_heads: int, row: int, head: int) -> Axes:
     """`rows` times `columns` of one head of x [N, H, D], at (column, head, row); `row` and `head` are x's strides."""
     size = x.element_size()

@@ -21,9 +21,9 @@ def by_kernels(
 ) -> list[torch.Tensor]:
     """y with what adapters add, of each form."""
     found = []
-    for form in ("few", "some", "many"):
-        shrunk = op("lora_shrink")(x, a, slots, form, False)
-        found.append(op("lora_expand")(y, shrunk, b, slots, *parts, form, False))
+    for is_few in (True, False):
+        shrunk = op("lora_shrink")(x, a, slots, is_few, False)
+        found.append(op("lora_expand")(y, shrunk, b, slots, *parts, is_few, False))
     return found
 
 
@@ -53,7 +53,7 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any) -> None:
             theirs = (torchs.float() - exact).norm() / exact.norm()
             whole, first = (y, x, a, b, slots), (y[:1], x[:1], a, b, slots[:1])
             every = (by_kernels(*one, starts, rows) for one in (whole, whole, first))
-            for form, (ours, again, alone) in zip(("few", "some", "many"), zip(*every, strict=True), strict=True):
+            for form, (ours, again, alone) in zip(("few", "many"), zip(*every, strict=True), strict=True):
                 assert torch.equal(ours, again), (form, tokens, most)
                 assert torch.equal(ours[slots < 0], y[slots < 0])
                 off = (ours.float() - exact).norm() / exact.norm()
@@ -68,11 +68,11 @@ def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both() -> None
         sizes = [(tokens if size == "T" else size, *rest) for size, *rest in shapes]
         y, x, a, b = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes)
         slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
-        for form in ("few", "some", "many"):
-            shrunk = op("lora_shrink")(x, a / 64, slots, form, False)
-            apart = op("silu_mul")(op("lora_expand")(y, shrunk, b, slots, *parts, form, False))
-            ours = op("lora_expand_gated")(y, shrunk, b, slots, *parts, form, False)
-            assert torch.equal(apart, ours), (tokens, form)
+        for is_few in (True, False):
+            shrunk = op("lora_shrink")(x, a / 64, slots, is_few, False)
+            apart = op("silu_mul")(op("lora_expand")(y, shrunk, b, slots, *parts, is_few, False))
+            ours = op("lora_expand_gated")(y, shrunk, b, slots, *parts, is_few, False)
+            assert torch.equal(apart, ours), (tokens, is_few)
 
 
 def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for() -> None:
@@ -86,12 +86,12 @@ def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for() 
         x, o, residual, weight, gate_up, a_o, b_o, a_gate_up, b_gate_up, a_down = tensors
         slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
         torch.cuda.synchronize()  # slots are read early
-        shrunk = op("lora_shrink")(x, a_o, slots, "few", True)
-        h = residual + op("lora_expand")(o, shrunk, b_o, slots, [0], [4096], "few", True)
+        shrunk = op("lora_shrink")(x, a_o, slots, True, True)
+        h = residual + op("lora_expand")(o, shrunk, b_o, slots, [0], [4096], True, True)
         out, scaled, squares, products = op("lora_expand_norm")(
             o, shrunk, b_o, slots, residual, weight, False, a_gate_up
         )
-        gated = op("lora_expand_gated")(gate_up, products, b_gate_up, slots, *parts, "few", True, squares, *norm)
+        gated = op("lora_expand_gated")(gate_up, products, b_gate_up, slots, *parts, True, True, squares, *norm)
         again, last = op("lora_expand_gated_chained")(
             gate_up, products, b_gate_up, slots, *parts, squares, *norm, a_down
         )
@@ -100,7 +100,7 @@ def test_a_kernel_between_linears_has_the_numbers_of_those_that_it_stands_for() 
         assert torch.equal(scaled, (h.float() * weight.float()).bfloat16())
         assert torch.allclose(squares.sum(-1), h.float().pow(2).sum(-1), rtol=1e-4)
         of_scaled, of_gated = (
-            op("lora_shrink")(one, a, slots, "few", True) for one, a in ((scaled, a_gate_up), (gated, a_down))
+            op("lora_shrink")(one, a, slots, True, True) for one, a in ((scaled, a_gate_up), (gated, a_down))
         )
         for ours, theirs in ((products, of_scaled), (last, of_gated)):
             found, expected = (one.sum(0)[slots >= 0] for one in (ours, theirs))

@@ -79,8 +79,7 @@ def variant_of(piece: fx.GraphModule, has_slots: bool = True) -> fx.GraphModule:
             node.meta["input_name"] = SLOTS_INPUT
     for one in (StreamLinears(), LaunchLora()):
         gm = one(gm).gm
-    variants = gm.meta[VARIANTS]["piece_a"]
-    name = variants[min(variants)]
+    (name,) = gm.meta[VARIANTS]["piece_a"].values()
     variant = gm.get_submodule(name)
     assert isinstance(variant, fx.GraphModule)
     variant.graph.lint()

@@ -13,11 +13,9 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     LEAST_UNITS,
     MOST_UNITS,
     GatedKernel,
-    Parts,
     choose,
     divided,
     gated_kernels,
-    parts_of,
 )
 
 if TYPE_CHECKING:
@@ -35,15 +33,14 @@ class Family(KernelFamily):
     def wanted(self, pieces: CalledPieces) -> tuple[GatedKernel, ...]:
         from mllm_compile.runtime.ops import op
 
-        ops = [op(name) for name in ("gated_linear", "gated_linear_in_one_order", "gated_linear_lora", "linear_lora")]
-        nodes = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in ops]
-        kinds: list[tuple[int, int, int, Parts]] = []
-        for node in nodes:
-            _, weight, *of_adapters = node.args
-            rank = int(of_adapters[1].meta["val"].shape[2]) if of_adapters else 0
-            rows, columns = map(int, weight.meta["val"].shape)
-            kinds.append((rows, columns, rank, parts_of(*of_adapters[3:]) if of_adapters[3:] else ()))
-        return tuple(kernel for kind in dict.fromkeys(kinds) for kernel in gated_kernels(*kind))
+        ops = [op(name) for name in ("gated_linear", "gated_linear_in_one_order", "gated_linear_lora")]
+        calls = [
+            (node.args[1], node.args[3:4]) for piece, _ in pieces for node in piece.graph.nodes if node.target in ops
+        ]
+        shapes = (
+            (*weight.meta["val"].shape, *(b.meta["val"].shape[2] for b in of_slots)) for weight, of_slots in calls
+        )
+        return tuple(kernel for shape in dict.fromkeys(shapes) for kernel in gated_kernels(*map(int, shape)))
 
     def from_json(self, data: Mapping[str, Any]) -> GatedKernel:
         return GatedKernel.from_json(data)
@@ -65,45 +62,42 @@ class Family(KernelFamily):
             return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
 
         gated = [kernel for kernel in kernels if isinstance(kernel, GatedKernel)]
-        kinds = {kernel: (kernel.rows, kernel.columns, kernel.rank, kernel.parts) for kernel in gated}
-        for kind in dict.fromkeys(kinds.values()):
-            rows, columns, rank, parts = kind
+        for rows, columns, rank in dict.fromkeys((kernel.rows, kernel.columns, kernel.rank) for kernel in gated):
             weight = random(rows, columns)
-            b_rows = sum(outputs for _, outputs in parts) or rows
-            b = random(_SLOTS * b_rows, rank).view(_SLOTS, b_rows, rank) if rank else None
-            for kernel, count in _fewest_tokens([one for one, its in kinds.items() if its == kind]):
+            b = random(_SLOTS * rows, rank).view(_SLOTS, rows, rank) if rank else None
+            shape = rows, columns, rank
+            of_weight = [kernel for kernel in gated if (kernel.rows, kernel.columns, kernel.rank) == shape]
+            for kernel, count in _fewest_tokens(of_weight):
                 x = random(count, columns) / math.sqrt(columns)
                 product = torch.nn.functional.linear(x, weight).float()
                 if b is None:
                     ours = op("gated_linear")(x, weight)
                 else:
                     slots = torch.arange(count, dtype=torch.int32, device=device) % (_SLOTS + 1) - 1
-                    of_halves = parts or ((0, rows // 2), (rows // 2, rows // 2))
-                    shrunk = random(count, len(of_halves) * rank) / math.sqrt(rank)
-                    name = "linear_lora" if parts else "gated_linear_lora"
-                    ours = op(name)(x, weight, shrunk, b, slots, *zip(*parts, strict=True))
-                    _add(product, shrunk, b, slots, of_halves)
+                    shrunk = random(count, 2 * rank) / math.sqrt(rank)
+                    ours = op("gated_linear_lora")(x, weight, shrunk, b, slots)
+                    product += _added(shrunk, b, slots)
                 gate, up = product.chunk(2, -1)
-                theirs = product if parts else torch.nn.functional.silu(gate) * up
+                theirs = torch.nn.functional.silu(gate) * up
                 off = (ours.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
                 error = off.max().item()
                 if not error <= _TOLERANCE:
                     yield (
-                        f"the kernel {kernel.name} is off by {error:.2g} at {count} tokens (limit "
+                        f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit "
                         f"{_TOLERANCE:g}). Set {kernel.switch} to do without it, and report this."
                     )
 
 
-def _add(product: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, parts: Parts) -> None:
-    """Adds to [T, N] float32 what adapters do; arguments as linear_lora has them."""
+def _added(shrunk: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[T, N] float32 of what adapters add; arguments as gated_linear_lora has them."""
     import torch
 
-    counts = [outputs for _, outputs in parts]
+    added = torch.zeros(shrunk.shape[0], b.shape[1], device=b.device)
     for slot, of_slot in enumerate(b):
-        pairs = zip(shrunk.chunk(len(parts), -1), of_slot.split(counts), parts, strict=True)
-        for u, its, (start, outputs) in pairs:
-            added = torch.nn.functional.linear(u.float(), its.float())
-            product[:, start : start + outputs] += torch.where((slots == slot)[:, None], added, 0)
+        halves = zip(shrunk.chunk(2, -1), of_slot.chunk(2), strict=True)
+        its = torch.cat([torch.nn.functional.linear(u.float(), half.float()) for u, half in halves], -1)
+        added = torch.where((slots == slot)[:, None], its, added)
+    return added
 
 
 def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:

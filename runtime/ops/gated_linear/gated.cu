@@ -1,25 +1,22 @@
-// silu(x . gate^T) * (x . up^T) of many tokens on Hopper, or x . weight^T with what adapters add. The products are
-// bound by the tensor cores; what the kernel saves is writing sums and reading them again.
+// silu(x . gate^T) * (x . up^T) of many tokens on Hopper. The products are bound by the tensor cores; what the kernel
+// saves is writing gates and ups and reading them again.
 //
-// A tile is up to four units of 64 tokens times ROWS of the weight, if GATED half of them gates. Tokens are the rows of
-// wgmma, so that a tile may have any number of outputs. Blocks take tiles in turns; the ring goes on from one to the
-// next. The blocks of a cluster work on neighbouring rows for the same tokens (units.cuh, which is in front of this
-// file).
+// A tile is up to four units of 64 tokens times ROWS of the weight, half of them gates. Tokens are the rows of wgmma,
+// so that a tile may have any number of outputs. Blocks take tiles in turns; the ring goes on from one to the next. The
+// blocks of a cluster work on neighbouring rows for the same tokens (units.cuh, which is in front of this file).
 //
 // Tiles have as even numbers of units as there can be. The last of several tiles ends at the last token, and so has
 // some tokens of the previous one: TMA would fill missing rows with zeros, which come late.
 //
-// The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves and
-// expert_rows).
+// The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
 // With adapters a tile has further stages, one for each slot that its tokens have: B of the slot, times A . x, which a
 // kernel ahead has made.
 //
-// Defined by kernel.py: N rows of the weight (if GATED gates, then ups) and what units.cuh asks for; of adapters, if
-// there are any, RANK, PARTS of the outputs that they change, TILE_PARTS that a tile has at most, B_ROWS of a slot, and
-// `part_start`, `part_rows` and `part_first` of a part: its first output, how many (multiples of 64), its first of B.
+// Defined by kernel.py: N rows of the weight (gates, then ups), RANK of adapters if there are any, and what units.cuh
+// asks for.
 
-constexpr int OUTPUTS = GATED ? N / 2 : N, COPY_OUTPUTS = GATED ? COPY_ROWS / 2 : COPY_ROWS;
+constexpr int OUTPUTS = N / 2, COPY_OUTPUTS = COPY_ROWS / 2;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
 constexpr int BAND = 8;  // tiles of tokens whose x stays in the L2 while the weight goes by
 static_assert(OUTPUTS % COPY_OUTPUTS == 0, "whole copies");
@@ -29,10 +26,9 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ti
   for (int copy = 0; copy < COPIES; copy++)
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4, %3, %5}], [%6];"
+        "[%0], [%1, {%2, %3, %4, %3, %3}], [%5];"
         ::"r"(to + copy * COPY_ROWS * ROW_BYTES), "l"(map), "r"(step * COLUMNS), "r"(0),
-        "r"(GATED ? (tile * COPIES + copy) * COPY_OUTPUTS / 8 : 0), "r"(GATED ? 0 : (tile * COPIES + copy) * 2),
-        "r"(barrier) : "memory");
+        "r"((tile * COPIES + copy) * COPY_OUTPUTS / 8), "r"(barrier) : "memory");
 }
 
 struct Tile {
@@ -69,23 +65,11 @@ struct Work : Tokens {
 
 #if RANK
 constexpr int B_COLUMNS = 16, B_BOX_BYTES = COPY_ROWS * B_COLUMNS * 2, B_PART_BYTES = COPIES * B_BOX_BYTES;
-constexpr int B_STEPS = RANK / B_COLUMNS;  // of a slot, a tile and a part
-constexpr int TOKEN_WORDS = PARTS * RANK / 2;  // of A . x
-static_assert(RANK % B_COLUMNS == 0 && TILE_PARTS * B_STEPS * B_PART_BYTES <= W_BYTES, "in a stage of the weight");
-
-// The parts that a tile has rows of, as bits.
-__device__ __forceinline__ u32 parts_of(int row_tile) {
-  if (GATED) return 3;
-  u32 parts = 0;
-#pragma unroll
-  for (int part = 0; part < PARTS; part++)
-    if (row_tile * ROWS < part_start(part) + part_rows(part) && (row_tile + 1) * ROWS > part_start(part))
-      parts |= 1u << part;
-  return parts;
-}
+constexpr int B_BYTES = 2 * RANK / B_COLUMNS * B_PART_BYTES;  // of a slot and a tile: gates' and ups'
+static_assert(RANK % B_COLUMNS == 0 && B_BYTES <= W_BYTES, "in the place of a stage of the weight");
 
 struct Adapters {
-  const u32* shrunk;  // A . x: [tokens, PARTS, RANK] bfloat16
+  const u32* shrunk;  // A . x: [tokens, 2, RANK] bfloat16
   const int* slots;   // of each token; -1: none
 };
 // Reads it again each time, so that no register keeps it: they have the sums.
@@ -129,11 +113,11 @@ struct TileSlots {
 // 16 columns of B of a part, zeros for rows of the other: `first_eight` counts eights of rows of all slots. Gates are
 // the first half of what the box takes, ups, whose map begins at them, the second.
 __device__ __forceinline__ void load_b(u32 to, const TensorMap* map, int column, int half, int first_eight,
-                                       int first_32, u32 barrier) {
+                                       u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
-      ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(first_eight), "r"(half), "r"(first_32), "r"(barrier) : "memory");
+      "[%0], [%1, {%2, %3, %4, %5, %3}], [%6];"
+      ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(first_eight), "r"(half), "r"(barrier) : "memory");
 }
 // An operand of wgmma: rows of 32 bytes, swizzled, in groups of eight.
 __device__ __forceinline__ u64 narrow_matrix(u32 address) {
@@ -141,30 +125,26 @@ __device__ __forceinline__ u64 narrow_matrix(u32 address) {
 }
 // Adds to `sums` what adapters add to a tile's outputs, as its further stages arrive; `token` is the lane's first.
 __device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUMS], const u32* shrunk,
-                                                  TileSlots slots, u32 parts, u32 ring, u32 full, u32 empty_of_one,
-                                                  Place& place, int token, int lane) {
+                                                  TileSlots slots, u32 ring, u32 full, u32 empty_of_one, Place& place,
+                                                  int token, int lane) {
   u32 own[GROUP_UNITS];  // slots of a unit's two tokens, 16 bits each: as asking for them takes as long as asking for u
 #pragma unroll
   for (int m = 0; m < GROUP_UNITS; m++)
     own[m] = (slots.of(token + m * UNIT_ROWS) & 0xffff) | (u32)slots.of(token + m * UNIT_ROWS + 8) << 16;
   for (int slot = slots.next(); slot >= 0; slot = slots.next()) {
     wait_for(full + 8 * place.slot, place.phase);
-    u32 left = parts;
 #pragma unroll 1
-    for (int i = 0; left; i++) {
-      const int column = (__ffs(left) - 1) * RANK + i % B_STEPS * B_COLUMNS;
-      if (i % B_STEPS == B_STEPS - 1) left &= left - 1;
-      const u32* mine = shrunk + token * TOKEN_WORDS + lane % 4;
+    for (int column = 0; column < 2 * RANK; column += B_COLUMNS) {
+      const u32* mine = shrunk + token * RANK + lane % 4;
       u32 u[GROUP_UNITS][4];  // two tokens by two columns, and two that are eight behind
 #pragma unroll
       for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int its = m * UNIT_ROWS + j % 2 * 8;
-          const int place_of_u = its * TOKEN_WORDS + column / 2 + j / 2 * 4;
-          u[m][j] = (own[m] >> j % 2 * 16 & 0xffff) == slot ? mine[place_of_u] : 0;
+        for (int i = 0; i < 4; i++) {
+          const int its = m * UNIT_ROWS + i % 2 * 8;
+          u[m][i] = (own[m] >> i % 2 * 16 & 0xffff) == slot ? mine[its * RANK + column / 2 + i / 2 * 4] : 0;
         }
-      const u64 b = narrow_matrix(ring + place.slot * STAGE_BYTES + i * B_PART_BYTES);
+      const u64 b = narrow_matrix(ring + place.slot * STAGE_BYTES + column / B_COLUMNS * B_PART_BYTES);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int m = 0; m < GROUP_UNITS; m++) multiply_registers(sums[m], u[m], b, true);
@@ -177,32 +157,10 @@ __device__ __forceinline__ void multiply_adapters(float (&sums)[GROUP_UNITS][SUM
 }
 #endif
 
-#if RANK
-// Asks for a tile's stage of a slot: for each of its parts B of all its rows, zeros for rows of others.
-__device__ __forceinline__ void ask_b(const TensorMap* b, const TensorMap* b_of_ups, u32 parts, int slot, int row_tile,
-                                      u32 to, u32 barrier) {
-  expect_bytes(barrier, __popc(parts) * B_STEPS * B_PART_BYTES);
-  for (; parts; parts &= parts - 1) {
-    const int part = __ffs(parts) - 1;
-    for (int column = 0; column < RANK; column += B_COLUMNS, to += B_PART_BYTES)
-      for (int copy = 0; copy < COPIES; copy++) {
-        const int row = (row_tile * COPIES + copy) * COPY_OUTPUTS;
-        if (GATED) {
-          load_b(to + copy * B_BOX_BYTES, part ? b_of_ups : b, column, -part, slot * (N / 8) + row / 8, 0, barrier);
-        } else {
-          const bool is_own = row >= part_start(part) && row < part_start(part) + part_rows(part);
-          const int of_b = slot * B_ROWS + part_first(part) + row - part_start(part);
-          load_b(to + copy * B_BOX_BYTES, b, is_own ? column : RANK, 0, 0, is_own ? of_b / 32 : 0, barrier);
-        }
-      }
-  }
-}
-#endif
-
 // The warp that asks, by one lane; with adapters all lanes look for a tile's slots.
 __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
 #if RANK
-                                    const TensorMap* b, const TensorMap* b_of_ups, const Adapters& adapters,
+                                    const TensorMap* b_of_gates, const TensorMap* b_of_ups, const Adapters& adapters,
 #endif
                                     u32 ring, u32 full, u32 empty, const Work& work) {
 #if RANK
@@ -247,13 +205,19 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
 #if RANK
     __syncwarp();
     place = behind;
-    const u32 parts = parts_of(tile.row_tile);
-    if (!parts) continue;
     TileSlots slots(adapters.slots, tile.token, tile.token + tokens);
     for (int slot = slots.next(); slot >= 0; slot = slots.next(), place.go_on()) {
       if (!is_one) continue;
       wait_for(empty + 8 * place.slot, place.phase ^ 1);  // others might see a phase that is over
-      ask_b(b, b_of_ups, parts, slot, tile.row_tile, ring + place.slot * STAGE_BYTES, full + 8 * place.slot);
+      const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
+      expect_bytes(barrier, B_BYTES);
+      for (int i = 0; i < 2 * RANK / B_COLUMNS; i++)
+        for (int copy = 0; copy < COPIES; copy++) {
+          const int part = i / (RANK / B_COLUMNS), column = i % (RANK / B_COLUMNS) * B_COLUMNS;
+          const int eight = slot * (N / 8) + (tile.row_tile * COPIES + copy) * COPY_OUTPUTS / 8;
+          load_b(to + i * B_PART_BYTES + copy * B_BOX_BYTES, part ? b_of_ups : b_of_gates, column, -part, eight,
+                 barrier);
+        }
     }
 #endif
   }
@@ -271,15 +235,11 @@ __device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], u
 #pragma unroll
       for (int copy = 0; copy < COPIES; copy++) {
         const float* sum = sums[m] + copy * COPY_ROWS / 2 + 2 * h;
-        const bool is_there = t < end && first_output + copy * COPY_OUTPUTS < OUTPUTS;
+        u32 pairs[4];
 #pragma unroll
-        for (int eight = 0; eight < COPY_OUTPUTS / 32; eight++) {  // 32 outputs behind each other
-          u32 pairs[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
-            pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
-          if (is_there) to[copy * COPY_OUTPUTS / 8 + eight * 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-        }
+        for (int j = 0; j < 4; j++, sum += 8) pairs[j] = silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5]));
+        if (t < end && first_output + copy * COPY_OUTPUTS < OUTPUTS)
+          to[copy * COPY_OUTPUTS / 8] = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
 }
@@ -291,7 +251,7 @@ __cluster_dims__(SHARE, 1, 1)
 __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight,
                                            const __grid_constant__ TensorMap x,
 #if RANK
-                                           const __grid_constant__ TensorMap b,
+                                           const __grid_constant__ TensorMap b_of_gates,
                                            const __grid_constant__ TensorMap b_of_ups, const Adapters adapters,
 #endif
                                            uint4* out, const Tokens tokens) {
@@ -306,7 +266,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #if RANK
-    if (warp == 0) ask(&weight, &x, &b, &b_of_ups, adapters, ring, full, empty, work);
+    if (warp == 0) ask(&weight, &x, &b_of_gates, &b_of_ups, adapters, ring, full, empty, work);
 #else
     if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work);
 #endif
@@ -333,13 +293,10 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
       else
         multiply<0>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
 #if RANK
-      if (const u32 parts = parts_of(tile.row_tile)) {
-        const TileSlots slots(adapters.slots, tile.token, work.end_of(tile));
-        multiply_adapters(sums, adapters.shrunk, slots, parts, ring, full, empty_of_one, place, tile.token + my_token,
-                          lane);
-      }
+      const TileSlots slots(adapters.slots, tile.token, work.end_of(tile));
+      multiply_adapters(sums, adapters.shrunk, slots, ring, full, empty_of_one, place, tile.token + my_token, lane);
 #endif
-      finish(sums, out, tile.token + my_token, tile.row_tile * COPIES * COPY_OUTPUTS + lane % 4 * 8, work.end_of(tile));
+      finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));
     }
   }
   leave_ring();

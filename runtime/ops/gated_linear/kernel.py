@@ -5,7 +5,6 @@ Shape legend: N rows (gates, then ups) and K columns of the weight.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
 LEAST_UNITS = 4  # steps of fewer are stream_linear's
 MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
-Parts = tuple[tuple[int, int], ...]
 RANKS = (16, 32)  # of adapters whose B fits in the place of a stage of the weight
 
 
@@ -34,8 +32,6 @@ class GatedKernel(UnitsKernel):
         rows, columns: N and K.
         tile_rows: rows of the weight in a tile.
         rank: of the adapters that it takes with it; 0: none.
-        parts: of a linear without an activation, the first output and the number of outputs of each part that adapters
-            change; () of a gated one.
     """
 
     source: ClassVar[str] = "ops/gated_linear/gated.cu"
@@ -46,41 +42,17 @@ class GatedKernel(UnitsKernel):
     columns: int
     tile_rows: int
     rank: int = 0
-    parts: Parts = ()
 
     @property
     def name(self) -> str:
         rank = f"_rank{self.rank}" if self.rank else ""
-        parts = "_of_" + "_".join(f"{start}x{count}" for start, count in self.parts) if self.parts else ""
-        return f"{'linear' if parts else 'gated'}_{self.rows}x{self.columns}_rows{self.tile_rows}{rank}{parts}"
+        return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}{rank}"
 
     def constants(self) -> dict[str, int]:
-        constants = {**super().constants(), "GATED": int(not self.parts)}
-        if self.rank:
-            num_parts, of_tile = (len(self.parts), self.tile_parts) if self.parts else (2, 2)
-            constants |= {"RANK": self.rank, "PARTS": num_parts, "TILE_PARTS": of_tile}
-            constants |= {"B_ROWS": sum(count for _, count in self.parts)}
-        return constants
+        return {**super().constants(), **({"RANK": self.rank} if self.rank else {})}
 
     def preamble(self) -> str:
-        return super().preamble() + (
-            multiply_registers(self.tile_rows) + self._functions_of_parts() if self.rank else ""
-        )
-
-    @cached_property
-    def tile_parts(self) -> int:
-        """Parts that a tile has rows of, at most."""
-        ends = ((start, start + self.tile_rows) for start in range(0, self.rows, self.tile_rows))
-        return max(sum(first < end and start < first + count for first, count in self.parts) for start, end in ends)
-
-    def _functions_of_parts(self) -> str:
-        """Makes functions of a part: its first output, how many outputs it has, and its first row of B."""
-        starts, counts = zip(*self.parts, strict=True) if self.parts else ((), ())
-        found, firsts = "", tuple(itertools.accumulate(counts, initial=0))
-        for name, values in (("part_start", starts), ("part_rows", counts), ("part_first", firsts)):
-            cases = "".join(f"part == {part} ? {value} : " for part, value in enumerate(values))
-            found += f"__device__ __forceinline__ int {name}(int part) {{ return {cases}0; }}\n"
-        return found
+        return super().preamble() + (multiply_registers(self.tile_rows) if self.rank else "")
 
     @cached_property
     def share(self) -> int:
@@ -133,9 +105,9 @@ def divided(num_tokens: int) -> Division:
     return Division(tiles, *divmod(all_units, tiles))
 
 
-def gated_kernels(rows: int, columns: int, rank: int = 0, parts: Parts = ()) -> tuple[GatedKernel, ...]:
-    """The kernels of a linear: each is the fastest for some number of tokens."""
-    kernels = [GatedKernel(rows, columns, tile_rows, rank, parts) for tile_rows in _TILE_ROWS if tile_rows <= rows]
+def gated_kernels(rows: int, columns: int, rank: int = 0) -> tuple[GatedKernel, ...]:
+    """The kernels of a gated linear: each is the fastest for some number of tokens."""
+    kernels = [GatedKernel(rows, columns, tile_rows, rank) for tile_rows in _TILE_ROWS if tile_rows <= rows]
     return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)))
 
 
@@ -147,18 +119,6 @@ def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
 def is_taken(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides into tiles."""
     return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0
-
-
-def parts_of(starts: Sequence[int], counts: Sequence[int]) -> Parts:
-    return tuple(zip(map(int, starts), map(int, counts), strict=True))
-
-
-def takes_parts(shape: tuple[int, int], rank: int, parts: Parts) -> bool:
-    """True if a kernel without an activation takes such adapters with it: a tile's B fits in a stage of the weight."""
-    if rank not in RANKS or any(number % _ROWS_UNIT for part in parts for number in part):
-        return False
-    kernels = (GatedKernel(*shape, tile_rows, rank, parts) for tile_rows in _TILE_ROWS)
-    return all(kernel.tile_parts * rank <= _COLUMNS_UNIT for kernel in kernels)
 
 
 def takes_adapters(rows: int, rank: int, starts: Sequence[int], counts: Sequence[int]) -> bool:

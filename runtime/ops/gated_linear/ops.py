@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,7 +17,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, address_of
 from mllm_compile.runtime.cuda.loaded import LoadedKernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
-from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, Parts, choose, divided, parts_of
+from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, choose, divided
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -36,11 +35,8 @@ class _Loaded(LoadedKernel[GatedKernel]):
         """x [T, K], weight [N, K] → out [T, N / 2]; adapters as gated_linear_lora has them."""
         num_tokens = len(x)
         division, box = divided(num_tokens), self.kernel.box_tokens(num_tokens)
-        of_weight = (
-            (weight[None], tensor_maps.expert_rows) if self.kernel.parts else (weight, tensor_maps.spread_halves)
-        )
         arguments = (
-            self._maps.get(*of_weight),
+            self._maps.get(weight, tensor_maps.spread_halves),
             self._maps.get(x, tensor_maps.rows, box),
             *self._of_adapters(*adapters),
             address_of(out),
@@ -52,11 +48,8 @@ class _Loaded(LoadedKernel[GatedKernel]):
         if not adapters:
             return ()
         shrunk, b, slots = adapters
-        if self.kernel.parts:
-            maps = [self._maps.get(b, tensor_maps.narrow_rows)] * 2
-        else:
-            maps = [self._maps.get(half, tensor_maps.spread_slots) for half in b.chunk(2, 1)]
-        return (*maps, _Adapters(shrunk.data_ptr(), slots.data_ptr()))
+        halves = (self._maps.get(half, tensor_maps.spread_slots) for half in b.chunk(2, 1))
+        return (*halves, _Adapters(shrunk.data_ptr(), slots.data_ptr()))
 
 
 class _Weight:
@@ -76,7 +69,7 @@ class _Weight:
         return self._fastest[num_tokens]
 
 
-_WEIGHTS: dict[tuple[int, int, int, int, Parts], _Weight] = {}  # by device index, shape, rank and parts
+_WEIGHTS: dict[tuple[int, int, int, int], _Weight] = {}  # by device index, shape and rank
 
 
 def load_gated_kernels(kernels: Iterable[GatedKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
@@ -91,15 +84,12 @@ def load_gated_kernels(kernels: Iterable[GatedKernel], binaries: Mapping[str, by
     """
     for kernel in kernels:
         with torch.cuda.device(device):
-            key = (torch.cuda.current_device(), kernel.rows, kernel.columns, kernel.rank, kernel.parts)
+            key = (torch.cuda.current_device(), kernel.rows, kernel.columns, kernel.rank)
             _WEIGHTS.setdefault(key, _Weight()).load(kernel, binaries)
 
 
 _LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.define("gated_linear_lora(Tensor x, Tensor weight, Tensor shrunk, Tensor b, Tensor slots) -> Tensor")
-_LIBRARY.define(
-    "linear_lora(Tensor x, Tensor weight, Tensor shrunk, Tensor b, Tensor slots, int[] starts, int[] rows) -> Tensor"
-)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -114,7 +104,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         […, N / 2] bfloat16.
     """
-    return _launched(x, weight, (), 0)
+    return _launched(x, weight, 0)
 
 
 def gated_linear_lora(
@@ -130,53 +120,28 @@ def gated_linear_lora(
     Returns:
         […, N / 2] bfloat16.
     """
-    return _launched(x, weight, (), b.shape[2], aligned(shrunk), b, slots)
+    return _launched(x, weight, b.shape[2], aligned(shrunk), b, slots)
 
 
-def linear_lora(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    shrunk: torch.Tensor,
-    b: torch.Tensor,
-    slots: torch.Tensor,
-    starts: Sequence[int],
-    rows: Sequence[int],
-) -> torch.Tensor:
-    """x · weightᵀ with what adapters add ahead of the rounding.
-
-    Args:
-        x: […, K] bfloat16; weight: [N, K]; shrunk: [T, P r] and slots as above.
-        b: [L, sum of rows, r] bfloat16.
-        starts, rows: [P] the outputs of each part.
-
-    Returns:
-        […, N] bfloat16.
-    """
-    return _launched(x, weight, parts_of(starts, rows), b.shape[2], aligned(shrunk), b, slots)
-
-
-def _launched(x: torch.Tensor, weight: torch.Tensor, parts: Parts, rank: int, *adapters: torch.Tensor) -> torch.Tensor:
+def _launched(x: torch.Tensor, weight: torch.Tensor, rank: int, *adapters: torch.Tensor) -> torch.Tensor:
     rows, columns = weight.shape
-    of_weight = _WEIGHTS.get((x.get_device(), rows, columns, rank, parts))
+    of_weight = _WEIGHTS.get((x.get_device(), rows, columns, rank))
     if of_weight is None or not of_weight.loaded:
         of_rank = f" with adapters of rank {rank}" if rank else ""
         raise RuntimeError(
             f"no kernel is loaded for {rows} x {columns}{of_rank} on {x.device}: call load_gated_kernels"
         )
     num_tokens = math.prod(x.shape[:-1])
-    x, out = aligned(x), x.new_empty((*x.shape[:-1], rows if parts else rows // 2))
+    x, out = aligned(x), _new_output(x, weight)
     of_weight.fastest(num_tokens)(x.view(num_tokens, -1), weight, out.view(num_tokens, -1), *adapters)
     return out
 
 
-def _halved(x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
+def _new_output(x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
-def _whole(x: torch.Tensor, weight: torch.Tensor, *adapters: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-for _function, _fake in ((gated_linear, _halved), (gated_linear_lora, _halved), (linear_lora, _whole)):
-    _LIBRARY.impl(_function.__name__, _function, "CUDA")
-    torch.library.register_fake(f"mllm::{_function.__name__}", _fake, lib=_LIBRARY)
+_LIBRARY.impl("gated_linear", gated_linear, "CUDA")
+_LIBRARY.impl("gated_linear_lora", gated_linear_lora, "CUDA")
+for _name in ("gated_linear", "gated_linear_lora"):
+    torch.library.register_fake(f"mllm::{_name}", _new_output, lib=_LIBRARY)

@@ -20,10 +20,8 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
-    MOST_COLUMNS,
     MOST_PARTS,
     MOST_SLOTS,
-    WIDE_COLUMNS,
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
@@ -296,11 +294,11 @@ def gated_kernel(
     tl.store(of_out + (rows * N + columns[None, :]), silu.to(up.dtype) * up, mask=is_token[:, None])
 
 
-def _shared(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, form: str) -> tuple[int, dict[str, Any]]:
+def _shared(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, is_few: bool) -> tuple[int, dict[str, Any]]:
     """The grid's size over tokens, and the arguments that both kernels have."""
     num_tokens = math.prod(y.shape[:-1])
-    slots = b.shape[0] + 1 if form == "few" and b.shape[0] <= MOST_SLOTS else 0
-    block_t = FEW_TOKENS if form == "few" else WRITTEN_TOKENS
+    slots = b.shape[0] + 1 if is_few and b.shape[0] <= MOST_SLOTS else 0
+    block_t = FEW_TOKENS if is_few else WRITTEN_TOKENS
     return triton.cdiv(num_tokens, block_t) * max(slots, 1), {
         "B_ROWS": b.shape[1],
         "RANK": b.shape[2],
@@ -323,7 +321,7 @@ def lora_expand(
     slots: torch.Tensor,
     starts: Sequence[int],
     rows: Sequence[int],
-    form: str,
+    is_few: bool,
     early_slots: bool,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -332,9 +330,10 @@ def lora_expand(
     """y + B of each token's slot times what lora_shrink gave of it.
 
     Args:
-        y: [..., N] of T tokens; shrunk: [S, T, P * r] of any type; b: [L, sum of rows, r]; slots: [T] int32.
+        y: [..., N] of T tokens; shrunk: [S, T, P * r] of any type, S is 1 of many tokens; b: [L, sum of rows, r];
+            slots: [T] int32.
         starts, rows: [P] the outputs of each part; takes_lora says which are taken.
-        form, early_slots: as lora_shrink had them.
+        is_few, early_slots: as lora_shrink had them.
         squares: [..., B] float32, of few tokens: sums of squares of the inputs of a norm of this width, whose factor
             `shrunk` lacks.
 
@@ -342,16 +341,15 @@ def lora_expand(
         [..., N] in the dtype of y.
     """
     y = y.contiguous()
-    if form == "many":
+    if not is_few:
         return written(y, shrunk, b, slots, starts, rows)
     outputs, num_tokens = y.shape[-1], math.prod(y.shape[:-1])
-    blocks, shared = _shared(y, shrunk, b, form)
-    most = MOST_COLUMNS if form == "few" else WIDE_COLUMNS
-    block_n, out = block_of_columns(outputs, starts, rows, most), torch.empty_like(y)
+    block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
+    blocks, shared = _shared(y, shrunk, b, is_few)
     none = [0] * (MOST_PARTS - len(rows))
     for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
         shared |= {f"START_{at}": start, f"ROWS_{at}": count}
-    shared |= {"N": outputs, "BLOCK_N": block_n, "num_warps": 8 if block_n == WIDE_COLUMNS else 4}
+    shared |= {"N": outputs, "BLOCK_N": block_n}
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](
         y,
         shrunk,
@@ -377,7 +375,7 @@ def lora_expand_gated(
     slots: torch.Tensor,
     starts: Sequence[int],
     rows: Sequence[int],
-    form: str,
+    is_few: bool,
     early_slots: bool,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -386,7 +384,7 @@ def lora_expand_gated(
     """silu(gate) * up of what lora_expand gives, whose halves they are, gate first.
 
     Args:
-        y, shrunk, b, slots, form, early_slots, squares: as lora_expand's.
+        y, shrunk, b, slots, is_few, early_slots, squares: as lora_expand's.
         starts, rows: of one half or of both; takes_gated says which are taken.
 
     Returns:
@@ -395,7 +393,7 @@ def lora_expand_gated(
     y = y.contiguous()
     columns = y.shape[-1] // 2
     block_n = min(block_of_columns(columns, [0], [columns]), _GATED_COLUMNS)
-    blocks, shared = _shared(y, shrunk, b, form)
+    blocks, shared = _shared(y, shrunk, b, is_few)
     out = torch.empty((*y.shape[:-1], columns), dtype=y.dtype, device=y.device)
     wrap_triton(gated_kernel)[(columns // block_n, blocks)](
         y,

@@ -5,7 +5,7 @@ Only the piece compiler imports this module: a loaded package needs neither Trit
 
 Of few tokens a block has one adapter: there is a block for each slot, and most find none of their tokens with it. So
 nothing is planned ahead, and A is read ahead of the wait, as no kernel writes it. With many slots a block goes through
-those of its tokens, and so does one of many tokens, whose neighbours mostly have one. Sums are made without
+those of its tokens, and so does one of thousands of tokens, whose neighbours mostly have one. Sums are made without
 atomics, and so are the same every time. A token's numbers do not depend on other tokens.
 
 Shape legend: T tokens, K inputs of a linear, P of its parts with adapters, r their rank, L slots, S sums.
@@ -14,6 +14,7 @@ Shape legend: T tokens, K inputs of a linear, P of its parts with adapters, r th
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -22,18 +23,16 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
+    APART_TOKENS,
     FEW_TOKENS,
-    HALF_TOKENS,
     INPUTS_OF_SPLIT,
-    LEAST_SHARED_BYTES,
+    LONG_TOKENS,
     MANY_TOKENS,
     MOST_SLOTS,
-    QUARTER_TOKENS,
+    SPLITS_OF_LONG,
     num_splits,
     padded_rank,
-    read_stages_of,
 )
-from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 
 NO_SLOT = tl.constexpr(1 << 30)  # above all
 _SUMS_OF_BLOCK = 512
@@ -108,40 +107,38 @@ def loop_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    QUARTER_TOKENS: tl.constexpr,
-    HALF_TOKENS: tl.constexpr,
+    APART_TOKENS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    SPLITS_OF_LONG: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Tokens of a block times BLOCK_R rows of A, over INPUTS of the K inputs, or with one of SPLITS over all: program
-    (tokens, sum and slot; rows).
+    """BLOCK_T tokens times BLOCK_R rows of A, over INPUTS of the K inputs: program (tokens, sum and slot; rows).
 
-    A block goes through the slots of its tokens; where SLOTS is not 1, it has one of them, as neighbours may have
-    others. Inputs are added up to sums of INPUTS, and these in their order. Products are of BLOCK_T tokens also where a
-    block has a part of them, so that a token's bits are the same.
+    A block goes through the slots of its tokens. Up to APART_TOKENS it has one of the SLOTS, as neighbours may have
+    others. From LONG_TOKENS on blocks are enough for SPLITS_OF_LONG of the sums each, which it adds up.
     """
-    length = tl.where(num_tokens < HALF_TOKENS, BLOCK_T // 2, BLOCK_T)
-    length = tl.where(num_tokens < QUARTER_TOKENS, BLOCK_T // 4, length)
-    num_blocks = tl.cdiv(num_tokens, length)
-    if tl.program_id(0) >= num_blocks * SPLITS * SLOTS:
+    is_long, are_apart = num_tokens >= LONG_TOKENS, num_tokens <= APART_TOKENS
+    inputs = tl.where(is_long, SPLITS_OF_LONG * INPUTS, INPUTS)
+    num_blocks, slots_apart = tl.cdiv(num_tokens, BLOCK_T), tl.where(are_apart, SLOTS, 1)
+    if tl.program_id(0) >= num_blocks * tl.cdiv(K, inputs) * slots_apart:
         return
-    first = (tl.program_id(0) % num_blocks).to(tl.int64) * length
-    index, own_slot = tl.program_id(0) // num_blocks // SLOTS, tl.program_id(0) // num_blocks % SLOTS
+    first = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_T
+    index, own_slot = tl.program_id(0) // num_blocks // slots_apart, tl.program_id(0) // num_blocks % slots_apart
     tokens, rows = tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_token, is_row = (first + tokens < num_tokens) & (tokens < length), rows < ROWS
-    start = index * INPUTS
-    end = K if SPLITS == 1 else tl.minimum(start + INPUTS, K)
+    is_token, is_row = first + tokens < num_tokens, rows < ROWS
+    start = index * inputs
+    end = tl.minimum(start + inputs, K)
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     slots = tl.load(slots_ptr + first + tokens, mask=is_token, other=-1)
     if SLOTS > 1:
-        slots = tl.where(slots == own_slot, slots, -1)
+        slots = tl.where((are_apart == 0) | (slots == own_slot), slots, -1)
     x_places = x_ptr + first * K
     out = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
@@ -164,8 +161,7 @@ def loop_kernel(
         out = tl.where((slots == slot)[:, None], total, out)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT))
     of_block = out_ptr + (index.to(tl.int64) * num_tokens + first) * ROWS
-    is_changed = (slots >= 0)[:, None] & is_row[None, :]
-    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out.to(out_ptr.dtype.element_ty), mask=is_changed)
+    tl.store(of_block + (tokens[:, None] * ROWS + rows[None, :]), out, mask=(slots >= 0)[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -175,6 +171,8 @@ def sum_kernel(
     num_tokens: tl.tensor,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    SPLITS_OF_LONG: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -182,36 +180,69 @@ def sum_kernel(
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
+    is_long = num_tokens >= LONG_TOKENS
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = places < num_tokens * ROWS
     total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(0, SPLITS):
-        further = tl.full((), split * ROWS, tl.int64) * num_tokens
-        total += tl.load(sums_ptr + further + places, mask=is_there, other=0.0)
+    for split in tl.static_range(0, SPLITS, SPLITS_OF_LONG):
+        of_split = tl.where(is_long, split // SPLITS_OF_LONG, split).to(tl.int64) * ROWS * num_tokens
+        part = tl.load(sums_ptr + of_split + places, mask=is_there, other=0.0)
+        for at in tl.static_range(1, SPLITS_OF_LONG):
+            if split + at < SPLITS:
+                further = tl.full((), (split + at) * ROWS, tl.int64) * num_tokens
+                part += tl.load(sums_ptr + further + places, mask=is_there & (is_long == 0), other=0.0)
+        total += part
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton_op("mllm::lora_shrink", mutates_args={})
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, form: str, early_slots: bool) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool, early_slots: bool) -> torch.Tensor:
     """Products of x [..., K] of T tokens with A [L, P * r, K] of each token's slot [T] int32.
 
     Args:
-        form: shapes.py's Form.
+        is_few: right for any number of tokens, fast up to 256.
         early_slots: slots are an input of the step, not made by a kernel of it after the embedding, so that kernels may
             read them ahead of their wait.
 
     Returns:
-        [1, T, P * r] in the dtype of x of many tokens. Else [S, T, P * r] float32: sums over some of the inputs each.
+        [S, T, P * r] float32 of few tokens: sums over some of the inputs each. Else [1, T, P * r] in the dtype of x.
         Any bits where the slot is -1.
     """
     x = x.contiguous()
     inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
-    splits, num_slots = 1 if form == "many" else num_splits(inputs), a.shape[0]
-    block_t = FEW_TOKENS if form == "few" else MANY_TOKENS
+    splits, num_slots = num_splits(inputs), a.shape[0]
+    block_t = FEW_TOKENS if is_few else MANY_TOKENS
     num_blocks, blocks_of_rows = triton.cdiv(num_tokens, block_t), triton.cdiv(rows, padded_rank(rows))
-    kind = x.dtype if form == "many" else torch.float32
-    out = torch.empty((splits, num_tokens, rows), dtype=kind, device=x.device)
-    shared = {
+    out = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
+    shared = _shared(x, rows, block_t)
+    if is_few and num_slots <= MOST_SLOTS:
+        grid = splits, blocks_of_rows, num_blocks * num_slots
+        wrap_triton(slot_kernel)[grid](
+            x, a, slots, out, num_tokens, SLOTS=num_slots, BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
+        )
+        return out
+    shared |= {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
+    long = {"LONG_TOKENS": NO_SLOT.value if is_few else LONG_TOKENS, "SPLITS_OF_LONG": SPLITS_OF_LONG}
+    slots_apart = num_slots if num_slots <= MOST_SLOTS and not is_few else 1
+    # The grid is a multiple of the tokens and a number besides: what shorter steps have more blocks for each of them.
+    sums = splits if is_few else triton.cdiv(splits, SPLITS_OF_LONG)
+    further = APART_TOKENS * (splits * slots_apart - sums), LONG_TOKENS * (splits - sums)
+    grid = num_blocks * sums + triton.cdiv(max(further), block_t), blocks_of_rows
+    wrap_triton(loop_kernel)[grid](
+        x, a, slots, out, num_tokens, SLOTS=slots_apart, APART_TOKENS=APART_TOKENS, **long, **shared
+    )
+    if is_few:
+        return out
+    summed = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)
+    of_sums = {"ROWS": rows, "SPLITS": splits, "BLOCK": _SUMS_OF_BLOCK, "EARLY": shared["EARLY"]}
+    wrap_triton(sum_kernel)[grid](out, summed, num_tokens, **of_sums, **long, num_warps=4)
+    return summed
+
+
+def _shared(x: torch.Tensor, rows: int, block_t: int) -> dict[str, Any]:
+    """The arguments that both kernels have, of blocks of so many tokens."""
+    return {
         "K": x.shape[-1],
         "ROWS": rows,
         "INPUTS": INPUTS_OF_SPLIT,
@@ -221,45 +252,3 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, form: str
         "EARLY": starts_early(),
         "num_warps": 4,
     }
-    if form == "few" and num_slots <= MOST_SLOTS:
-        grid = splits, blocks_of_rows, num_blocks * num_slots
-        wrap_triton(slot_kernel)[grid](
-            x, a, slots, out, num_tokens, SLOTS=num_slots, BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
-        )
-        return out
-    block_k = 64 if x.dtype == torch.float32 else 128
-    shared_bytes = most_shared_bytes() if torch.cuda.is_available() else LEAST_SHARED_BYTES
-    block_bytes = block_k * (block_t + shared["BLOCK_R"]) * x.element_size()
-    shared |= {"BLOCK_K": block_k, "num_stages": read_stages_of(form, block_bytes, shared_bytes)}
-    slots_apart = num_slots if form == "some" and num_slots <= MOST_SLOTS else 1
-    quarter, half = (QUARTER_TOKENS, HALF_TOKENS) if form == "many" else (0, 0)
-    # The grid is a multiple of the tokens and a number besides: what shorter steps have more blocks for each of them.
-    further = triton.cdiv(max(3 * quarter, half), block_t)
-    wrap_triton(loop_kernel)[(num_blocks * splits * slots_apart + further, blocks_of_rows)](
-        x,
-        a,
-        slots,
-        out,
-        num_tokens,
-        SPLITS=splits,
-        SLOTS=slots_apart,
-        QUARTER_TOKENS=quarter,
-        HALF_TOKENS=half,
-        **shared,
-    )
-    return out
-
-
-@triton_op("mllm::lora_sum", mutates_args={})
-def lora_sum(shrunk: torch.Tensor) -> torch.Tensor:
-    """Adds up what lora_shrink gives of some tokens, [S, T, P * r], to what it gives of many.
-
-    Returns:
-        [1, T, P * r] bfloat16.
-    """
-    splits, num_tokens, rows = shrunk.shape
-    summed = torch.empty((1, num_tokens, rows), dtype=torch.bfloat16, device=shrunk.device)
-    grid = (triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)
-    of_sums = {"ROWS": rows, "SPLITS": splits, "BLOCK": _SUMS_OF_BLOCK, "EARLY": starts_early()}
-    wrap_triton(sum_kernel)[grid](shrunk, summed, num_tokens, **of_sums, num_warps=4)
-    return summed

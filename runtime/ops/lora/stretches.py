@@ -19,8 +19,8 @@ from torch.library import wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
-    LEAST_SHARED_BYTES,
     MOST_PARTS,
+    SHORT_TOKENS,
     STRETCH_TOKENS,
     WRITTEN_TOKENS,
     block_of_columns,
@@ -29,6 +29,8 @@ from mllm_compile.runtime.ops.lora.shapes import (
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT
 from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
+
+_LEAST_SHARED_BYTES = 99 << 10  # of the GPUs that there are kernels for
 
 
 @triton.jit
@@ -103,6 +105,7 @@ def stretch_kernel(
     ROWS_2: tl.constexpr,
     ROWS_3: tl.constexpr,
     STRETCH: tl.constexpr,
+    SHORT_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -112,8 +115,12 @@ def stretch_kernel(
 ) -> None:
     """BLOCK_N outputs, all in one part or in none, of STRETCH tokens, BLOCK_T at a time: program (outputs, stretch).
 
-    A block goes through it once for each slot of its tokens, the first time for those without one too.
+    Of fewer than SHORT_TOKENS a stretch is BLOCK_T tokens, as blocks would be few. A block goes through it once for
+    each slot of its tokens, the first time for those without one too.
     """
+    length = tl.where(num_tokens < SHORT_TOKENS, BLOCK_T, STRETCH)
+    if (tl.program_id(1) > 0) & (tl.program_id(1) * length >= num_tokens):
+        return
     first = tl.program_id(0) * BLOCK_N
     in_0 = (first >= START_0) & (first < START_0 + ROWS_0)
     in_1 = (first >= START_1) & (first < START_1 + ROWS_1)
@@ -125,13 +132,14 @@ def stretch_kernel(
     b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
     b_rows = b_first + tl.arange(0, BLOCK_N)
     columns = first + tl.arange(0, BLOCK_N)
-    stretch = tl.program_id(1) * STRETCH
+    stretch = tl.program_id(1) * length
     every = stretch + tl.arange(0, STRETCH)
     of_part = shrunk_ptr + tl.maximum(part, 0) * RANK
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    slots = tl.load(slots_ptr + every, mask=(every < num_tokens) & (part >= 0), other=-1)
+    is_own = (every < num_tokens) & (every < stretch + length)
+    slots = tl.load(slots_ptr + every, mask=is_own & (part >= 0), other=-1)
     tokens = tl.arange(0, BLOCK_T)
     places = tokens[:, None] * N + columns[None, :]
     slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT))
@@ -139,7 +147,7 @@ def stretch_kernel(
     while goes_on:
         has_b, of_b = slot < NO_SLOT, tl.where(slot < NO_SLOT, slot, 0)
         b = load_b(b_ptr, of_b, b_rows, 0, has_b, B_ROWS, RANK, BLOCK_R)
-        for at in tl.range(0, STRETCH, BLOCK_T, num_stages=STAGES):
+        for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
             block = (stretch + at).to(tl.int64)
             is_token = block + tokens < num_tokens
             y = tl.load(y_ptr + block * N + places, mask=is_token[:, None], other=0.0)
@@ -170,8 +178,9 @@ def written(
     parts: dict[str, int] = {}
     for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
         parts |= {f"START_{at}": start, f"ROWS_{at}": count}
-    shared_bytes = most_shared_bytes() if torch.cuda.is_available() else LEAST_SHARED_BYTES
-    wrap_triton(stretch_kernel)[(outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS))](
+    further = SHORT_TOKENS // WRITTEN_TOKENS - SHORT_TOKENS // STRETCH_TOKENS  # of a short step
+    shared_bytes = most_shared_bytes() if torch.cuda.is_available() else _LEAST_SHARED_BYTES
+    wrap_triton(stretch_kernel)[(outputs // block_n, triton.cdiv(num_tokens, STRETCH_TOKENS) + further)](
         y,
         shrunk,
         b,
@@ -184,6 +193,7 @@ def written(
         A_ROWS=shrunk.shape[2],
         **parts,
         STRETCH=STRETCH_TOKENS,
+        SHORT_TOKENS=SHORT_TOKENS,
         BLOCK_T=WRITTEN_TOKENS,
         BLOCK_N=block_n,
         BLOCK_R=padded_rank(rank),

@@ -132,12 +132,8 @@ def gated_linear(x, weight):
 def gated_linear_lora(x, weight, shrunk, b, slots):
     half = weight.shape[0] // 2
     parts = [0, half], [half, half]
-    gate, up = linear_lora(x, weight, shrunk, b, slots, *parts).chunk(2, -1)
+    gate, up = lora_expand(torch_linear(x, weight), shrunk[None], b, slots, *parts, False, True).chunk(2, -1)
     return silu(gate) * up
-
-
-def linear_lora(x, weight, shrunk, b, slots, starts, rows):
-    return lora_expand(torch_linear(x, weight), shrunk[None], b, slots, starts, rows, "many", True)
 
 
 def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
@@ -192,7 +188,6 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
     library.impl("gated_linear_lora", gated_linear_lora, "CPU")
-    library.impl("linear_lora", linear_lora, "CPU")
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
@@ -383,20 +378,16 @@ def dequantised_integers(
     return dequantised(tensors, "int4_lanes", columns // scales.shape[1], columns, dtype)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, form: str, early_slots: bool) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: bool, early_slots: bool) -> torch.Tensor:
     factors = torch.where((slots >= 0)[:, None, None], a[slots.clamp(min=0)], 0)
     splits = num_splits(x.shape[-1])
     size = -(-x.shape[-1] // splits)
     parts = zip(x.flatten(0, -2).split(size, -1), factors.split(size, -1), strict=True)
     sums = torch.stack([torch.einsum("tk,trk->tr", *part) for part in parts])
-    return sums.sum(0, keepdim=True).to(x.dtype) if form == "many" else sums
+    return sums if is_few else sums.sum(0, keepdim=True).to(x.dtype)
 
 
-def lora_sum(shrunk):
-    return shrunk.sum(0, keepdim=True).bfloat16()
-
-
-def lora_expand(y, shrunk, b, slots, starts, rows, form, early_slots, squares=None, eps=0.0, width=0):
+def lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
     out, first, rank = y.clone(), 0, b.shape[2]
     inputs = shrunk.sum(0)
     if squares is not None:
@@ -410,20 +401,20 @@ def lora_expand(y, shrunk, b, slots, starts, rows, form, early_slots, squares=No
     return out
 
 
-def lora_expand_gated(y, shrunk, b, slots, starts, rows, form, early_slots, squares=None, eps=0.0, width=0):
-    gate, up = lora_expand(y, shrunk, b, slots, starts, rows, form, early_slots, squares, eps, width).chunk(2, -1)
+def lora_expand_gated(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares=None, eps=0.0, width=0):
+    gate, up = lora_expand(y, shrunk, b, slots, starts, rows, is_few, early_slots, squares, eps, width).chunk(2, -1)
     return silu(gate) * up
 
 
 def lora_expand_norm(y, shrunk, b, slots, residual, norm_weight, plus_one, next_a):
-    out = residual + lora_expand(y, shrunk, b, slots, [0], [y.shape[-1]], "few", True)
+    out = residual + lora_expand(y, shrunk, b, slots, [0], [y.shape[-1]], True, True)
     scaled = (out.float() * (norm_weight.float() + plus_one)).to(out.dtype)
     squares = out.float().pow(2).unflatten(-1, (-1, chained_columns(y.shape[-1]))).sum(-1)
     return out, scaled, squares, _in_blocks(scaled, next_a, slots)
 
 
 def lora_expand_gated_chained(y, shrunk, b, slots, starts, rows, squares, eps, width, next_a):
-    out = lora_expand_gated(y, shrunk, b, slots, starts, rows, "few", True, squares, eps, width)
+    out = lora_expand_gated(y, shrunk, b, slots, starts, rows, True, True, squares, eps, width)
     return out, _in_blocks(out, next_a, slots)
 
 
@@ -464,12 +455,11 @@ INTEGERS = {
     ),
 }
 LORA = {
-    "lora_shrink(Tensor x, Tensor a, Tensor slots, str form, bool early_slots) -> Tensor": lora_shrink,
-    "lora_sum(Tensor shrunk) -> Tensor": lora_sum,
+    "lora_shrink(Tensor x, Tensor a, Tensor slots, bool is_few, bool early_slots) -> Tensor": lora_shrink,
     "lora_expand(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
-    "str form, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand,
+    "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand,
     "lora_expand_gated(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
-    "str form, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand_gated,
+    "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand_gated,
     "lora_expand_norm(Tensor y, Tensor shrunk, Tensor b, Tensor slots, Tensor residual, Tensor norm_weight, "
     "bool plus_one, Tensor next_a) -> (Tensor, Tensor, Tensor, Tensor)": lora_expand_norm,
     "lora_expand_gated_chained(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "

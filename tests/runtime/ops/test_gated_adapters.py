@@ -1,4 +1,4 @@
-"""Linears of many tokens with adapters, on the host: their source thread by thread, over the maps that TMA is told."""
+"""The gated linear with adapters within, on the host: its source thread by thread, over the maps that TMA is told."""
 
 from __future__ import annotations
 
@@ -14,29 +14,19 @@ from torch.nn.functional import linear, silu
 
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import kernel_source
-from mllm_compile.runtime.ops.gated_linear.kernel import (
-    RANKS,
-    GatedKernel,
-    Parts,
-    divided,
-    gated_kernels,
-    takes_adapters,
-)
+from mllm_compile.runtime.ops.gated_linear.kernel import RANKS, GatedKernel, divided, gated_kernels, takes_adapters
 from tests.runtime.attention.test_clusters_source import on_the_host
 from tests.runtime.compiled_source import check_compiles_without_spilling, needs_nvcc
 from tests.sample import slow_but_a_sample
 
 SLOTS = 41  # that are found 32 at a time
-QKV = (0, 4096), (4096, 1024), (5120, 1024)  # the first outputs and numbers of parts
 _EMULATED = {
     "load_weight": """
   for (int copy = 0; copy < COPIES; copy++)
-    copy_boxes(to + copy * COPY_ROWS * ROW_BYTES, map,
-               {step * COLUMNS, 0, GATED ? (tile * COPIES + copy) * COPY_OUTPUTS / 8 : 0, 0,
-                GATED ? 0 : (tile * COPIES + copy) * 2},
+    copy_boxes(to + copy * COPY_ROWS * ROW_BYTES, map, {step * COLUMNS, 0, (tile * COPIES + copy) * COPY_OUTPUTS / 8},
                barrier, false);""",
     "load_x": "copy_boxes(to, map, {step * COLUMNS, row}, barrier, SHARE > 1);",
-    "load_b": "copy_boxes(to, map, {column, 0, first_eight, half, first_32}, barrier, false);",
+    "load_b": "copy_boxes(to, map, {column, 0, first_eight, half}, barrier, false);",
     "slot_again": "return *from;",
     "multiply_add_all": """
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -67,7 +57,6 @@ struct Boxes {  // a TensorMap
   AxisOfMap axes[5];
 };
 static int __ffs(u32 v) { return __builtin_ffs(v); }
-static int __popc(u32 v) { return __builtin_popcount(v); }
 static u32 __reduce_or_sync(u32, u32 v) {
   u32 all = 0;
   for (int bit = 0; bit < 32; bit++) all |= (u32)__reduce_max_sync(~0u, v >> bit & 1) << bit;
@@ -168,72 +157,53 @@ def built(folder, kernel: GatedKernel) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
-def exact_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    shrunk: torch.Tensor,
-    b: torch.Tensor,
-    slots: Sequence[int],
-    parts: Parts,
-) -> torch.Tensor:
-    """[T, N] float32: products with what adapters add."""
-    product, counts = linear(x.float(), weight.float()), [count for _, count in parts]
+def exact_of(x: torch.Tensor, weight: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, slots: Sequence[int]):
+    """[T, N / 2] float32."""
+    product, rank = linear(x.float(), weight.float()), b.shape[2]
     for token, slot in enumerate(slots):
-        pairs = zip(b[slot].float().split(counts), shrunk[token].float().chunk(len(parts)), parts, strict=True)
-        for of_part, u, (start, count) in pairs if slot >= 0 else ():
-            product[token, start : start + count] += of_part @ u
-    return product
+        for part, half in enumerate(b[slot].float().chunk(2) if slot >= 0 else ()):
+            u = shrunk[token, part * rank : (part + 1) * rank].float()
+            product[token].chunk(2)[part].add_(half @ u)
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("rows", "columns", "tile_rows", "rank", "parts", "slots"),
+    ("rows", "columns", "tile_rows", "rank", "slots"),
     slow_but_a_sample(
         [  # a tile's stages are fewer than the ring's with 128 columns, and more with others
-            (192, 448, 64, 16, (), [1] * 70),
-            (256, 128, 128, 32, (), [-1, 2, 0, 40, 33] * 30),
-            (448, 128, 192, 16, (), [0] * 100 + [-1] * 60 + [2] * 140),
-            (448, 576, 192, 16, (), [0] * 100 + [-1] * 60 + [2] * 140),
-            (128, 128, 64, 32, (), [-1] * 66),
-            (192, 128, 64, 16, ((0, 192),), [1] * 70),
-            (256, 128, 128, 16, ((0, 128), (128, 64)), [-1, 2, 0, 40, 33] * 30),
-            (448, 128, 192, 16, ((64, 128), (192, 64), (256, 64)), [0] * 100 + [-1] * 60 + [2] * 140),
+            (192, 448, 64, 16, [1] * 70),
+            (256, 128, 128, 32, [-1, 2, 0, 40, 33] * 30),
+            (448, 128, 192, 16, [0] * 100 + [-1] * 60 + [2] * 140),
+            (448, 576, 192, 16, [0] * 100 + [-1] * 60 + [2] * 140),
+            (128, 128, 64, 32, [-1] * 66),
         ],
         1,
     ),
     ids=lambda value: str(value)[:20],
 )
-def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, columns, tile_rows, rank, parts, slots):
-    kernel, count = GatedKernel(rows, columns, tile_rows, rank, parts), len(slots)
+def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, columns, tile_rows, rank, slots):
+    kernel, count = GatedKernel(rows, columns, tile_rows, rank), len(slots)
     library, generator = built(tmp_path, kernel), torch.Generator().manual_seed(count)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
-    half = rows // 2
-    of_outputs = parts or ((0, half), (half, half))
-    x, weight = random(count, columns), random(rows, columns, scale=0.1)
-    b = random(SLOTS, sum(outputs for _, outputs in of_outputs), rank, scale=0.3)
-    shrunk, of_tokens = random(count, len(of_outputs) * rank), torch.tensor(slots).int()
-    out, division = torch.full((count, rows if parts else half), 7.0).bfloat16(), divided(count)
+    x, weight, b = random(count, columns), random(rows, columns, scale=0.1), random(SLOTS, rows, rank, scale=0.3)
+    shrunk, of_tokens = random(count, 2 * rank), torch.tensor(slots).int()
+    out, division = torch.full((count, rows // 2), 7.0).bfloat16(), divided(count)
     box = kernel.box_tokens(count)
-    if parts:
-        maps = [map_of(weight, tensor_maps.expert_rows(weight[None])), *[map_of(b, tensor_maps.narrow_rows(b))] * 2]
-    else:
-        halves = (map_of(its, tensor_maps.spread_slots(its)) for its in b.chunk(2, 1))
-        maps = [map_of(weight, tensor_maps.spread_halves(weight)), *halves]
+    halves = [map_of(half, tensor_maps.spread_slots(half)) for half in b.chunk(2, 1)]
     launch = Launch(
-        maps[0],
+        map_of(weight, tensor_maps.spread_halves(weight)),
         map_of(x, tensor_maps.rows(x, box)),
-        *maps[1:],
+        *halves,
         *(tensor.data_ptr() for tensor in (shrunk, of_tokens, out)),
         (ctypes.c_int * 5)(count, division.tiles, division.units, division.larger, box),
     )
     blocks = 2 * kernel.share if rows > 300 else kernel.num_blocks(count)  # that take tiles in turns
-    exact = exact_of(x, weight, shrunk, b, slots, of_outputs)
-    if not parts:
-        gate, up = exact.chunk(2, -1)
-        exact = silu(gate) * up
+    exact = exact_of(x, weight, shrunk, b, slots)
     for seed in range(2):
         stuck = library.launch(ctypes.byref(launch), blocks, kernel.num_threads, ctypes.c_uint64(seed))
         assert not stuck, "threads wait for each other"
@@ -243,17 +213,9 @@ def test_each_token_gets_what_its_own_adapter_adds(tmp_path, rows, columns, tile
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    ("rank", "tile_rows", "parts"),
-    slow_but_a_sample(
-        [(16, 192, ()), (32, 192, ()), (16, 64, ()), (32, 128, ()), (16, 192, QKV), (32, 128, QKV), (16, 64, QKV[:1])],
-        1,
-    ),
-    ids=str,
-)
-def test_the_source_compiles_without_spilling(tmp_path, rank, tile_rows, parts):
-    rows = sum(count for _, count in parts) or 24576
-    check_compiles_without_spilling(kernel_source(GatedKernel(rows, 4096, tile_rows, rank, parts)), tmp_path)
+@pytest.mark.parametrize(("rank", "tile_rows"), slow_but_a_sample([(16, 192), (32, 192), (16, 64), (32, 128)], 1))
+def test_the_source_compiles_without_spilling(tmp_path, rank, tile_rows):
+    check_compiles_without_spilling(kernel_source(GatedKernel(24576, 4096, tile_rows, rank)), tmp_path)
 
 
 def test_adapters_of_both_halves_are_taken_and_kernels_of_ranks_told_apart():

@@ -232,7 +232,7 @@ def loaded(driver, monkeypatch):
     monkeypatch.setattr(ops, "_WEIGHTS", {})
     kernels = gated_kernels(6144, 1024)
     ops.load_gated_kernels(kernels, {kernel.name: b"binary" for kernel in kernels}, torch.device("cuda:0"))
-    return ops._WEIGHTS[0, 6144, 1024, 0, ()]
+    return ops._WEIGHTS[0, 6144, 1024, 0]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, mon
     for binary, count in ((b"first", 3), (b"first", 3), (b"second", 6)):
         ops.load_gated_kernels(kernels, {kernel.name: binary for kernel in kernels}, torch.device("cuda:0"))
         assert fake.calls.count("cuModuleLoadData") == count
-        assert ops._WEIGHTS[0, 6144, 1024, 0, ()].fastest(200).binary == binary
+        assert ops._WEIGHTS[0, 6144, 1024, 0].fastest(200).binary == binary
 
 
 def test_the_op_hands_all_tokens_to_the_kernel(loaded, monkeypatch):
@@ -270,7 +270,7 @@ def test_the_op_hands_all_tokens_to_the_kernel(loaded, monkeypatch):
         calls.append((self.kernel.tile_rows, tuple(x.shape), tuple(out.shape)))
 
     monkeypatch.setattr(ops._Loaded, "__call__", call)
-    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 6144, 1024, 0, ()): loaded})
+    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 6144, 1024, 0): loaded})
     x, weight = torch.zeros(1, 2100, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
     assert ops.gated_linear(x, weight).shape == (1, 2100, 3072)
     assert calls == [(128, (2100, 1024), (2100, 3072))]

@@ -14,7 +14,6 @@ from mllm_compile.runtime.ops.lora.reference import add_lora_reference
 from tests.runtime.interpreted import interpreted, run_interpreted, starts_the_interpreter
 
 INPUTS, HALF, SLOTS = 2100, 32, 3  # inputs that no block divides
-SIZES = (128, 256), (0, 128), (0, 0)  # QUARTER_TOKENS and HALF_TOKENS
 
 
 @starts_the_interpreter
@@ -30,42 +29,37 @@ def kernels(monkeypatch):
     for module in (shrink, expand, chained, stretches):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
         monkeypatch.setattr(module, "starts_early", lambda: False)
-    for name, tokens in (
-        ("QUARTER_TOKENS", 64),
-        ("HALF_TOKENS", 256),
-    ):  # blocks that only end take the interpreter long
+    for name, tokens in (("APART_TOKENS", 128), ("LONG_TOKENS", 256)):  # blocks that only end take the interpreter long
         monkeypatch.setattr(shrink, name, tokens)
     return shrink, expand, chained
 
 
-@pytest.fixture(params=["few", "few with many slots", "some", "some with many slots", "many"])
-def form(kernels, monkeypatch, request) -> str:
-    """Each form of the kernels: with many slots a block goes through those of its tokens."""
-    name, *with_many = request.param.split(maxsplit=1)
+@pytest.fixture(params=["slots", "loops", "many"])
+def is_few(kernels, monkeypatch, request) -> bool:
+    """Of each form of the kernels: blocks of few tokens with a slot each, those that go through slots, and of many."""
     for module in kernels[:2]:
-        monkeypatch.setattr(module, "MOST_SLOTS", 0 if with_many else SLOTS)
-    return name
+        monkeypatch.setattr(module, "MOST_SLOTS", 0 if request.param == "loops" else SLOTS)
+    return request.param != "many"
 
 
 @interpreted
 def test_blocks_of_many_tokens_give_the_same_bits_however_they_go_through_slots_and_inputs(kernels, monkeypatch):
     shrink, expand, _ = kernels
+    from mllm_compile.runtime.ops.lora import stretches
+
     starts, rows, tokens = [0, HALF], [HALF, HALF], 71
     y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
     slots = torch.arange(tokens, dtype=torch.int32) % (SLOTS + 1) - 1
     found = []
-    for form, most_slots, quarter, half in (
-        ("some", SLOTS, 0, 0),
-        ("some", 0, 0, 0),
-        *(("many", 0, *sizes) for sizes in SIZES),
-    ):
+    forms = (SLOTS, 128, 256, 256), (SLOTS, 0, 256, 0), (SLOTS, 0, 20, 256), (0, 0, 20, 0)
+    for most_slots, apart_tokens, long_tokens, short_tokens in forms:
         monkeypatch.setattr(shrink, "MOST_SLOTS", most_slots)
-        monkeypatch.setattr(shrink, "QUARTER_TOKENS", quarter)
-        monkeypatch.setattr(shrink, "HALF_TOKENS", half)
-        shrunk = shrink.lora_shrink(x, a, slots, form, True)
-        out = expand.lora_expand(y, shrunk, b, slots, starts, rows, form, True)
-        summed = sum(shrunk[1:], shrunk[0]).half()
-        found.append((summed[slots >= 0], out))
+        monkeypatch.setattr(shrink, "APART_TOKENS", apart_tokens)
+        monkeypatch.setattr(shrink, "LONG_TOKENS", long_tokens)
+        monkeypatch.setattr(stretches, "SHORT_TOKENS", short_tokens)
+        shrunk = shrink.lora_shrink(x, a, slots, False, True)
+        out = expand.lora_expand(y, shrunk, b, slots, starts, rows, False, True)
+        found.append((shrunk[0, slots >= 0], out))
     (shrunk, out), *others = found
     assert all(torch.equal(shrunk, one) and torch.equal(out, other) for one, other in others)
     exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
@@ -80,23 +74,23 @@ def test_blocks_of_many_tokens_give_the_same_bits_however_they_go_through_slots_
     ids=str,
 )
 def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
-    kernels, form, starts, rows, rank, tokens, dtype
+    kernels, is_few, starts, rows, rank, tokens, dtype
 ):
     y, x, a, b = operands(tokens, starts, rows, rank, dtype)
     slots = torch.randint(-1, SLOTS, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
     shrink, expand, _ = kernels
-    shrunk = shrink.lora_shrink(x, a, slots, form, True)
-    out = expand.lora_expand(y, shrunk, b, slots, starts, rows, form, True)
+    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
+    out = expand.lora_expand(y, shrunk, b, slots, starts, rows, is_few, True)
     exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
     rounded = add_lora_reference(y, x, a, b, slots, starts, rows).float()
     assert (out.float() - exact).norm() <= 1.2 * (rounded - exact).norm() + 1e-5 * exact.norm()
     gate, up = out.chunk(2, -1)
-    gated = expand.lora_expand_gated(y, shrunk, b, slots, starts, rows, form, True)
+    gated = expand.lora_expand_gated(y, shrunk, b, slots, starts, rows, is_few, True)
     assert torch.allclose(gated, silu(gate.float()).to(dtype) * up, rtol=2e-3 if dtype == torch.float16 else 1e-5)
 
 
 @interpreted
-def test_outputs_ahead_of_all_parts_read_nothing_ahead_of_b(kernels, form):
+def test_outputs_ahead_of_all_parts_read_nothing_ahead_of_b(kernels, is_few):
     shrink, expand, _ = kernels
     rank = 70  # more than a product takes at once
     y, x, a, given = operands(35, [HALF], [HALF], rank, torch.float32)
@@ -104,13 +98,13 @@ def test_outputs_ahead_of_all_parts_read_nothing_ahead_of_b(kernels, form):
     whole = torch.full((ahead + given.numel(),), torch.nan)
     b = whole[ahead:].view_as(given).copy_(given)
     slots = torch.arange(35, dtype=torch.int32) % (SLOTS + 1) - 1
-    shrunk = shrink.lora_shrink(x, a, slots, form, True)
-    out = expand.lora_expand(y, shrunk, b, slots, [HALF], [HALF], form, True)
+    shrunk = shrink.lora_shrink(x, a, slots, is_few, True)
+    out = expand.lora_expand(y, shrunk, b, slots, [HALF], [HALF], is_few, True)
     assert torch.equal(out[:, :HALF], y[:, :HALF])
 
 
 @interpreted
-def test_a_token_has_the_same_bits_alone_and_among_others(kernels, form):
+def test_a_token_has_the_same_bits_alone_and_among_others(kernels, is_few):
     shrink, expand, _ = kernels
     starts, rows, tokens = [0, HALF], [HALF, HALF], 71
     y, x, a, b = operands(tokens, starts, rows, 16, torch.float16)
@@ -119,8 +113,8 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kernels, form):
     slots = torch.arange(tokens, dtype=torch.int32) // 5 % (SLOTS + 1) - 1
 
     def run(chosen: torch.Tensor) -> torch.Tensor:
-        shrunk = shrink.lora_shrink(x[chosen], a, slots[chosen], form, True)
-        return expand.lora_expand(y[chosen], shrunk, b, slots[chosen], starts, rows, form, True)
+        shrunk = shrink.lora_shrink(x[chosen], a, slots[chosen], is_few, True)
+        return expand.lora_expand(y[chosen], shrunk, b, slots[chosen], starts, rows, is_few, True)
 
     together = run(torch.arange(tokens))
     assert torch.equal(together[slots < 0], y[slots < 0])
@@ -147,13 +141,13 @@ def test_a_kernel_between_linears_has_the_bits_of_those_that_it_stands_for(kerne
         random(width),
         random(SLOTS, width, rank),
     )
-    shrunk = shrink.lora_shrink(x, random(SLOTS, rank, 256) / 16, slots, "few", True)
+    shrunk = shrink.lora_shrink(x, random(SLOTS, rank, 256) / 16, slots, True, True)
     next_a = random(SLOTS, 2 * rank, width) / 8
     out, scaled, squares, products = chained.lora_expand_norm(y, shrunk, b, slots, residual, weight, plus_one, next_a)
-    assert torch.equal(out, residual + expand.lora_expand(y, shrunk, b, slots, [0], [width], "few", True))
+    assert torch.equal(out, residual + expand.lora_expand(y, shrunk, b, slots, [0], [width], True, True))
     assert torch.equal(scaled, (out.float() * (weight.float() + plus_one)).half())
     assert torch.allclose(squares.sum(-1), out.float().pow(2).sum(-1))
-    alone = shrink.lora_shrink(scaled, next_a, slots, "few", True)
+    alone = shrink.lora_shrink(scaled, next_a, slots, True, True)
     assert torch.allclose(products.sum(0)[has_adapter], alone.sum(0)[has_adapter], atol=1e-4)
 
     gate_up, b = random(tokens, 2 * wide), random(SLOTS, 2 * wide, rank)
@@ -163,17 +157,17 @@ def test_a_kernel_between_linears_has_the_bits_of_those_that_it_stands_for(kerne
         gate_up, products, b, slots, [0, wide], [wide, wide], *norm, last_a
     )
     assert torch.equal(
-        gated, expand.lora_expand_gated(gate_up, products, b, slots, [0, wide], [wide, wide], "few", True, *norm)
+        gated, expand.lora_expand_gated(gate_up, products, b, slots, [0, wide], [wide, wide], True, True, *norm)
     )
     factors = torch.rsqrt(squares.sum(-1) / width + 1e-6)[:, None]
     normed = torch.where(has_adapter[:, None], products.sum(0) * factors, 0)
     both = (
-        expand.lora_expand(gate_up, one, b, slots, [0, wide], [wide, wide], "few", True, *more)
+        expand.lora_expand(gate_up, one, b, slots, [0, wide], [wide, wide], True, True, *more)
         for one, more in ((products, norm), (normed[None], ()))
     )
     ours, theirs = both
     assert torch.allclose(ours, theirs, rtol=2e-3, atol=1e-2)
-    alone = shrink.lora_shrink(gated, last_a, slots, "few", True)
+    alone = shrink.lora_shrink(gated, last_a, slots, True, True)
     assert torch.allclose(products_of_gated.sum(0)[has_adapter], alone.sum(0)[has_adapter], rtol=1e-3, atol=1e-3)
 
 

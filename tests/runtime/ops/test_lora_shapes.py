@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mllm_compile.runtime.ops.lora.shapes import WRITTEN_TOKENS, read_stages_of, stages_of
+from mllm_compile.runtime.ops.lora.shapes import WRITTEN_TOKENS, stages_of
 
 SHARED_BYTES = {"A100": 163 << 10, "L40S": 99 << 10, "H200": 227 << 10}
 COLUMNS = 128
@@ -24,14 +24,3 @@ def test_stages_are_three_where_shared_memory_has_them():
     found = [stages_of(rank, COLUMNS, 2, SHARED_BYTES["H200"]) for rank in (8, 64, 128, 256, 512)]
     assert found == [3, 3, 3, 3, 2]
     assert [stages_of(rank, COLUMNS, 4, SHARED_BYTES["L40S"]) for rank in (64, 128, 512)] == [3, 1, 1]
-
-
-@pytest.mark.parametrize("gpu", SHARED_BYTES)
-def test_blocks_of_inputs_that_are_under_way_fit_the_shared_memory(gpu):
-    for form in ("few", "some", "many"):
-        for rows in (16, 64):
-            block_bytes = 128 * (64 + rows) * 2
-            stages = read_stages_of(form, block_bytes, SHARED_BYTES[gpu])
-            assert stages >= 3
-            assert stages * block_bytes <= SHARED_BYTES[gpu]
-    assert read_stages_of("many", 128 * (64 + 64) * 2, SHARED_BYTES["H200"]) == 4
