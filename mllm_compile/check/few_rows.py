@@ -16,10 +16,11 @@ from mllm_compile.runtime.config_sections import FEW_ROWS, LEAST_ROWS
 from mllm_compile.runtime.device.open import sum_in_one_order
 from mllm_compile.runtime.ops import Kernels, load_kernels, op
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
-from mllm_compile.runtime.ops.stream_linear.undivided import UndividedTiling, buckets_of
+from mllm_compile.runtime.ops.stream_linear.undivided import BUCKETS, UndividedTiling
 
 FAMILY = "one_order"
 _OF_MANY = "gated_linear"  # the family that multiplies many gates and ups
+_COUNTS = tuple(sorted({1, *BUCKETS, *(tokens - 1 for tokens in BUCKETS), *(tokens // 2 + 1 for tokens in BUCKETS)}))
 _MOST = 2 * LEAST_ROWS
 
 
@@ -52,8 +53,7 @@ def _unlike(kind: LinearKind, ahead_bytes: int, device: str) -> str | None:
     if kind.gated:
         product, operands = op("gated_linear_in_one_order"), (weight / kind.columns**0.5,)
     whole = product(x, *operands)
-    buckets = buckets_of(kind)
-    for count in sorted({1, *buckets, *(most - 1 for most in buckets), *(most // 2 + 1 for most in buckets)}):
+    for count in _COUNTS:
         for rows in (slice(count), slice(FEW_ROWS, FEW_ROWS + count)):
             if not torch.equal(product(x[rows], *operands), whole[rows]):
                 return f"a product of {count} rows with a weight of {kind.rows} x {kind.columns}"

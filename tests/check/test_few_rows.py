@@ -21,16 +21,14 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.stream_linear import one_order_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
-from mllm_compile.runtime.ops.stream_linear.undivided import buckets_of, choose_undivided
+from mllm_compile.runtime.ops.stream_linear.undivided import BUCKETS, choose_undivided
 from mllm_compile.runtime.program.spec import Program
 
 KINDS = LinearKind(128, 64), LinearKind(64, 128, bias=True), LinearKind(128, 64, gated=True)
 
 
 def kernels_of(*kinds: LinearKind) -> dict[str, tuple[CudaKernel, ...]]:
-    tilings = tuple(
-        choose_undivided(kind, tokens, 1024 * (kind is KINDS[0])) for kind in kinds for tokens in buckets_of(kind)
-    )
+    tilings = tuple(choose_undivided(kind, tokens, 1024 * (kind is KINDS[0])) for kind in kinds for tokens in BUCKETS)
     return {"one_order": tilings, "gated_linear": gated_kernels(128, 64), "ranks": ()}
 
 

@@ -12,7 +12,6 @@ from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
 from mllm_compile.runtime.ops.stream_linear.undivided import (
     BUCKETS,
     UndividedTiling,
-    buckets_of,
     bytes_ahead,
     choose_undivided,
 )
@@ -32,7 +31,7 @@ class Family(KernelFamily):
         plain, gated = op("linear_in_one_order"), op("gated_linear_in_one_order")
         calls = (node for piece, _ in pieces for node in piece.graph.nodes if node.target in (plain, gated))
         kinds = dict.fromkeys((_kind_of(node.args, node.target is gated), _bytes_ahead(node.args)) for node in calls)
-        return tuple(choose_undivided(kind, tokens, ahead) for kind, ahead in kinds for tokens in buckets_of(kind))
+        return tuple(choose_undivided(kind, tokens, ahead) for kind, ahead in kinds for tokens in BUCKETS)
 
     def from_json(self, data: Mapping[str, Any]) -> UndividedTiling:
         return from_json(UndividedTiling, {name: value for name, value in data.items() if name != "source"})

@@ -14,9 +14,8 @@ from mllm_compile.runtime.config_sections import FEW_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided, with_panels
 
-BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= FEW_ROWS)
-# Every block reads all rows of x. Up to so many of these are less than a tile of at least so many weights' rows.
-_MANY_TOKENS, _WIDE_ROWS = 64, 128
+# 64 rows too: for each linear of 8B the library takes 2 to 16 % longer (H200, 2de4b6bc).
+BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= 2 * FEW_ROWS)
 _UNIT = 64  # what rows and columns are multiples of
 # A narrow tile's products take less time than a wait for a stage: with four panels of 64 inputs in place of two 8B's o
 # takes 9.6 µs in place of 10.7 (1 row), 0.6B's down 4.8 in place of 5.7 (H200, ef29fe60).
@@ -45,13 +44,6 @@ class UndividedTiling(TileTiling):
 
 
 @cache
-def buckets_of(kind: LinearKind) -> tuple[int, ...]:
-    """The buckets of rows that a linear has kernels for; of narrow tiles up to FEW_ROWS."""
-    is_wide = divided(kind, _MANY_TOKENS, 1).rows >= _WIDE_ROWS
-    return (*BUCKETS, _MANY_TOKENS) if is_wide else BUCKETS
-
-
-@cache
 def choose_undivided(kind: LinearKind, tokens: int, ahead_bytes: int = 0) -> UndividedTiling:
     """The tiling for a bucket of tokens."""
     tiling = divided(kind, tokens, 1)
@@ -69,4 +61,4 @@ def bytes_ahead(rows: int, columns: int) -> int:
 
 def is_taken(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides into tiles."""
-    return rows % _UNIT == 0 and columns % _UNIT == 0 and rows * _MANY_TOKENS < 2**31
+    return rows % _UNIT == 0 and columns % _UNIT == 0 and rows * BUCKETS[-1] < 2**31
