@@ -31,6 +31,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
 
+NORMS_INPUTS = False  # steps of 1 and 8 took 16 and 7 % longer on an H200 (docs/lab/encoder-decoders.md)
 _ADAPTED, _LAYER_NORMS = "_streamed_adapters", "_streamed_layer_norms"  # variants' names end so
 _ADAPTED_OPS = "stream_linear_lora", "stream_linear_lora_residual", "stream_linear_lora_residual_norm"
 
@@ -54,7 +55,7 @@ class StreamLinears(GraphPass):
 
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None, and gelu(linear) by erf
     `stream_linear(…, False, bias, False, True)`. A bias of a linear with a residual is a last operand. With up to 8
-    tokens linears with small weights compute the layer norm of their inputs: `stream_linear_layer_norm(x, weight,
+    tokens, and NORMS_INPUTS, linears with small weights compute the layer norm of their inputs: `stream_linear_layer_norm(x, weight,
     norm_weight, norm_bias, eps, bias, gelu)`. A layer of Whisper-large-v3 has ten kernels then, and fourteen without.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
@@ -92,7 +93,8 @@ class StreamLinears(GraphPass):
         matches = add_variants(gm, ADAPTED_TOKENS, _ADAPTED, _adapted_variant)
         for name in called_pieces(gm) if matches else ():
             _tell_early_slots(gm, name)
-        matches += add_variants(gm, LAYER_NORM_TOKENS, _LAYER_NORMS, _layer_norm_variant)
+        if NORMS_INPUTS:
+            matches += add_variants(gm, LAYER_NORM_TOKENS, _LAYER_NORMS, _layer_norm_variant)
         for size in VARIANT_TOKENS:
             matches += add_variants(gm, size, "_streamed", partial(_variant, tokens=size))
         _drop_slower_variants(gm)
