@@ -55,8 +55,8 @@ class StreamLinears(GraphPass):
 
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None, and gelu(linear) by erf
     `stream_linear(…, False, bias, False, True)`. A bias of a linear with a residual is a last operand. With up to 8
-    tokens, and NORMS_INPUTS, linears with small weights compute the layer norm of their inputs: `stream_linear_layer_norm(x, weight,
-    norm_weight, norm_bias, eps, bias, gelu)`. A layer of Whisper-large-v3 has ten kernels then, and fourteen without.
+    tokens, and NORMS_INPUTS, linears with small weights compute the layer norm of their inputs:
+    `stream_linear_layer_norm(x, weight, norm_weight, norm_bias, eps, bias, gelu)`.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 64
