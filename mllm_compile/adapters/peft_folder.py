@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def read_adapter(folder: Path, base: BaseModel, *, is_known: bool = False) -> Ad
     """
     config_path, path = folder / CONFIG_FILE, folder / TENSOR_FILE
     text, config = config_of_folder(folder)
-    if folder != base.folder:
+    if base.folder is None or os.path.realpath(folder) != os.path.realpath(base.folder):
         check_base(config.base, base.source, config_path)
     if not path.exists() and (folder / _PICKLE_FILE).exists():
         raise UnsupportedModelError(

@@ -46,6 +46,9 @@ def test_an_adapter_of_another_model_of_the_hub_is_refused(tmp_path, named, sour
         return
     with pytest.raises(MllmError, match=rf"the adapter is of {named}, and {source} is served. Serve that model, or"):
         read_adapter(folder, base)
+    own = tmp_path / "link"
+    own.symlink_to(folder)
+    assert read_adapter(folder, BaseModel(**{**vars(base), "folder": own})).rank == 4, "it came with the model"
 
 
 @pytest.mark.parametrize(

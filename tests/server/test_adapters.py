@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -254,6 +255,18 @@ def test_a_request_for_a_version_that_was_replaced_meanwhile_may_come_again(fold
             _submission(engine, submits[1])
     error = of_kind(type(raised.value).__name__, str(raised.value))
     assert (error.status, error.code, error.retry_after_s) == (409, "adapter_replaced", 1)
+
+
+def test_a_request_without_a_name_may_have_the_adapter_of_sounds(folders):
+    device = FakeDevice()
+    device.reading.set()
+    with fake_engine(adapters=AdapterParts(BASE, device)) as engine:
+        engine.load_adapter("sounds", folders / "one")
+        found = engine.builder.build_one([5, 6], None, adapter="sounds")
+        unnamed = messages.Submit(1, "id", np.array([5, 6], dtype=np.int32).tobytes(), {}, 0, None)
+        with patch.object(engine.builder, "build_one", return_value=found) as build:
+            assert _submission(engine, unnamed) is found
+        assert build.call_args.kwargs["adapter"] is None
 
 
 def test_loads_are_allowed_with_a_key_or_on_this_machine_alone():

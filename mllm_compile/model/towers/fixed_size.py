@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -129,8 +130,13 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
 def _sees_ahead(hf_model: HFModel) -> bool:
     """True if tokens of an image see its later ones: the model's base reads the kind of each token, which others take
     and never read (Gemma 3n)."""
-    code = inspect.unwrap(type(hf_model.model.model).forward).__code__
-    return any(one.opname.startswith("LOAD") and one.argval == "token_type_ids" for one in dis.get_instructions(code))
+    return reads(inspect.unwrap(type(hf_model.model.model).forward).__code__, "token_type_ids")
+
+
+def reads(code: CodeType, name: str) -> bool:
+    """True if a function's code reads a variable. One instruction of Python 3.13 and later may read two."""
+    loads = (one.argval for one in dis.get_instructions(code) if "LOAD" in one.opname)
+    return any(name in (one if isinstance(one, tuple) else (one,)) for one in loads)
 
 
 class _Tower(torch.nn.Module):

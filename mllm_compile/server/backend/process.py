@@ -357,7 +357,8 @@ def _submission(engine: Engine, command: Submit) -> Submission:
     submission = engine.builder.build_one(
         prompt, params, request_id=command.request_id, priority=command.priority, adapter=name, session=session
     )
-    if submission.adapter is not None and submission.adapter.version != version:
+    # Without a name it may have the adapter of sounds, of whose versions the front says nothing.
+    if name is not None and submission.adapter is not None and submission.adapter.version != version:
         raise AdapterReplacedError(f"adapter {name!r} was replaced while the request was on its way. Ask again.")
     return submission
 
