@@ -251,10 +251,6 @@ def _is_norm_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     return isinstance(shape, tuple | list) and len(inputs) == 1 and (_token_dim(first) or 0) < first.dim() - len(shape)
 
 
-def _is_no_dropout(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    return node.args[2:] == (False,)  # training
-
-
 def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     """True for an item of a tuple."""
     return isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list)
@@ -275,6 +271,5 @@ _RULES: dict[Any, Callable[[fx.Node, Any, list[Any]], bool]] = {
     torch.bmm: _is_product_of_rows,
     torch.mean: _is_mean_of_others,
     functional.layer_norm: _is_norm_of_others,
-    functional.dropout: _is_no_dropout,
     operator.getitem: _is_part,
 }

@@ -19,8 +19,8 @@ _SHORTEST = "4"
 
 @contextmanager
 def sleeping_blas() -> Iterator[None]:
-    """Is around a first import of numpy, which reads the variable. It is the caller's own again afterwards; nothing
-    happens where the caller has set it, or numpy is there."""
+    """Is around a first import of numpy, which reads the variable; afterwards it is gone. Nothing happens where the
+    caller has set it, or numpy is there."""
     if "numpy" in sys.modules or VARIABLE in os.environ:
         yield
         return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
+from torch.nn import functional
 
 from mllm_compile.passes.canonicalise import Canonicalise
 from tests.passes.support.graph_builder import (
@@ -70,6 +72,15 @@ def test_heads_are_not_copied_between_a_transposition_and_its_inverse():
 def test_a_copy_stays_whose_strides_something_may_count_on():
     builder, x = copied_heads(reads_copy=True)
     assert "contiguous" in targets(builder.canonical(builder.head(x)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_dropout_goes_that_drops_nothing(training):
+    builder = GraphBuilder()
+    dropped = builder.call(functional.dropout, builder.embed(), p=0.5, training=training)
+    gm = builder.canonical(builder.head(dropped))
+    assert ("dropout" in targets(gm)) == training
+    assert_values_hold(gm)
 
 
 def test_a_weight_that_nobody_reads_is_no_input():

@@ -446,7 +446,8 @@ def split_decode(
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype, or the cache in float8_e4m3fn.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
-            a row is passed over and its output left as it is. Blocks without keys do not wait, except row 0's.
+            a row is passed over and its output left as it is. Blocks without keys do not wait, except row 0's, or with
+            keys_of_split the first of each row and head.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.

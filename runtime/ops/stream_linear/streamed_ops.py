@@ -158,13 +158,11 @@ class StreamedOps:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
         count = 1 + self._num_operands
         weight = tuple(getattr(one, "meta", {"val": one})["val"] for one in node.args[1:count])
-        if name:
-            has_norm = name == "_residual_norm"
-            if not has_norm:
-                return self.residual_kind(
-                    weight, False, has_bias=any(one is not None for one in node.args[count + 1 :])
-                )
+        if name == "_residual_norm":
             return self.residual_kind(weight, True, plus_one=node.args[count + 2 :] == (True,))
+        if name:
+            has_bias = any(one is not None for one in node.args[count + 1 :])
+            return self.residual_kind(weight, False, has_bias=has_bias)
         squares, _, gated, *last = node.args[count:]
         bias, *activations = _last_operands(*last)
         squares = None if squares is None else squares.meta["val"]
