@@ -16,6 +16,7 @@ import pytest
 from benchmarks.server.kill_speed import children
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.server.backend import spare as spare_process
 from mllm_compile.server.backend.spare import ENGINE, WAITS
 from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.spare import ENGINE_IMPORTS, Spare
@@ -134,6 +135,19 @@ def test_imports_that_fail_are_the_engines_to_tell(spare, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_one_of_a_server_with_a_lower_priority_keeps_that(tmp_path):
+    (tmp_path / "told.py").write_text("import os\nprint(os.getpriority(os.PRIO_PROCESS, 0))")
+    environment = child_python.environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()  # it ends once it has imported
+    with its:
+        command = ["nice", "-n", "15", *child_python.command(spare_process.__name__, str(its.fileno()), "told")]
+        done = subprocess.run(command, env=environment, pass_fds=[its.fileno()], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 15)
+
+
 def test_without_room_for_a_process_there_is_none(spare, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no room")
@@ -193,8 +207,8 @@ def test_an_engine_that_slept_is_the_process_that_was_spare_which_dies_with_its_
         spare = waiting(server)
         eventually(lambda: server.get("/ready").json == {"state": "asleep"})
         assert server.complete().status == 200
-        assert not is_gone(spare) and name_of(spare) == ENGINE
         following = waiting(server)
+        assert following != spare, "it waits no more: the engine was it, and may sleep again"
         server.process.kill()
         eventually(lambda: is_gone(following))
 

@@ -29,7 +29,8 @@ _NUM_DESCRIPTORS = 2
 
 
 def _import(modules: Sequence[str], done: list[str]) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    niceness = max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS)  # a server's own may be lower: none may raise it
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     with contextlib.suppress(Exception), kept_bytecode(), imports_unseen():  # an engine that starts tells what is wrong
         for module in modules:
             importlib.import_module(module)
@@ -65,13 +66,13 @@ def main() -> None:
     importing.join()
     if done != modules:
         sys.exit(1)
-    _is_called(WAITS)
     with socket.socket(fileno=int(number)) as server:
         server.set_inheritable(False)
         places = [os.open(os.devnull, os.O_RDONLY) for _ in range(_NUM_DESCRIPTORS)]
         told = b""
         with contextlib.suppress(OSError):
             server.send(json.dumps(places).encode())
+            _is_called(WAITS)
             told, descriptors, _, _ = socket.recv_fds(server, _MOST_TOLD, _NUM_DESCRIPTORS)
     if not told:  # the server has gone, or needs none any more
         return
