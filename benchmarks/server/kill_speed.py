@@ -20,16 +20,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.script import parser_of, positive, told_in_one_line
 from benchmarks.server.switch_speed import Served, served
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.server.backend.spare import ENGINE, IMPORTS, WAITS
+from mllm_compile.server.backend.spare import ENGINE, WAITS
 
 _PAGES = re.compile(r'^mllm:kv_tier_pages\{[^}]*tier="host"[^}]*\} (\S+)$', re.MULTILINE)
+_FIRST = b"-m\0mllm_compile.server.backend.process\0"  # of a command line; a spare process names the module too
 _LIMIT_S = 600.0
 _EXTRA = 256  # tokens of turns behind the long one
 _PAUSE_S = 0.05
@@ -38,9 +39,9 @@ _PAUSE_S = 0.05
 def engine_of(front: int) -> int:
     """The process of a server's engine: the first one, or one that was spare."""
     for pid, name in children(front):
-        is_first = b"mllm_compile.server.backend.process\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        if name == ENGINE or (is_first and name not in (IMPORTS, WAITS)):
-            return pid
+        with suppress(OSError):
+            if name == ENGINE or _FIRST in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     sys.exit("the server has no engine")
 
 
@@ -55,8 +56,11 @@ def wait_for_spare(front: int) -> None:
 
 def children(front: int) -> list[tuple[int, str]]:
     """The processes that a server has started, and their names."""
-    pids = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    return [(int(pid), Path(f"/proc/{pid}/comm").read_text().strip()) for pid in pids]
+    found = []
+    for pid in Path(f"/proc/{front}/task/{front}/children").read_text().split():
+        with suppress(OSError):  # it has ended since
+            found.append((int(pid), Path(f"/proc/{pid}/comm").read_text().strip()))
+    return found
 
 
 @contextmanager

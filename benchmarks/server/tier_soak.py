@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -86,15 +87,16 @@ class Trouble:
         self._chance = random.Random(5)
         self._is_over = threading.Event()
         self.kills = self.damaged = 0
-        self._thread = threading.Thread(target=self._run)
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Trouble:
-        self._thread.start()
+        self._running = self._pool.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        self._running.result()  # raises what has ended it: a soak without kills proves nothing
+        self._pool.shutdown()
 
     def _run(self) -> None:
         began, line = time.monotonic(), 0

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.hang_guard import until
@@ -20,7 +21,11 @@ if os.environ.get("MLLM_TEST_IMPORT_FAILS"):
 
 def niceness() -> set[int]:
     """Of this process's threads."""
-    return {os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task")}
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended since
+            found.add(os.getpriority(os.PRIO_PROCESS, int(task)))
+    return found
 
 
 def main() -> None:
