@@ -1,8 +1,8 @@
 """A spare process, which has imported what an engine needs, and waits to become one that is started again.
 
 Imports take two seconds of a start and more. A server has one such process for all its engines, from the first that is
-ready on. It holds no device and no model; what it becomes is told when it is taken. One that still imports is not taken:
-then the engine is started as the first one was. backend/spare.py is the process.
+ready on. It holds no device and no model; what it becomes is told when it is taken. One that still imports is not
+taken: then the engine is started as the first one was. backend/spare.py is the process.
 
 Free of what a server imports.
 """
