@@ -50,6 +50,7 @@ class Gate:
         self._refusing: PauseMode | None = None
         self._refuses_asleep = self._is_updating = False
         self._torn: str | None = None
+        self._broke_off: str | None = None  # of a pause: why its update has ended without its weights
 
     @property
     def state(self) -> EngineState:
@@ -78,6 +79,11 @@ class Gate:
             return EnginePausedError(
                 f"the engine is paused (mode {self._refusing!r}) and takes no requests. Send it again after resume."
             )
+        if self._broke_off is not None:
+            return EnginePausedError(
+                f"the engine is paused, and an update of its weights broke off ({self._broke_off}). Send this request "
+                "again after resume, or once another update has begun."
+            )
         return None
 
     def torn_error(self) -> WeightsTornError:
@@ -97,7 +103,7 @@ class Gate:
         """
         if mode == "wait" and self._torn is not None:
             raise self.torn_error()
-        self.is_paused = True
+        self.is_paused, self._broke_off = True, None
         self.num_pauses += 1
         if mode in _REFUSING:
             self._refusing = mode
@@ -133,7 +139,7 @@ class Gate:
 
     def let_go(self) -> None:
         """Ends a pause, whatever else holds steps."""
-        self.is_paused, self._refusing = False, None
+        self.is_paused, self._refusing, self._broke_off = False, None, None
         self.drain_is_over(UpdateConflictError("the engine was resumed before its requests had ended."))
 
     def fall_asleep(self, tags: Collection[str], *, refuses: bool) -> None:
@@ -161,6 +167,16 @@ class Gate:
         if not self.sleeping:
             self._refuses_asleep = False
         self._settle()
+
+    def update_begins(self) -> None:
+        """Notes that an update is open: a pause has somebody who will end it."""
+        self._broke_off = None
+
+    def update_broke_off(self, reason: str) -> None:
+        """Notes that an update has ended without its weights. A pause then refuses newcomers, as its caller may be
+        gone; what it holds waits on."""
+        if self.is_paused:
+            self._broke_off = reason
 
     def begin_writing(self) -> None:
         """Notes that weights are written in place."""

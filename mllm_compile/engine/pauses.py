@@ -12,7 +12,8 @@ def pause(core: EngineCore, mode: PauseMode) -> None:
 
     Args:
         mode: "abort" ends requests with finish_reason "abort", "wait" answers them; both refuse new ones. "keep" holds
-            them with their KV, "retract" without it: it is computed anew; both queue new ones.
+            them with their KV, "retract" without it: it is computed anew; both queue new ones, until an update breaks
+            off.
 
     Raises:
         UpdateConflictError: a call of resume ended the wait.

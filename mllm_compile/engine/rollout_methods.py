@@ -62,7 +62,7 @@ class RolloutMethods:
 
         Args:
             mode: "abort" ends requests, "wait" answers them; both refuse new ones. "keep" holds them, "retract" has
-                their KV computed anew; both queue new ones.
+                their KV computed anew; both queue new ones, until an update breaks off.
 
         Raises:
             RequestError: there is no such mode.

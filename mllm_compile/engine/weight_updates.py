@@ -163,6 +163,7 @@ class WeightUpdates:
                 raise self._core.gate.torn_error()
             self._open = self._begun(live, is_direct=direct, is_partial=partial, names=names)
             self._is_direct, self._keeps_prefixes, self._direct_since = direct, keep_prefix_cache, None
+            self._core.move_gate(lambda gate: gate.update_begins())
 
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None, **options: Unpack[Options]
@@ -295,13 +296,15 @@ class WeightUpdates:
             return self._session().missing()
 
     def abandon(self, reason: str) -> None:
-        """Ends the open update, if there is one, without its weights; a direct one may leave them torn."""
+        """Ends the open update, if there is one, without its weights; a direct one may leave them torn, and a pause
+        refuses new requests from here on."""
         with self._lock:
             update = self._open
             if update is not None:
                 with self._swapping:
                     self._open = None  # a caller that was interrupted has left its swap behind
                 update.drop()
+                self._core.move_gate(lambda gate: gate.update_broke_off(reason))
                 whole = None if update.is_whole else self._torn
                 self._close(f"an update broke off ({reason})" if update.is_torn else whole)
 

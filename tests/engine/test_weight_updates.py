@@ -17,6 +17,7 @@ from mllm_compile.engine.outputs import WeightVersion
 from mllm_compile.errors import (
     CheckpointError,
     EngineDeadError,
+    EnginePausedError,
     UpdateConflictError,
     WeightsTornError,
     WeightUpdateError,
@@ -298,6 +299,35 @@ def test_a_staged_update_that_breaks_off_costs_nothing(engine, live, count):
         engine.update_weights(broken_off(tensors_of(7), count))
     assert rest(stream, tokens) == expected_tokens(PROMPT, 200, with_key(0))
     assert engine.state == "running" and not live.tensors["key"].any()
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+@pytest.mark.parametrize("ended_by", ["another update", "another pause", "resume"])
+def test_a_pause_whose_update_breaks_off_refuses_newcomers_until_somebody_is_there(engine, mode, ended_by):
+    def break_off():
+        with pytest.raises(Lost):
+            engine.update_weights(broken_off(tensors_of(7), 1))
+
+    break_off()
+    engine.pause(mode)  # whose update is yet to come
+    held = beside(engine.generate, PROMPT, SHORT)
+    until(lambda: engine.stats().waiting + engine.stats().running == 1, "it is queued")
+    break_off()
+    with pytest.raises(EnginePausedError, match=r"an update of its weights broke off \(the sender is gone\)"):
+        engine.generate(PROMPT, SHORT)
+    assert engine.state == "paused"
+    if ended_by == "another update":
+        engine.weights.start()
+    elif ended_by == "another pause":
+        engine.pause(mode)
+    else:
+        engine.resume()
+    newcomer = beside(engine.generate, PROMPT, SHORT)
+    if ended_by != "resume":
+        until(lambda: engine.stats().waiting + engine.stats().running == 2, "the newcomer is queued")
+    engine.resume()
+    for one in (held, newcomer):
+        assert one.result(HANG_S)[0].token_ids == expected_tokens(PROMPT, 8, with_key(0))
 
 
 @pytest.mark.parametrize("count", range(4))

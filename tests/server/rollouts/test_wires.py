@@ -110,6 +110,25 @@ def test_a_sender_that_leaves_in_the_middle_changes_nothing(trainer, start):
     trainer.refused("/update_weights", {"update_info": announced(start)})  # there is neither an update nor a group
 
 
+def test_a_trainer_that_breaks_off_in_a_pause_holds_no_other_one(trainer, start):
+    before = trainer.seen()
+    name, tensor = next(iter(start.items()))
+    group, held = trainer.join_vllm(), long(trainer, 100)
+    trainer.post("/pause?mode=keep")
+    trainer.post("/start_weight_update")
+    wrong = {"names": [name], "dtype_names": ["float32"], "shapes": [[len(tensor) + 1]]}
+    trainer.refused("/update_weights", {"update_info": wrong})
+    assert trainer.refused("/update_weights", {"update_info": announced(start)}).status == 409  # it is over
+    del group  # it is gone, and leaves the engine paused
+    answer = Beside(trainer.server.post, "/inference/v1/generate", {"token_ids": PROMPT}).wait()
+    assert (answer.status, answer.error["code"]) == (503, "paused")
+    assert "an update of its weights broke off" in answer.error["message"]
+    restore(trainer, start)
+    trainer.post("/resume")
+    assert len(held.wait()["choices"][0]["token_ids"]) == 100
+    assert trainer.seen() == before
+
+
 def test_prime_rls_folders_make_a_round_trip(trainer, start, weights_folder):
     before = trainer.seen()
     for number, tensors in ((1, changed(start, 2)), (2, start)):
