@@ -16,14 +16,13 @@ from mllm_compile.passes.match.linear import (
     Linear,
     match_adapted_linear,
     match_gelu,
-    match_layer_norm,
     match_linear,
     match_quantised_as_linear,
     match_residual,
     match_silu_mul,
     match_squared_relu,
 )
-from mllm_compile.passes.match.nodes import is_op, replace_by_op
+from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.passes.variants import add_variants, copy_of
@@ -84,7 +83,6 @@ class LinearOps:
         takes_float16: as well as bfloat16.
         takes_bias: a linear may have one, where it is not gated and leaves nothing for a norm.
         activates: they take relu(x) ** 2 and gelu(x) of a linear's outputs along.
-        takes_layer_norm: tells if an op `mllm.<prefix>_linear_layer_norm` takes a linear with the norm of its inputs.
         is_quantised_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a
             gated linear, the half of its rows.
         is_adapted_taken: tells if they take a linear with its adapters, by ops `mllm.<prefix>_linear_lora…`.
@@ -96,7 +94,6 @@ class LinearOps:
     takes_float16: bool
     takes_bias: bool = False
     activates: bool = False
-    takes_layer_norm: Callable[[Linear], bool] = lambda linear: False
     is_quantised_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
     is_adapted_taken: Callable[[Linear], bool] = lambda linear: False
 
@@ -155,8 +152,7 @@ def few_token_variant(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule |
     variant = copy_of(piece)
     fusion = _Fusion(variant.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
-    of_linears = (fusion.gated, fusion.activated, fusion.linear)
-    for fuse in (fusion.residual, fusion.experts, *of_linears, fusion.scaled_experts, fusion.layer_norm):
+    for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.activated, fusion.linear, fusion.scaled_experts):
         for node in list(variant.graph.nodes):
             fuse(node)
     variant.graph.eliminate_dead_code()
@@ -173,7 +169,6 @@ class _Fusion:
 
     def __init__(self, graph: fx.Graph, ops: LinearOps) -> None:
         self.fused: set[fx.Node] = set()
-        self._are_normed: dict[fx.Node, bool] = {}  # calls of linears, by whether they may norm their inputs
         self._graph = graph
         self._ops = ops
         self._scaled: dict[fx.Node, _Scaled] = {}  # by the norm that it stands for
@@ -232,19 +227,6 @@ class _Fusion:
                 self._replace(node, linear, self._call_linear(node, linear, False, activation))
                 return
 
-    def layer_norm(self, node: fx.Node) -> None:
-        """Lets linears norm their inputs, where none but such read the norm."""
-        norm, readers = match_layer_norm(node), [user for user in node.users if user not in self.fused]
-        if norm is None or not all(self._are_normed.get(user, False) for user in readers):
-            return
-        if any(one.meta["val"].dtype != torch.bfloat16 for one in (norm.x, norm.weight, norm.bias)):
-            return
-        for user in readers:
-            _, weight, _, _, _, *last = user.args
-            bias, has_gelu = (*last, None)[0], last[2:3] == [True]
-            operands = (norm.x, weight, norm.weight, norm.bias, norm.eps, bias, has_gelu)
-            replace_by_op(user.graph, user, op(f"{self._ops.prefix}_linear_layer_norm"), *operands)
-
     def linear(self, node: fx.Node) -> None:
         """Replaces a linear that is part of nothing larger."""
         linear = None if node in self.fused else self._ops.match(node)
@@ -255,9 +237,7 @@ class _Fusion:
         norm = self._scaled.get(linear.source)
         last = (linear.bias, *activation) if activation else () if linear.bias is None else (linear.bias,)
         if norm is None:
-            made = self._call(node, linear, "", linear.source, None, 0.0, is_gated, *last)
-            self._are_normed[made] = not is_gated and activation[:1] != (True,) and self._ops.takes_layer_norm(linear)
-            return made
+            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *last)
         return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *last)
 
     def _call_norm_op(

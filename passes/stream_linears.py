@@ -20,19 +20,16 @@ from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS as ADAPTED
 from mllm_compile.runtime.ops.stream_linear.adapted import parts_of
 from mllm_compile.runtime.ops.stream_linear.adapted import takes as takes_adapters
 from mllm_compile.runtime.ops.stream_linear.shapes import (
-    LAYER_NORM_TOKENS,
     VARIANT_TOKENS,
     is_held,
     is_read_in_rows,
     is_streamed,
     num_streamed_norm_blocks,
-    takes_layer_norm,
 )
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
 
-NORMS_INPUTS = False  # steps of 1 and 8 took 16 and 7 % longer on an H200 (docs/lab/encoder-decoders.md)
-_ADAPTED, _LAYER_NORMS = "_streamed_adapters", "_streamed_layer_norms"  # variants' names end so
+_ADAPTED = "_streamed_adapters"  # variants' names end so
 _ADAPTED_OPS = "stream_linear_lora", "stream_linear_lora_residual", "stream_linear_lora_residual_norm"
 
 
@@ -54,9 +51,7 @@ class StreamLinears(GraphPass):
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
     relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None, and gelu(linear) by erf
-    `stream_linear(…, False, bias, False, True)`. A bias of a linear with a residual is a last operand. With up to 8
-    tokens, and NORMS_INPUTS, linears with small weights compute the layer norm of their inputs:
-    `stream_linear_layer_norm(x, weight, norm_weight, norm_bias, eps, bias, gelu)`.
+    `stream_linear(…, False, bias, False, True)`. A bias of a linear with a residual is a last operand.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 64
@@ -75,7 +70,6 @@ class StreamLinears(GraphPass):
         "stream_linear",
         "stream_linear_residual",
         "stream_linear_residual_norm",
-        "stream_linear_layer_norm",
         *_ADAPTED_OPS,
         "stream_quantised_linear",
         "stream_quantised_linear_residual",
@@ -93,8 +87,6 @@ class StreamLinears(GraphPass):
         matches = add_variants(gm, ADAPTED_TOKENS, _ADAPTED, _adapted_variant)
         for name in called_pieces(gm) if matches else ():
             _tell_early_slots(gm, name)
-        if NORMS_INPUTS:
-            matches += add_variants(gm, LAYER_NORM_TOKENS, _LAYER_NORMS, _layer_norm_variant)
         for size in VARIANT_TOKENS:
             matches += add_variants(gm, size, "_streamed", partial(_variant, tokens=size))
         _drop_slower_variants(gm)
@@ -110,17 +102,6 @@ def _variant_by(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
     are_taken = all(ops.match(node) or ops.is_within(node) for node in linears if is_of_step(node))
     return few_token_variant(piece, ops) if are_taken else None
-
-
-def _layer_norm_variant(piece: fx.GraphModule) -> fx.GraphModule | None:
-    """The piece's variant in which linears norm their inputs; None where none does."""
-    variant = _variant_by(piece, replace(streamed(LAYER_NORM_TOKENS), takes_layer_norm=_takes_layer_norm))
-    norms = () if variant is None else (node for node in variant.graph.nodes if is_op(node, "stream_linear_layer_norm"))
-    return variant if any(norms) else None
-
-
-def _takes_layer_norm(linear: Linear) -> bool:
-    return linear.quantised is None and not linear.adapters and takes_layer_norm(*linear.shape)
 
 
 def _adapted_variant(piece: fx.GraphModule) -> fx.GraphModule | None:

@@ -54,16 +54,6 @@ class Linear:
         return int(rows), int(self.source.meta["val"].shape[-1])
 
 
-@dataclass(frozen=True)
-class LayerNorm:
-    """A layer norm of x over its last dimension."""
-
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node
-    eps: float
-
-
 def is_of_step(linear: fx.Node) -> bool:
     """True for a linear of a step's own tokens; several ranks' tokens are too many for a variant."""
     rows = linear.meta["val"].shape[:-1]
@@ -136,16 +126,6 @@ def match_gelu(node: object) -> fx.Node | None:
     if not is_call(node, functional.gelu) or node.args[1:] or node.kwargs.get("approximate", "none") != "none":
         return None
     return node.args[0]  # type: ignore[return-value]
-
-
-def match_layer_norm(node: object) -> LayerNorm | None:
-    """A layer norm over the last dimension, with weight and bias."""
-    if not is_call(node, functional.layer_norm) or len(node.args) != 5:
-        return None
-    x, shape, weight, bias, eps = node.args
-    are_weights = all(isinstance(one, fx.Node) and one.op == "placeholder" for one in (weight, bias))
-    is_last = isinstance(x, fx.Node) and tuple(shape) == tuple(x.meta["val"].shape[-1:])  # type: ignore[arg-type]
-    return LayerNorm(x, weight, bias, float(eps)) if are_weights and is_last else None  # type: ignore[arg-type]
 
 
 def _is_in_halves(node: fx.Node) -> bool:

@@ -105,7 +105,6 @@ OPS = {
     "stream_expert_down_norm": "stream_experts.ops",
     "stream_expert_up": "stream_experts.ops",
     "stream_linear": "stream_linear.ops",
-    "stream_linear_layer_norm": "stream_linear.ops",
     "stream_linear_lora": "stream_linear.adapted_ops",
     "stream_linear_lora_residual": "stream_linear.adapted_ops",
     "stream_linear_lora_residual_norm": "stream_linear.adapted_ops",

@@ -31,7 +31,7 @@ from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.ops.stream_linear.shapes import LAYER_NORM_TOKENS, MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
+from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
 from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, most_tokens
 from mllm_compile.runtime.program.spec import PieceVariant, Program
@@ -229,11 +229,9 @@ def test_the_square_of_a_relu_becomes_part_of_its_linear(spelled, has_bias):
     }
 
 
-@pytest.mark.parametrize("norms_by_itself", [False, True])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_a_layer_norm_and_gelu_become_parts_of_linears(approximate, norms_by_itself, monkeypatch):
-    """With few tokens the norm goes too, unless something else reads it; GELU by tanh stays."""
-    monkeypatch.setattr("mllm_compile.passes.stream_linears.NORMS_INPUTS", True)
+def test_gelu_and_a_residual_beside_a_bias_become_parts_of_linears(approximate):
+    """The layer norm between them stays, and GELU by tanh."""
     block = Block()
     x, residual = block.input("x", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
     product = block.call(LINEAR, x, block.input("o", HIDDEN, HIDDEN), block.input("o_bias", HIDDEN))
@@ -243,22 +241,21 @@ def test_a_layer_norm_and_gelu_become_parts_of_linears(approximate, norms_by_its
     up = block.call(LINEAR, normed, block.input("up", FFN, HIDDEN), block.input("up_bias", FFN))
     said = {} if approximate == "none" else {"approximate": approximate}
     out = block.call(torch.nn.functional.gelu, up, **said)
-    piece = block.module(out, after, *([normed] if norms_by_itself else []))
+    piece = block.module(out, after)
     gm = graph_of_one_piece(piece)
-    assert StreamLinears()(gm).matches == (1 if norms_by_itself else 2)
-    sizes = {MAX_STREAMED_TOKENS} if norms_by_itself else {LAYER_NORM_TOKENS, MAX_STREAMED_TOKENS}
-    assert gm.meta[VARIANTS]["piece_a"].keys() == sizes
-    for size, name in gm.meta[VARIANTS]["piece_a"].items():
-        variant = gm.get_submodule(name)
-        last = "stream_linear_layer_norm" if size == LAYER_NORM_TOKENS else "stream_linear"
-        assert sorted(fused_ops(variant)) == sorted(["stream_linear_residual", last])
-        has_gelu = any(node.target is torch.nn.functional.gelu for node in variant.graph.nodes)
-        assert has_gelu == (approximate == "tanh")
-        for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
-            assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
-    variants = {"piece_a": tuple(PieceVariant(name, 0, 1, size) for size, name in gm.meta[VARIANTS]["piece_a"].items())}
+    assert StreamLinears()(gm).matches == 1
+    ((size, name),) = gm.meta[VARIANTS]["piece_a"].items()
+    assert size == MAX_STREAMED_TOKENS
+    variant = gm.get_submodule(name)
+    assert sorted(fused_ops(variant)) == ["stream_linear", "stream_linear_residual"]
+    called = {node.target for node in variant.graph.nodes}
+    assert torch.nn.functional.layer_norm in called
+    assert (torch.nn.functional.gelu in called) == (approximate == "tanh")
+    for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
+    variants = {"piece_a": (PieceVariant(name, 0, 1, size),)}
     kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]}
-    assert {kind.layer_norm for kind in kinds if kind.rows == FFN} == {False, not norms_by_itself}
+    assert {(kind.gelu, kind.bias) for kind in kinds if kind.rows == FFN} == {(approximate == "none", True)}
     assert {(kind.residual, kind.bias) for kind in kinds if kind.rows == HIDDEN} == {(True, True)}
 
 

@@ -140,9 +140,8 @@ def defined_ops(path: Path) -> Iterator[str]:
     """Names of the ops that a file defines, by Triton, by a schema or as ops of streamed linears."""
     text = path.read_text(encoding="utf-8")
     yield from re.findall(r'@triton_op\(\s*"mllm::(\w+)"', text)
-    for form, prefix in re.findall(r'(Streamed|Plain)Ops\(\s*"(\w+)"', text):
+    for prefix in re.findall(r'StreamedOps\(\s*"(\w+)"', text):
         yield from (prefix, f"{prefix}_residual", f"{prefix}_residual_norm")
-        yield from [f"{prefix}_layer_norm"] if form == "Plain" else []
     if 'Library("mllm"' in text:
         yield from re.findall(r'\.define\(\s*"(\w+)\(', text)
 

@@ -110,7 +110,6 @@ inline void load_bytes(u32 to, const char* from, int bytes, u32 barrier, u64) {
   std::memcpy(shared_memory + to, from, bytes);
   change(barrier, 0, -bytes);
 }
-inline u64 read_again() { return 0; }
 inline void copy(u32 to, const char* from, bool is_there, u64) {
   if (to % 16 || (u64)from % 16) fail("a copy is not aligned");
   if (is_there)
@@ -118,8 +117,6 @@ inline void copy(u32 to, const char* from, bool is_there, u64) {
   else
     std::memset(shared_memory + to, 0, 16);
 }
-inline void end_copies() {}
-inline void wait_for_first_copies() {}
 inline void wait_for_copies() {}
 inline uint4 load_shared(u32 at) {
   uint4 v;

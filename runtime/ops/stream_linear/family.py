@@ -25,12 +25,10 @@ class StreamedFamily(KernelFamily):
     Attributes:
         prefix: of the ops.
         module: the module that defines them as STREAMED.
-        forms: the ends of their names.
     """
 
     prefix: ClassVar[str]
     module: ClassVar[str]
-    forms: ClassVar[tuple[str, ...]] = ("", "_residual", "_residual_norm")
 
     @abstractmethod
     def choose(self, kind: Any, tokens: int) -> LinearTiling:
@@ -58,7 +56,7 @@ class StreamedFamily(KernelFamily):
     def _kinds(self, piece: Any) -> Iterator[LinearKind]:
         from mllm_compile.runtime.ops import op
 
-        names = {op(self.prefix + name): name for name in self.forms}
+        names = {op(self.prefix + name): name for name in ("", "_residual", "_residual_norm")}
         for node in piece.graph.nodes:
             if node.target in names:
                 yield self._ops().kind_of_call(node, names[node.target])
@@ -73,7 +71,6 @@ class Family(StreamedFamily):
     """The kernels of plain weights."""
 
     prefix: ClassVar[str] = "stream_linear"
-    forms: ClassVar[tuple[str, ...]] = (*StreamedFamily.forms, "_layer_norm")
     module: ClassVar[str] = "mllm_compile.runtime.ops.stream_linear.ops"
 
     def choose(self, kind: LinearKind, tokens: int) -> LinearTiling:

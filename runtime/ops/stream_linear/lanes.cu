@@ -11,14 +11,10 @@
 // loaded at the same time, while attention leaves the memory idle. A later kernel may not count on this one having
 // waited.
 //
-// A layer norm ahead of it is computed here: a block has all inputs of a token in its registers. So each block norms
-// them all, in a third of a microsecond, where a kernel of its own takes two or three.
-//
 // Defined by lanes.py: N outputs (of a gated one: gate and up rows), K, TILES, WARPS, RESIDENT (blocks of a
 // multiprocessor, of registers), SHARED_BYTES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
 // RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the
-// place of the norm's weight), SQUARED_RELU, GELU, LAYER_NORM (of x; its weight is in the place of the sums of squares,
-// its bias in that of the residual).
+// place of the norm's weight), SQUARED_RELU, GELU.
 
 constexpr int TILE = 8, TOKENS = 8;  // of m16n8k16 half of the rows, and all columns
 constexpr int OUTPUTS = GATED ? N / 2 : N, GROUPS = OUTPUTS / TILE, PARTS = GATED ? 2 : 1, ALL_TILES = TILES * PARTS;
@@ -34,18 +30,13 @@ static_assert(TILES <= WARPS && TOKENS <= WARPS, "a warp finishes one tile, and 
 static_assert(OUTPUTS % TILE == 0 && K % STEP == 0 && NORM_BLOCKS % 4 == 0,
               "whole tiles, whole steps, four sums at a time");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each tile");
-// Of the layer norm: weight and bias; and of each warp a token's sum, and the sum of squares around its own mean.
-constexpr int NORM_BYTES = LAYER_NORM ? 2 * K * 2 : 0, MOMENT_BYTES = LAYER_NORM ? WARPS * TOKENS * 8 : 0;
-static_assert(WEIGHT_BYTES + NORM_BYTES + MOMENT_BYTES + TOKENS * 4 <= SHARED_BYTES, "as it is launched");
-static_assert(!LAYER_NORM || !NORM_BLOCKS && !RESIDUAL, "its operands are in their places");
+static_assert(WEIGHT_BYTES + TOKENS * 4 <= SHARED_BYTES, "as it is launched");
 
 // 16 bytes; or zeros.
 __device__ __forceinline__ void copy(u32 to, const char* from, bool is_there, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(is_there ? PLACE : 0), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_first_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ u32 rounded(float2 sum, u32 bias) {
   const u32 both = BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
@@ -61,74 +52,15 @@ __device__ __forceinline__ float2 add_up(const char* sums, float factor) {
   }
   return {all.x * factor, all.y * factor};
 }
-// Inputs of a warp's steps.
-__device__ __forceinline__ constexpr float inputs_of(int warp) {
-  return (float)((ALL_STEPS - warp + WARPS - 1) / WARPS * STEP);
-}
-// Norms a lane's inputs, with the moments of all warps: Chan's sums of squares around means of parts.
-__device__ __forceinline__ void norm_inputs(uint4 (&xs)[STEPS], const char* norm, float2* moments, float eps, int warp,
-                                            int lane) {
-  const int token = lane / 4, quad = lane % 4;
-  float sum = 0.f, squares = 0.f;
-#pragma unroll
-  for (int s = 0; s < STEPS; s++)  // those that a warp has not are zeros
-#pragma unroll
-    for (int i = 0; i < 4; i++) sum += first_of((&xs[s].x)[i]) + second_of((&xs[s].x)[i]);
-  sum = sum_of_lanes(sum, 4);
-  const float mine = sum / fmaxf(inputs_of(warp), 1.f);
-#pragma unroll
-  for (int s = 0; s < STEPS; s++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float first = first_of((&xs[s].x)[i]) - mine, second = second_of((&xs[s].x)[i]) - mine;
-      if (is_step(s * WARPS + warp)) squares += first * first + second * second;
-    }
-  squares = sum_of_lanes(squares, 4);
-  moments[warp * TOKENS + token] = {sum, squares};  // the same by four lanes
-  __syncthreads();
-  float all = 0.f, around = 0.f;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) all += moments[w * TOKENS + token].x;
-  const float mean = all / K;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    const float2 part = moments[w * TOKENS + token];
-    const float off = part.x / fmaxf(inputs_of(w), 1.f) - mean;
-    around += part.y + inputs_of(w) * off * off;
-  }
-  const float factor = rsqrtf(around / K + eps);
-#pragma unroll
-  for (int s = 0; s < STEPS; s++) {
-    const int step = s * WARPS + warp;
-    if (!is_step(step)) continue;
-    const char* at = norm + (step * STEP + quad * 8) * 2;
-    const uint4 weights = *(const uint4*)at, biases = *(const uint4*)(at + K * 2);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u32 v = (&xs[s].x)[i], weight = (&weights.x)[i], bias = (&biases.x)[i];
-      (&xs[s].x)[i] = pack((first_of(v) - mean) * factor * first_of(weight) + first_of(bias),
-                           (second_of(v) - mean) * factor * second_of(weight) + second_of(bias));
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     stream_linear(const char* weight, const char* x, const float* squares, const u32* residual, const u32* norm_weight,
                   u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   float* factors = (float*)(memory + WEIGHT_BYTES);
-  float2* moments = (float2*)(factors + TOKENS);
-  char* norm = memory + WEIGHT_BYTES + TOKENS * 4 + MOMENT_BYTES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4, quad = lane % 4,
             first = blockIdx.x * TILES;
   char* mine = memory + warp * WARP_PLACES;
-  if (LAYER_NORM) {
-    const u64 again = read_again();
-    for (int i = threadIdx.x * PLACE; i < NORM_BYTES; i += 32 * WARPS * PLACE)
-      copy(shared_address(norm) + i, i < K * 2 ? (const char*)squares + i : (const char*)residual + i - K * 2, true,
-           again);
-    end_copies();
-  }
   const u64 once = read_once();
   const char* from = weight + ((u64)(first * TILE + lane / 4) * K + warp * STEP + quad * 8) * 2;
 #pragma unroll
@@ -165,11 +97,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     if (lane == 0) factors[warp] = rsqrtf(sum / K + eps);
   }
 
-  if (LAYER_NORM) {
-    end_copies();
-    wait_for_first_copies();  // the norm's operands are there
-    norm_inputs(xs, norm, moments, eps, warp, lane);
-  }
   __syncwarp();  // or ptxas asks for x only when the weights are there
   wait_for_copies();
 #pragma unroll

@@ -22,7 +22,6 @@ _STEP = 32  # columns of a warp's step
 _LEAST_WARPS, _MOST_WARPS = 8, 16
 _STEPS, _MOST_STEPS = 8, 10
 _MOST_THREADS = 1024  # of a multiprocessor, with 64 registers each
-_MOST_NORMING_THREADS = 512  # a layer norm takes up to 90
 _MOST_BYTES = 112 << 10  # of a block: two may be on a multiprocessor
 
 
@@ -55,17 +54,16 @@ class LaneTiling(LinearTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the weight, of factors, and of a layer norm: its weight and bias, and moments of warps."""
+        """Bytes of the weight, and of factors."""
         parts = 2 if self.kind.gated else 1
-        of_norm = self.kind.columns * 4 + self.warps * MAX_TOKENS * 8 if self.kind.layer_norm else 0
-        return self.tiles * parts * self.steps * self.num_threads * 16 + of_norm + MAX_TOKENS * 4
+        return self.tiles * parts * self.steps * self.num_threads * 16 + MAX_TOKENS * 4
 
     def constants(self) -> dict[str, int]:
         return {
             **self.kind.constants(),
             "TILES": self.tiles,
             "WARPS": self.warps,
-            "RESIDENT": max(1, (_MOST_NORMING_THREADS if self.kind.layer_norm else _MOST_THREADS) // self.num_threads),
+            "RESIDENT": _MOST_THREADS // self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
         }
 
@@ -73,8 +71,7 @@ class LaneTiling(LinearTiling):
 def takes(kind: LinearKind) -> bool:
     """True if shared memory has room for all of the weight, and registers for the inputs."""
     tiling = choose(kind)
-    most_steps = _STEPS if kind.layer_norm else _MOST_STEPS
-    fits = tiling.shared_bytes <= _MOST_BYTES and tiling.steps <= most_steps
+    fits = tiling.shared_bytes <= _MOST_BYTES and tiling.steps <= _MOST_STEPS
     return fits and tiling.tiles <= tiling.warps
 
 

@@ -20,7 +20,7 @@ MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
 # under way any more. With these no layer that was measured takes longer by more than 0.6 %, and most take less
 # (docs/lab/kernels.md).
 _EARLY_BYTES = 64 << 10
-_MARKS = ("gated", "residual", "bias", "plus_one", "squared_relu", "gelu", "layer_norm")
+_MARKS = ("gated", "residual", "bias", "plus_one", "squared_relu", "gelu")
 NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one half (lanes.py)
 
 
@@ -37,7 +37,6 @@ class LinearKind:
         bias: one is added; not together with `gated` or `next_blocks`.
         plus_one: the norm behind it multiplies by 1 + its weight.
         squared_relu, gelu: relu(x) ** 2 of its outputs, or gelu(x) by erf; not together with `gated` or `residual`.
-        layer_norm: of x; not together with `norm_blocks` or `residual`, and by lanes.cu alone.
     """
 
     rows: int
@@ -50,7 +49,6 @@ class LinearKind:
     plus_one: bool = False
     squared_relu: bool = False
     gelu: bool = False
-    layer_norm: bool = False
 
     @property
     def name(self) -> str:

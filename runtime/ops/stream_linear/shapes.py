@@ -19,7 +19,6 @@ from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling
 from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
 MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
-LAYER_NORM_TOKENS = by_lanes.MAX_TOKENS
 # A piece has a variant for the first that all its linears take.
 VARIANT_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
 
@@ -58,11 +57,6 @@ def is_held(rows: int, columns: int) -> bool:
     return not is_read_in_rows(rows, columns) and by_lanes.takes(LinearKind(rows, columns))
 
 
-def takes_layer_norm(rows: int, columns: int) -> bool:
-    """True if a kernel for up to LAYER_NORM_TOKENS computes the layer norm of its inputs as well."""
-    return is_held(rows, columns) and by_lanes.takes(LinearKind(rows, columns, layer_norm=True))
-
-
 def _is_large(rows: int, columns: int) -> bool:
     return rows * columns * 2 > _LARGE_BYTES
 
@@ -78,8 +72,6 @@ def num_streamed_norm_blocks(rows: int, columns: int) -> int:
 
 def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
     """The tiling for a bucket of tokens."""
-    if kind.layer_norm:
-        return by_lanes.choose(kind)
     if tokens <= by_rows.MAX_TOKENS and is_read_in_rows(kind.rows, kind.columns):
         return by_rows.choose(kind)
     if tokens <= by_lanes.MAX_TOKENS and by_lanes.takes(kind):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import gelu as torch_gelu
-from torch.nn.functional import layer_norm, silu
 from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
 
 from mllm_compile.compiler import rewriting
 from mllm_compile.passes.base import GraphPass
@@ -90,11 +90,6 @@ def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False, gelu=F
         return product.relu().square() if squared_relu else torch_gelu(product) if gelu else product
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
-
-
-def linear_layer_norm(x, weight, norm_weight, norm_bias, eps, bias=None, gelu=False):
-    normed = layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
-    return linear(normed, weight, None, 0.0, False, bias, gelu=gelu)
 
 
 def linear_residual(x, weight, residual, bias=None):
@@ -183,7 +178,6 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_quantised_linear_residual_norm", quantised_residual_norm, "CPU")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
-    library.impl("stream_linear_layer_norm", linear_layer_norm, "CPU")
     library.impl("linear_in_one_order", linear_in_one_order, "CPU")
     library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
