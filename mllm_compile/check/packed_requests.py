@@ -64,17 +64,22 @@ def small_requests(
 
 
 def batches_of(program: Program, ids: Requests, positions: Requests) -> list[tuple[Requests, Requests]]:
-    """Ids and positions of each batch, the smallest first: every variant of a piece runs, the one for any number
-    last."""
+    """Ids and positions of each batch, the smallest first: every variant of a piece runs, the one for any number last.
+
+    Variants for more than one token are for multiples of the requests' tokens, which are 8.
+    """
     sizes = {variant.max_size for variant in program.all_variants()}
     batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
     tokens = sum(REQUEST_LENGTHS)
     most = max(sizes, default=1)
     ranges = sorted({size for name, members in program.kernels.items() for size in family(name).step_sizes(members)})
     buckets = [size // tokens for size in ranges if tokens < size <= most]
-    kernels = [count - 1 if count > 2 else count for count in buckets]  # also with fewer tokens than a kernel is for
+    counts = [1, *(count - 1 if count > 2 else count for count in buckets)]  # also with fewer than a kernel is for
+    for fewer, size in itertools.pairwise((1, *sorted(sizes - {1}))):
+        if not any(fewer < count * tokens <= size for count in counts):
+            counts.append(size // tokens)
     beyond = [most // tokens + 1] if most > 1 else []
-    batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]
+    batches += [(ids * count, positions * count) for count in (*sorted(counts), *beyond)]
     return batches
 
 

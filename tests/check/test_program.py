@@ -24,12 +24,16 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model import random_weights
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.passes import pack_projections, pipeline
+from mllm_compile.passes import pack_projections, pipeline, quantise_activations
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.ops.experts.shapes import VARIANT_TOKENS as EXPERTS_TOKENS
+from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS
+from mllm_compile.runtime.ops.lora.shapes import MOST_FEW_TOKENS as LORA_TOKENS
+from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS as ADAPTED_TOKENS
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
+from mllm_compile.runtime.ops.stream_linear.shapes import VARIANT_TOKENS, choose_tiling
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.spec import PieceVariant, Program
 from tests.model.tiny_configs import save_tiny_model, tiny_config
@@ -204,7 +208,16 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("variants", "sizes"), [((), [8]), ((1,), [1, 8]), ((16,), [8, 24]), ((1, 16), [1, 8, 24]), ((1, 8), [1, 8, 16])]
+    ("variants", "sizes"),
+    [
+        ((), [8]),
+        ((1,), [1, 8]),
+        ((16,), [8, 24]),
+        ((1, 16), [1, 8, 24]),
+        ((1, 8), [1, 8, 16]),
+        (EXPERTS_TOKENS, [1, 8, 256, 264]),
+        ((1, 16, 64, 256), [1, 8, 64, 256, 264]),
+    ],
 )
 def test_every_variant_of_a_piece_is_run_and_the_largest_batch_comes_last(variants, sizes):
     small = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in variants)
@@ -213,6 +226,21 @@ def test_every_variant_of_a_piece_is_run_and_the_largest_batch_comes_last(varian
     batches = packed_requests.batches_of(program, ids, ids)
     assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == sizes
     assert all(torch.equal(torch.cat(batch_ids), torch.cat(positions)) for batch_ids, positions in batches)
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_sizes_of_variants_are_such_that_each_has_a_batch(has_kernels):
+    of_passes = 1, MAX_FEW_TOKENS, ADAPTED_TOKENS, LORA_TOKENS, quantise_activations._VARIANT_TOKENS
+    sizes = sorted({*of_passes, *VARIANT_TOKENS, *EXPERTS_TOKENS})
+    variants = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in sizes)
+    tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
+    kernels = {"stream_linear": tilings} if has_kernels else {}
+    program = Program((), (), (), "logits", {"piece": variants}, kernels=kernels)
+    ids = [torch.arange(length) for length in packed_requests.REQUEST_LENGTHS]
+    batches = [sum(map(len, batch_ids)) for batch_ids, _ in packed_requests.batches_of(program, ids, ids)]
+    assert batches == sorted(set(batches)) and batches[-1] > sizes[-1]
+    run = {next((size for size in sizes if tokens <= size), None) for tokens in batches}
+    assert run == {*sizes, None}
 
 
 def test_every_kernel_of_a_linear_is_run():
