@@ -20,11 +20,19 @@ LAYER_NAMES = "eager_layer_names"  # in the forward context's additional_kwargs:
 
 
 def eager_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
 
-    Scale, window, cap and sinks are the layer's: the check of the trace has seen that they are what the model asks for.
+    Window, cap and sinks are the layer's: the check of the trace has seen that they are what the model asks for. So is
+    the scale, but for a factor of queries that a pass has made part of it (passes/match/query_factor.py).
 
     Returns:
         [1, T, H, Dv], and no attention weights.
@@ -32,6 +40,9 @@ def eager_attention(
     context = get_forward_context()
     layer_name = next(context.additional_kwargs[LAYER_NAMES])
     layer = context.no_compile_layers[layer_name]
+    asked = query.shape[3] ** -0.5 if scaling is None else scaling
+    if asked != layer.sm_scale:
+        query = query * (asked / layer.sm_scale)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     width, v_width = layer.head_dim - q.shape[2], layer.v_head_dim - v.shape[2]  # what a pass has padded them by
     q, k, v = F.pad(q, (0, width)), F.pad(k, (0, width)), F.pad(v, (0, v_width))
