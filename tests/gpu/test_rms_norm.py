@@ -7,7 +7,7 @@ import torch
 
 from mllm_compile.runtime.ops import op
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 @pytest.mark.parametrize("columns", [1024, 4096, 5120])

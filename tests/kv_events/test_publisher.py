@@ -208,7 +208,7 @@ def test_an_engine_publishes_by_itself_until_it_is_closed(folder):
     runtime = SimpleNamespace(
         kv_events_config=section(folder), kv_transfer_config=transfer, expert_parallel_size=1, routed_experts=False
     )
-    config = SimpleNamespace(runtime=runtime, lora=SimpleNamespace(adapters={}))
+    config = SimpleNamespace(runtime=runtime, lora=SimpleNamespace(adapters={}, of_sounds=""))
     for _ in range(2):  # the endpoints can be had again
         with fake_engine(config=config) as engine:
             engine.generate([list(range(1, 33))], params())
