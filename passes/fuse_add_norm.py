@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import are_alike, called_pieces, is_call, is_op, replace_by_op, rewrite_pieces
+from mllm_compile.passes.match.nodes import (
+    are_alike,
+    called_pieces,
+    is_call,
+    is_op,
+    replace_by_op,
+    replace_pair_by_op,
+    rewrite_pieces,
+)
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.passes.sum_in_one_order import SumInOneOrder
 from mllm_compile.runtime.ops import op
@@ -58,15 +66,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     if parts is None:
         replace_by_op(graph, node, op("rms_norm"), norm.x, *options)
         return True
-    total = norm.x
-    with graph.inserting_before(total):
-        together = graph.call_function(op("add_rms_norm"), (*parts, *options))
-        summed, normed = (graph.call_function(operator.getitem, (together, index)) for index in range(2))
-    summed.meta.update(total.meta)
-    normed.meta.update(node.meta)
-    together.meta["val"] = (total.meta["val"], node.meta["val"])
-    total.replace_all_uses_with(summed)
-    node.replace_all_uses_with(normed)
+    replace_pair_by_op(graph, norm.x, node, op("add_rms_norm"), *parts, *options)
     return True
 
 

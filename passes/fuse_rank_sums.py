@@ -10,7 +10,7 @@ from torch import fx
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match import nodes
-from mllm_compile.passes.match.nodes import called_pieces, is_call, is_op, rewrite_pieces
+from mllm_compile.passes.match.nodes import called_pieces, is_call, is_op, replace_pair_by_op, rewrite_pieces
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.ranks.shapes import is_normed
@@ -59,15 +59,8 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     if norm is None or found is None:
         return False
     part, residual = found
-    total, val = norm.x, norm.x.meta["val"]
-    with graph.inserting_before(total):
-        together = graph.call_function(op("all_reduce_residual_norm"), (part, residual, norm.weight, norm.eps))
-        summed, normed = (graph.call_function(operator.getitem, (together, index)) for index in range(2))
-    summed.meta.update(total.meta)
-    normed.meta.update(node.meta)
-    together.meta["val"] = (val, node.meta["val"])
-    total.replace_all_uses_with(summed)
-    node.replace_all_uses_with(normed)
+    operands = (part, residual, norm.weight, norm.eps)
+    replace_pair_by_op(graph, norm.x, node, op("all_reduce_residual_norm"), *operands)
     return True
 
 

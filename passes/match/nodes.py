@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -132,6 +133,19 @@ def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *opera
     node.replace_all_uses_with(fused)
     graph.erase_node(node)
     return fused
+
+
+def replace_pair_by_op(
+    graph: fx.Graph, first: fx.Node, second: fx.Node, op: Callable[..., Any], *operands: Any
+) -> None:
+    """Puts a call of `op`, which gives what `first` and then `second` gave, in their place; both are dead then."""
+    with graph.inserting_before(first):
+        together = graph.call_function(op, operands)
+        outputs = [graph.call_function(operator.getitem, (together, index)) for index in range(2)]
+    together.meta["val"] = (first.meta["val"], second.meta["val"])
+    for node, output in zip((first, second), outputs, strict=True):
+        output.meta.update(node.meta)
+        node.replace_all_uses_with(output)
 
 
 def recompute_value(node: fx.Node) -> None:
