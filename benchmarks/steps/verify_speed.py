@@ -28,7 +28,7 @@ from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.record import machine_line
 
-_ROUNDS = 5
+ROUNDS = 5
 _DRAFT_VOCAB = 32_000
 
 
@@ -87,10 +87,10 @@ class Pace:
     step_ms: float
 
 
-def pace_of(engine: Engine, prompts: list[list[int]], new: int) -> Pace:
+def pace_of(engine: Engine, prompts: list[list[int]], new: int, rounds: int = ROUNDS) -> Pace:
     """The median of rounds. Steps are counted, as what is accepted is drawn."""
     paces = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         half, whole = (_timed(engine, prompts, count) for count in (new // 2, new))
         seconds, num_steps = (both[1] - both[0] for both in zip(half, whole, strict=True))
         num_tokens = new - new // 2
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--drafted", type=positives, default=[1, 3, 7])
     parser.add_argument("--prompt", type=positive, default=512)
     parser.add_argument("--new", type=positive, default=256)
+    parser.add_argument("--rounds", type=positive, default=ROUNDS)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--method", choices=["ngram", "suffix", "dflash", "mtp"], default="ngram")
     parser.add_argument("--layers", type=positive, default=5)
@@ -146,7 +147,7 @@ def measure(config: EngineConfig, arguments: Namespace, head: Path | None, frequ
                     continue  # these are not captured
                 prompts = torch.randint(100, 1000, (count, arguments.prompt), generator=generator).tolist()
                 engine.generate(prompts, greedy(2))  # now their prefixes are cached
-                pace = pace_of(engine, prompts, arguments.new)
+                pace = pace_of(engine, prompts, arguments.new, arguments.rounds)
                 if not num_drafted:
                     plain[count] = pace.step_ms
                     print(f"{count:4} requests: {pace.step_ms:.3f} ms a plain step")
