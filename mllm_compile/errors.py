@@ -1,6 +1,7 @@
 """The project's errors, for `except mllm_compile.errors.…`; they are defined in runtime/errors.py."""
 
 from mllm_compile.runtime.errors import (
+    AdapterNotFoundError,
     ArtifactError,
     CaptureSizeError,
     CheckpointError,
@@ -26,6 +27,7 @@ from mllm_compile.runtime.errors import (
 )
 
 __all__ = [
+    "AdapterNotFoundError",
     "ArtifactError",
     "CaptureSizeError",
     "CheckpointError",

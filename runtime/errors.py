@@ -26,6 +26,10 @@ class CheckpointError(MllmError):
     """Weights that are missing, unexpected, wrongly shaped, truncated or of an unsupported format."""
 
 
+class AdapterNotFoundError(CheckpointError):
+    """A folder that is to hold an adapter lacks its files, perhaps not for long."""
+
+
 class ArtifactError(MllmError):
     """A cached runtime that is incomplete, changed, of another format, or not to be trusted."""
 

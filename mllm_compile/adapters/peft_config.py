@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.errors import AdapterNotFoundError, CheckpointError, UnsupportedModelError
 from mllm_compile.files.json_file import json_object, read_file
 from mllm_compile.runtime.short_repr import short_repr
 
@@ -104,7 +104,8 @@ def config_of_folder(folder: Path) -> tuple[bytes, PeftConfig]:
     path = folder / CONFIG_FILE
     text = read_file(path, CheckpointError, _MAX_BYTES)
     if text is None:
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; expected a folder as PEFT's save_pretrained writes it")
+        expected = "expected a folder as PEFT's save_pretrained writes it"
+        raise AdapterNotFoundError(f"{folder} has no {CONFIG_FILE}; {expected}")
     return text, read_peft_config(json_object(text, path, CheckpointError), path)
 
 

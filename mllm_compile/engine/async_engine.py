@@ -136,9 +136,9 @@ class AsyncEngine:
         """The requests running and waiting, and the speed; see EngineStats."""
         return await asyncio.to_thread(self.engine.stats)
 
-    async def flush_prefix_cache(self) -> None:
+    async def flush_prefix_cache(self, *, retracts: bool = False) -> None:
         """Forgets all cached prefixes."""
-        await asyncio.to_thread(self.engine.flush_prefix_cache)
+        await asyncio.to_thread(self.engine.flush_prefix_cache, retracts=retracts)
 
     async def session_state(self, session_id: str, cache_salt: str | None = None) -> SessionState | None:
         """Like Engine.session_state."""

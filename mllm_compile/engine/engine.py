@@ -430,13 +430,16 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         adapters = tuple if self.adapters is None else self.adapters.all
         self.core.watch_pages(lambda caches, tiers: PageEvents(caches, tiers, adapters, tell).flush)
 
-    def flush_prefix_cache(self) -> None:
+    def flush_prefix_cache(self, *, retracts: bool = False) -> None:
         """Forgets all cached prefixes.
+
+        Args:
+            retracts: also the KV of running requests, which is computed anew (vLLM's reset_running_requests).
 
         Raises:
             EngineDeadError: this process is a fork of the engine's.
         """
-        self.core.flush_prefix_cache()
+        self.core.flush_prefix_cache(retracts=retracts)
 
     @property
     def is_alive(self) -> bool:

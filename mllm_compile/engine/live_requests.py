@@ -154,9 +154,11 @@ class LiveRequests:
                 sequence.versions = [(0, before)]
             sequence.versions.append((len(request.output_token_ids), version))
 
-    def retract(self) -> None:
-        """Has all that run computed anew: with no step in flight."""
+    def retract(self, *, flushes: bool = False) -> None:
+        """Has all that run computed anew, with no step in flight; `flushes`: nothing of it from the prefix cache."""
         self._scheduler.retract()
+        if flushes:
+            self._scheduler.flush_prefix_cache()
 
     def drop_kv(self) -> None:
         """Has all that run computed anew, and forgets cached prefixes: with no step in flight."""

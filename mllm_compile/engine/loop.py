@@ -217,13 +217,12 @@ class EngineCore:
         """
         return self._call(self._figures)
 
-    def flush_prefix_cache(self) -> None:
-        """Forgets all cached prefixes.
-
-        Raises:
-            EngineDeadError: this process is a fork of the engine's.
-        """
-        self._call(self._scheduler.flush_prefix_cache)
+    def flush_prefix_cache(self, *, retracts: bool = False) -> None:
+        """See Engine.flush_prefix_cache."""
+        if retracts:
+            self.while_still(lambda requests: requests.retract(flushes=True))
+        else:
+            self._call(self._scheduler.flush_prefix_cache)
 
     def session_state(self, key: Hashable) -> SessionState | None:
         """The state of a session; None: it is unknown."""

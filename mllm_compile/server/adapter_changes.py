@@ -49,6 +49,8 @@ class AdapterChanges:
 
 def _refused(kind: str, message: str) -> ApiError:
     """The error of a change: what the adapter, its name or its folder is refused for is the client's."""
+    if kind == "AdapterNotFoundError":  # as vLLM has it: trainers ask again, as another machine's files may be late
+        return ApiError(404, message, param="lora_path")
     if kind in ("RequestError", "CheckpointError", "UnsupportedModelError"):
         return ApiError(400, message, param="lora_name" if kind == "RequestError" else "lora_path")
     return of_kind(kind, message)

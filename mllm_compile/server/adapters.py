@@ -41,7 +41,15 @@ class UnloadFields(msgspec.Struct, kw_only=True):
 
 def load(front: Front) -> Answer:
     """Loads an adapter from a folder of the server's machine."""
+    return _loading(front, always_replaces=False)
 
+
+def replace(front: Front) -> Answer:
+    """Likewise, in the place of one of that name, as prime-rl's and SkyRL's servers do."""
+    return _loading(front, always_replaces=True)
+
+
+def _loading(front: Front, *, always_replaces: bool) -> Answer:
     async def change(body: bytes) -> tuple[str, list[str]]:
         fields, unknown = read_fields(LoadFields, body)
         if not fields.lora_name or not fields.lora_path:
@@ -51,8 +59,8 @@ def load(front: Front) -> Answer:
         await front.facts(fields.model)
         if fields.lora_name in front.names.own:
             raise bad_request(f"lora_name: {fields.lora_name} is the model's own name; give the adapter another")
-        replace = bool(fields.load_inplace)
-        await front.adapter_changes.load(fields.lora_name, fields.lora_path, replace=replace)
+        replaces = always_replaces or bool(fields.load_inplace)
+        await front.adapter_changes.load(fields.lora_name, fields.lora_path, replace=replaces)
         return f"Success: LoRA adapter '{fields.lora_name}' added successfully.", unknown
 
     return _changing(front, change)

@@ -50,13 +50,18 @@ class EngineFacts:
         self.builder = RequestBuilder(
             tokenizer=tokenizer,
             vocab_size=hello.vocab_size,
-            keeps_routes=bool(hello.config.get("runtime", {}).get("routed_experts")),
+            keeps_routes=self.keeps_routes,
             eos_token_ids=frozenset(hello.eos_token_ids),
             default_params=self.defaults,
             media=media,
             decoder=self.decoder,
             peers=PeerRules.told(hello.config),
         )
+
+    @property
+    def keeps_routes(self) -> bool:
+        """True if answers may have their tokens' experts."""
+        return bool(self.hello.config.get("runtime", {}).get("routed_experts"))
 
     @property
     def cache_config(self) -> dict[str, str]:

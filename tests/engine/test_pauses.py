@@ -56,6 +56,19 @@ def test_kept_requests_go_on_as_if_nothing_had_been(mode):
         assert all_pages_are_back(engine)
 
 
+def test_a_flush_may_take_the_keys_of_what_runs_too():
+    with fake_engine() as engine:
+        stream, tokens = started(engine, LONG)
+        engine.pause("keep")
+        engine.flush_prefix_cache()
+        assert engine.stats().preemptions == 0
+        engine.flush_prefix_cache(retracts=True)
+        assert engine.stats().preemptions == 1
+        engine.resume()
+        assert rest(stream, tokens) == expected_tokens(PROMPT, 200)
+        assert all_pages_are_back(engine)
+
+
 def test_aborted_requests_have_their_tokens_and_new_ones_are_refused():
     with fake_engine(**ROOM_FOR_ENDLESS) as engine:
         stream, tokens = started(engine, WITHOUT_END)

@@ -84,8 +84,8 @@ class EngineCalls:
     def _resume(self) -> None:
         self._engine.resume()
 
-    def _flush(self) -> bool:
-        self._engine.flush_prefix_cache()
+    def _flush(self, retracts: bool = False) -> bool:
+        self._engine.flush_prefix_cache(retracts=retracts)
         return True
 
     # Updates ----------------------------------------------------------------------------------------------------------

@@ -69,18 +69,19 @@ class TokensRequest:
         )
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
-        params = _params_of(self._given.sampling_params)
+        params = tokens_params(self._given.sampling_params)
         found = prompts.completion_prompts(facts, self.fields, [self._given.token_ids], params)
         first = check_start("routed_experts_prompt_start", self._given.routed_experts_prompt_start)
         return AnswerPlan(found, params, lambda head: TokensAnswers(head, params, first), has_text=bool(params.stop))
 
 
-def _params_of(given: Mapping[str, Any]) -> SamplingParams:
-    """
+def tokens_params(given: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a body of vLLM's form; without max_tokens as many as the context leaves.
+
     Raises:
         ApiError, RequestError: a parameter is unknown, or has another value than is expected.
     """
-    wanted: dict[str, Any] = {"max_tokens": None}  # as many as the context leaves
+    wanted: dict[str, Any] = {"max_tokens": None}
     for name, value in given.items():
         if value is not None and value not in _NOTHING.get(name, ()):
             wanted[name] = value

@@ -1,4 +1,4 @@
-"""vLLM's development paths, as 0.33 has them: pause, weight transfer, versions, sums; and prime-rl's two.
+"""vLLM's development paths, as 0.33 has them: pause, weight transfer, versions, sums; and prime-rl's three.
 
 Every call may come again: pause, resume, start and finish without effect, an announcement without a second transfer.
 What is wrong for good is 4xx, as clients repeat 5xx.
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mllm_compile.server import adapters
 from mllm_compile.server.api.errors import bad_request
 from mllm_compile.server.endpoints import Endpoint
 from mllm_compile.server.rl.endpoint import Asked, endpoint, refused
@@ -90,6 +91,13 @@ class CheckerFields(msgspec.Struct, kw_only=True):
 
     action: str
     baseline: dict[str, str] | None = None
+
+
+class ResetFields(msgspec.Struct, kw_only=True):
+    """The fields of /reset_prefix_cache: in the query as vLLM has them, or in SkyRL's body."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
 
 
 class AbortFields(msgspec.Struct, kw_only=True):
@@ -224,11 +232,11 @@ async def weight_checker(asked: Asked) -> Any:
 
 
 async def reset_prefix_cache(asked: Asked) -> Any:
-    if asked.flag("reset_running_requests", default=False):
-        raise bad_request("reset_running_requests: expected false. Call /pause?mode=retract, then this, then /resume")
-    if asked.flag("reset_external", default=False):
+    fields = asked.read(ResetFields)
+    if fields.reset_external or asked.flag("reset_external", default=False):
         raise bad_request("reset_external: expected false: there is no cache outside of the engine")
-    return {"success": await asked.calls.ask("flush")}
+    retracts = fields.reset_running_requests or asked.flag("reset_running_requests", default=False)
+    return {"success": await asked.calls.ask("flush", retracts=retracts)}
 
 
 async def abort_requests(asked: Asked) -> Any:
@@ -267,7 +275,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/finish_weight_update": FinishFields,
     "/update_weight_version": VersionFields,
     "/weight_checker": CheckerFields,
+    "/reset_prefix_cache": ResetFields,
     "/abort_requests": AbortFields,
+    "/load_lora_adapter": adapters.LoadFields,
     "/init_broadcaster": BroadcasterFields,
 }
 PATHS: tuple[tuple[str, str, Endpoint], ...] = (
@@ -285,5 +295,6 @@ PATHS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/reset_prefix_cache", endpoint(reset_prefix_cache)),
     ("POST", "/abort_requests", endpoint(abort_requests)),
     ("POST", "/init_broadcaster", endpoint(init_broadcaster)),
+    ("POST", "/load_lora_adapter", adapters.replace),
     ("POST", "/collective_rpc", refused(_NO_RPC)),
 )

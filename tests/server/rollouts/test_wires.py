@@ -367,7 +367,10 @@ def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
         ("/release_memory_occupation", {"tags": []}, 400, "tags: expected a list of"),
         ("/collective_rpc", {"method": "x"}, 400, "methods of workers are not called by name"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, 400, "no pickle of plain data"),
-        ("/reset_prefix_cache?reset_running_requests=true", None, 400, "mode=retract"),
+        ("/reset_prefix_cache?reset_external=true", None, 400, "no cache outside"),
+        ("/reset_prefix_cache", {"reset_external": True}, 400, "no cache outside"),
+        ("/fetch_weights", {"target_version": 3}, 400, "deltas are not read"),
+        ("/start_draft_weight_update", None, 400, "a draft model's weights are not updated"),
         (
             "/update_weights_from_distributed",
             {"names": [], "dtypes": [], "shapes": []},
