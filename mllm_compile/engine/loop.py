@@ -377,6 +377,7 @@ class EngineCore:
             is_idle = not (has_work or self._inbox or self._is_closing)
         if is_idle:
             self._steps.count()
+            has_work = self._scheduler.has_idle_work and not self.gate.is_shut
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
                 self._surely_could_go_on()

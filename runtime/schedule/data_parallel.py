@@ -97,6 +97,11 @@ class DataParallelScheduler:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
         return any(scheduler.has_work() for scheduler in self._schedulers)
 
+    @property
+    def has_idle_work(self) -> bool:
+        """False: no rank has a tier."""
+        return False
+
     def session_state(self, key: Hashable) -> SessionState | None:
         """The state of a session over all ranks, which may each have some of its requests; None: it is unknown."""
         found = [state for one in self._schedulers if (state := one.session_state(key)) is not None]

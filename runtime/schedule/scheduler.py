@@ -152,10 +152,14 @@ class Scheduler:
             request.finish_reason, request.stop_reason = "stop", stop_string
 
     def has_work(self) -> bool:
-        """Requests that are not finished, finished ones whose last step is still in flight, or pages to be stored."""
+        """Requests that are not finished, or finished ones whose last step is still in flight."""
         self.finish_update()
-        has_pages = self.tiers is not None and self.tiers.has_more
-        return bool(self._lifecycle.unfinished or self.rows.leaving or has_pages)
+        return bool(self._lifecycle.unfinished or self.rows.leaving)
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Pages to be stored: schedule() begins that, and no request waits for it."""
+        return self.tiers is not None and self.tiers.has_more
 
     def session_state(self, key: Hashable) -> SessionState | None:
         """The state of a session; None: it is unknown."""
@@ -228,9 +232,20 @@ class Scheduler:
         if self.tiers is None:
             return self._plan_step()
         self._advance_tiers(self.tiers)
+        is_hidden = self._in_flight
+        if is_hidden or self._may_evict:
+            self.tiers.begin_stores()
         batch = self._plan_step()
-        self._had_none = batch is None and not self._in_flight
+        self._had_none = batch is None and not is_hidden
+        if self._had_none:
+            self.tiers.begin_stores()
         return batch
+
+    @property
+    def _may_evict(self) -> bool:
+        """The next step may take pages of the prefix cache, which are stored first."""
+        most = self.config.max_num_batched_tokens // self.config.page_size + len(self._lifecycle.unfinished)
+        return self.pages.allocator.available_pages < most
 
     @property
     def _in_flight(self) -> bool:

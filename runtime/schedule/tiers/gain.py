@@ -19,9 +19,8 @@ class Gain:
         self._copied = {False: (0.0, 0.0), True: (0.0, 0.0)}  # bytes and seconds, the last copies most; True: below
 
     def computed(self, batch: ScheduledBatch, ms: float) -> None:
-        """Takes in a step."""
-        if batch.num_prompt_tokens:
-            self._cost.learn(load_of(batch), ms)
+        """Takes in a step with prompts."""
+        self._cost.learn(load_of(batch), ms)
 
     def loaded(self, num_bytes: int, seconds: float, from_below: bool) -> None:
         """Takes in a copy, from the tier or from the one below."""

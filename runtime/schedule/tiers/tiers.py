@@ -70,6 +70,7 @@ class Tiers:
         hands_over: tuple[Whereabouts, float] | None = None,
     ) -> None:
         self._names = "host", name_below
+        self._to_learn: list[tuple[ScheduledBatch, float]] = []  # steps, and what they took
         self._has_left = self._is_closed = False
         upper = {False: host[0], True: host[1]}
         lower = {} if below is None else {False: below[0], True: below[1]}
@@ -125,7 +126,7 @@ class Tiers:
 
     @property
     def has_more(self) -> bool:
-        """`advance` would begin a store."""
+        """`advance` or `begin_stores` would begin one."""
         if self._room is not None and self._room.has_more:
             return True
         return self._stores.has_more or (self.handover is not None and self.handover.has_more)
@@ -136,13 +137,20 @@ class Tiers:
         return self._shelves.changes
 
     def advance(self) -> None:
-        """Takes in the copies that are over, and begins stores."""
+        """Takes in the copies that are over, and has the cache give up what is to be free."""
         self._take_in()
+        if self._room is not None:
+            self._room.advance()
+
+    def begin_stores(self) -> None:
+        """Begins to store what was published, and learns from steps. No step waits for that: it is for when the device
+        is busy, or idle."""
+        for batch, ms in self._to_learn:
+            self._shelves.gain.computed(batch, ms)
+        self._to_learn.clear()
         if self.handover is not None:
             self.handover.begin()
         self._stores.begin()
-        if self._room is not None:
-            self._room.advance()
         self._stores.begin_writes()
         if self.handover is not None:
             self.handover.settle()
@@ -202,9 +210,9 @@ class Tiers:
         self._shelves.below = {}
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
-        """Learns what computing a prompt takes, from a step without copies beside it."""
-        if not self._loads and not self._stores:
-            self._shelves.gain.computed(batch, ms)
+        """Learns what computing a prompt takes, from a step without copies beside it, behind `begin_stores`."""
+        if batch.num_prompt_tokens and not self._loads and not self._stores:
+            self._to_learn.append((batch, ms))
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Has the end of each copy told, from any thread."""
@@ -236,7 +244,7 @@ class Tiers:
             self.handover.close()
         try:
             self._copies.wait()
-            self.advance()
+            self._advance_all()
             self.settle()
             self._stores.write_all(self._rounds())
             if self._room is not None and (self._shelves.below or self._copies.outlives):
@@ -252,4 +260,8 @@ class Tiers:
         while True:
             yield
             self._copies.wait()
-            self.advance()
+            self._advance_all()
+
+    def _advance_all(self) -> None:
+        self.advance()
+        self.begin_stores()

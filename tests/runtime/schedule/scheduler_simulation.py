@@ -288,7 +288,7 @@ class Simulation:
     def run(self, max_steps: int = 10_000) -> None:
         """Until nothing is left to do."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work():
+            if not (self.scheduler.has_work() or self.scheduler.has_idle_work):
                 return
             self.step()
         raise AssertionError(f"work left after {max_steps} steps: {self.scheduler.stats()}")

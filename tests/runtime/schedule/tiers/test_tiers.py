@@ -52,10 +52,11 @@ def settled(sim: Simulation) -> None:
     tiers = sim.scheduler.tiers
     assert tiers is not None
     tiers.settle()
-    tiers.advance()
+    tiers.begin_stores()
     while tiers.is_busy:
         tiers._copies.wait()
         tiers.advance()
+        tiers.begin_stores()
 
 
 def test_a_prompt_whose_pages_are_gone_is_loaded_and_not_computed() -> None:
@@ -313,6 +314,25 @@ def test_a_device_that_is_lost_amid_copies_hinders_no_end(call: str, monkeypatch
     assert closed == [True]
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_stores_begin_behind_the_launch_of_a_step_unless_it_could_take_their_pages(is_full: bool) -> None:
+    sim, copies = simulation(Random(7), ends=0.0, num_pages=13 if is_full else 65, max_num_batched_tokens=32)
+    sim.steps_ahead = 0
+    sim.add(make_request("first", prompt_of(20), max_tokens=1, **FREE))
+    while sim.scheduler.has_work():
+        sim.step()
+    sim.scheduler.finish_update()
+    assert not copies.begun and sim.scheduler.has_idle_work
+    sim.add(make_request("next", prompt_of(20, first=5), max_tokens=1, **FREE))
+    assert sim.plan() is not None
+    assert bool(copies.begun) == is_full
+    assert sim.plan() is None  # the step is in flight
+    assert sum(len(ticket.entries) for ticket in copies.begun) == 5 and not sim.scheduler.has_idle_work
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+
+
 def test_pages_of_an_answer_are_stored_though_nobody_asks_for_more() -> None:
     sim, copies = simulation(Random(7), ends=0.0)
     sim.add(make_request("first", prompt_of(8), max_tokens=9, **FREE))
@@ -367,7 +387,7 @@ def test_slots_are_looked_at_for_what_goes_below_when_some_are_new(monkeypatch: 
     tiers, looked_at = sim.scheduler.tiers, []
     oldest = TierIndex.oldest
     monkeypatch.setattr(TierIndex, "oldest", lambda *given: (looked_at.append(given), oldest(*given))[1])
-    tiers.advance()
+    tiers.begin_stores()
     assert not looked_at
     sim.add(make_request("second", prompt_of(30, first=5), max_tokens=2, **FREE))
     settled(sim)
