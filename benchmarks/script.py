@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -108,4 +108,10 @@ def told_in_one_line() -> Iterator[None]:
     try:
         yield
     except MllmError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        mistake(" ".join(str(error).split()))
+
+
+def mistake(message: str) -> NoReturn:
+    """Ends the process as the command line does for a user's mistake: a line, and exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

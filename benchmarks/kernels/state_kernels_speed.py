@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import need_gpu, parser_of
+from benchmarks.script import mistake, need_gpu, parser_of
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import append_record, machine_line
 from mllm_compile.runtime import ops
@@ -144,7 +144,7 @@ def set_constants(variant: str) -> None:
         module, _, constant = name.partition(".")
         place = importlib.import_module(f"mllm_compile.runtime.ops.states.{module}")
         if not isinstance(getattr(place, constant, None), int):
-            sys.exit(f"error: {name} is no number of a module in runtime/ops/states")
+            mistake(f"{name} is no number of a module in runtime/ops/states")
         setattr(place, constant, int(value))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.quantised_linears_speed import EPS, load, off_by
-from benchmarks.script import need_hopper, parser_of, positives, told_in_one_line
+from benchmarks.script import mistake, need_hopper, parser_of, positives, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
@@ -60,7 +60,7 @@ class Linear:
         numbers = [int(number) for number in size.split("x") if number.isdigit()]
         given = frozenset(marks.split("+")) if marks else frozenset()
         if len(numbers) != 2 or not given <= set(MARKS):
-            sys.exit(f"error: {text!r} is no linear: expected NxK, or NxK:MARKS of {', '.join(MARKS)}")
+            mistake(f"{text!r} is no linear: expected NxK, or NxK:MARKS of {', '.join(MARKS)}")
         count = max(CHAINED_LAYERS, LEAST_BYTES // (numbers[0] * numbers[1] * 2))
         weights = [(torch.randn(*numbers, device="cuda") * 0.02).bfloat16() for _ in range(count)]
         return cls(text, weights, given)

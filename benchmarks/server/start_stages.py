@@ -31,7 +31,8 @@ try:
     runtime = config.runtime.model_copy(update={"tensor_parallel_size": int(sys.argv[2])})
     engine = Engine(config.model_copy(update={"runtime": runtime}))
 except MllmError as error:
-    sys.exit(f"error: {' '.join(str(error).split())}")
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
 print(json.dumps([seconds_since_start(), [astuple(span) for span in engine.timeline.spans]]))
 engine.close()
 """

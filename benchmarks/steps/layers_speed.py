@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.script import greedy, mistake, parser_of, positive, told_in_one_line
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import StepWork, random_prompts
 from mllm_compile.bench.timing.clock import Stopwatch
@@ -58,12 +58,11 @@ def cut_config(path: Path, layers: Sequence[str], vocabulary: int, num_ranks: in
         count = positive(layers[0])
         shape |= {key: shape[key][:count] for key in keys}
     elif not keys:
-        sys.exit(
-            f"error: {config.model.path} lists no kinds of layers (it has none of {', '.join(KINDS)}); give --layers a "
-            "number"
+        mistake(
+            f"{config.model.path} lists no kinds of layers (it has none of {', '.join(KINDS)}); give --layers a number"
         )
     elif unknown := sorted(set(layers) - set(shape[keys[0]])):
-        sys.exit(f"error: --layers: the model has no {unknown[0]}, only {', '.join(sorted(set(shape[keys[0]])))}")
+        mistake(f"--layers: the model has no {unknown[0]}, only {', '.join(sorted(set(shape[keys[0]])))}")
     else:
         count = len(layers)
         shape[keys[0]] = list(layers)

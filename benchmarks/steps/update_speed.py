@@ -181,7 +181,10 @@ def main() -> None:
     if isinstance(live, str):
         raise WeightUpdateError(live)
     is_quantised = any(part.kept is not None for spec in live.specs for part in spec.parts)
-    ways = {name: WAYS[name] for name in arguments.ways if WAYS[name] is not single_values or not is_quantised}
+    if is_quantised and "values" in arguments.ways:
+        arguments.ways.remove("values")
+        print("values is left out: those of quantised weights are not taken one by one")
+    ways = {name: WAYS[name] for name in arguments.ways}
     found = Rounds()
     with Engine.from_parts(parts) as engine, ExitStack() as stack:
         given = Given(live, stack)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Coroutine
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from benchmarks.script import mistake
 from mllm_compile.bench.measure.setting import Setting
 
 _BLOCK = 16  # tokens, its default
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def need_vllm() -> None:
     """Ends the process where vLLM is not installed."""
     if find_spec("vllm") is None:
-        sys.exit("error: --engines names vllm, which is not installed: pip install vllm")
+        mistake("--engines names vllm, which is not installed: pip install vllm")
 
 
 class VllmAnswers:

@@ -24,6 +24,7 @@ def config(eager_cache: Path, tmp_path: Path) -> str:
 RUNS = (
     ("steps.prefix_hit_speed", "--tokens 40 --prompts 1", r"a hit behind other hits takes \d+\.\d\d ms \("),
     ("steps.short_prompts_speed", "--counts 2 --single 8 --repeats 2", r"2 prompts of \d+ tokens in \d+\.\d\d ms \("),
+    ("steps.update_speed", "--rounds 1 --requests 1 --ways staged,values", r"values, pause of steps +first +\d+\.\d"),
     ("steps.structured_speed", "--requests 2 --prompt 8 --tokens 4 --rounds 2", r"(?m)^ +2 \| +2 \| +\d+\.\d"),
 )
 # These compile or start processes of their own.
