@@ -10,8 +10,8 @@ this table: the Triton kernel in its form for few requests or for many, and on H
 random page tables. Before each layer a small kernel runs, as in a model. The time of these kernels alone is taken off.
 XQA splits as FlashInfer does by default. The last columns are the fastest of our own, its read rate, and the Triton
 kernel's fastest form and split beside the chosen one. With --ours FlashInfer's and the Triton kernel's other forms are
-left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4). Heads of 64 have the Triton kernel
-alone: its other forms are told.
+left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4). Of heads of 64 its other forms are
+told.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM as CLUSTERS_HEAD_DIM
+from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, heads_together
 from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
@@ -175,10 +176,12 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 @cache
 def hopper_kernels(num_heads: int, num_kv_heads: int, head_dim: int, with_fewer: bool) -> dict[str, DecodePiece]:
     """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
-    if head_dim not in HEAD_DIMS or not can_compile_kernels("cuda:0"):
+    if not are_served(num_heads, num_kv_heads, head_dim, PAGE_SIZE) or not can_compile_kernels("cuda:0"):
         return {}
-    clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE) if head_dim == CLUSTERS_HEAD_DIM else ()
-    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE, head_dim=head_dim)
+    together = heads_together(num_kv_heads, head_dim)
+    kv_heads, width = num_kv_heads // together, head_dim * together
+    clusters = cluster_kernels(num_heads, kv_heads, PAGE_SIZE, together=together) if has_clusters(width) else ()
+    shares = ShareKernel(kv_heads, num_heads // kv_heads, PAGE_SIZE, head_dim=width, together=together)
     with KernelCompiler() as compiler:
         binaries = binaries_of(compiler, (*clusters, shares))
     scale, device = head_dim**-0.5, torch.device("cuda:0")

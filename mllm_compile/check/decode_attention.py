@@ -93,8 +93,10 @@ class _DecodeCheck:
         most = [variant.most_sequences // kv_heads for variant in variants[:-1] if variant.most_sequences is not None]
         shares = (kernel for variant in variants for kernel in variant.kernels if isinstance(kernel, ShareKernel))
         many = {min(kernel.requests_of_warp + _MORE_REQUESTS, MOST_REQUESTS) for kernel in shares}
+        together = max(variant.together for variant in variants)
         split = {
-            choose_split(count * kv_heads): count for count in range(_most_in_clusters(variants) // kv_heads, 0, -1)
+            choose_split(count * kv_heads // together): count
+            for count in range(_most_in_clusters(variants) // kv_heads, 0, -1)
         }
         sizes = {2, len(_LENGTHS) + 1, *split.values(), *most, *(count + 1 for count in most), *many} - {0, 1}
         lengths = (self._longest, *_LENGTHS[::-1])
@@ -267,5 +269,5 @@ def _who_decodes(variant: DecodeVariant, num_sequences: int) -> tuple[str, str]:
     if variant.piece is not None:
         return variant.piece, "runtime.without: [split_decode]"
     clusters = {kernel.split: kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)}
-    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else variant.kernels[0]
+    kernel = clusters[choose_split(num_sequences // variant.together, clusters)] if clusters else variant.kernels[0]
     return kernel.name, kernel.switch

@@ -16,7 +16,13 @@ from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, made_by_kind, split_outputs, with_kernels
 from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels, most_rows
-from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters, pays_together
+from mllm_compile.runtime.attention.hopper.shapes import (
+    are_served,
+    has_clusters,
+    heads_together,
+    most_in_clusters,
+    pays_together,
+)
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
@@ -116,20 +122,22 @@ def _hopper_variants(
 ) -> tuple[DecodeVariant, ...]:
     """Clusters for few requests, or a piece without clusters of such heads; shares for many, and a piece for more
     than these count."""
-    kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    together = heads_together(layer.num_kv_heads, layer.head_dim)
+    kv_heads, head_dim = layer.num_kv_heads // together, layer.head_dim * together
     variants = []
     features = _features(runtime, layer)
     group = layer.num_heads // kv_heads
-    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
+    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, together=together, **features)
     if has_clusters(head_dim):
         most = most_in_clusters(shares, runtime.max_model_len)
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
-        clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
+        clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, together=together, **features)
         if splits:
-            variants.append(DecodeVariant(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
+            served = tuple(kernel for kernel in clusters if kernel.split in splits)
+            variants.append(DecodeVariant(most * together, kernels=served))
     else:
         variants.append(few)
-    variants.append(DecodeVariant(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+    variants.append(DecodeVariant(MOST_REQUESTS * layer.num_kv_heads if has_many else None, kernels=(shares,)))
     if has_many:
         variants.append(many)
     return tuple(variants)

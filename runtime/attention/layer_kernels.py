@@ -47,6 +47,16 @@ class DecodeVariant:
         return self.piece is not None and self.splits is None
 
     @property
+    def fuses_rope(self) -> bool:
+        """True if its kernels rotate queries and new keys too."""
+        return bool(self.kernels) and all(kernel.fuses_rope for kernel in self.kernels)
+
+    @property
+    def together(self) -> int:
+        """KV heads that it takes as one."""
+        return max((kernel.together for kernel in self.kernels), default=1)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a request that it attends together, at most."""
         return max((kernel.tokens for kernel in self.kernels), default=1)

@@ -172,7 +172,7 @@ def _layer_kernels(
         else:
             clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, binaries, sm_scale, device)
-        most, fuses_rope = variant.most_sequences, bool(variant.kernels)
+        most, fuses_rope = variant.most_sequences, variant.fuses_rope
         return LinkedDecode(piece, most, variant.splits, fuses_rope, variant.tokens)
 
     @cache

@@ -59,16 +59,17 @@ LATE_ROWS = (
 
 
 def compiled_decoder(
-    folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, head_dim: int = 128, **features: bool
+    folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, head_dim: int = 128, **features: int
 ) -> Decode:
     shares = ShareKernel(kv_heads, heads // kv_heads, page_size, head_dim=head_dim, **features)
     clusters = cluster_kernels(heads, kv_heads, page_size, **features)
     with KernelCompiler() as compiler:
         compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
+    scale = (head_dim // shares.together) ** -0.5
     if kind == CLUSTERS:
-        return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
-    return ShareDecode(shares, binaries, head_dim**-0.5, torch.device("cuda:0"))
+        return ClusterDecode(clusters, binaries, scale, torch.device("cuda:0"))
+    return ShareDecode(shares, binaries, scale, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,15 @@ def test_numbers_match_float32(decoders, kind, heads, kv_heads, page_size, num_r
         cache = Cache(case, kv_heads, 128, page_size, torch.bfloat16)
         poison(cache)
         assert worst_error(decoders(kind, heads, kv_heads, page_size), cache, heads) < 8e-3
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(20, 20), (32, 8), (6, 6)])
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_two_heads_of_64_are_taken_as_one(decoders, kind, heads, kv_heads, num_requests):
+    cache = Cache((LENGTHS * 5)[:num_requests], kv_heads, 64, 64, torch.bfloat16)
+    poison(cache)
+    assert worst_error(decoders(kind, heads, kv_heads // 2, 64, together=2), cache, heads) < 8e-3
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,19 @@ def test_a_prompt_may_have_more_rows_of_attention_to_its_source_than_shares_coun
         assert [variant.most_sequences for variant in variants[1:]] == [MOST_REQUESTS * LAYER.num_kv_heads, None]
 
 
+def test_two_heads_of_64_are_taken_as_one_of_128(has_kernels):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=20, num_kv_heads=20, head_dim=64, v_head_dim=64)
+    config = resolved(H200, runtime={"max_model_len": 448, "max_running_requests": 32})
+    with_variants, pieces = add_decode_attention(config, program(layer))
+    clusters = cluster_kernels(20, 10, config.runtime.page_size, together=2)
+    shares = ShareKernel(10, 2, config.runtime.page_size, together=2)
+    variants = of_kind(with_variants.layer_kernels, "decode")[layer.name]
+    assert variants == (DecodeVariant(2 * 128, kernels=clusters), DecodeVariant(None, kernels=(shares,))) and not pieces
+    assert not any(variant.fuses_rope for variant in variants)
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])
 def test_wide_heads_are_shared_out_except_for_few_requests(has_kernels, kv_heads):
     has_kernels(True)
@@ -192,14 +205,15 @@ def test_else_tokens_of_verify_steps_are_decodes(has_kernels, sections):
     ("layer", "sections"),
     [
         (replace(LAYER, num_heads=128), {}),
-        (replace(LAYER, head_dim=64, v_head_dim=64), {}),
+        (replace(LAYER, head_dim=64, v_head_dim=64, num_heads=64), {}),
+        (replace(LAYER, head_dim=64, v_head_dim=64, num_heads=15, num_kv_heads=5), {}),
         (replace(LAYER, logits_soft_cap=30.0), {}),
         (LAYER, {"runtime": {"without": ["hopper_decode"]}}),
         (LAYER, {"runtime": {"deterministic": True}}),
         (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
         (LAYER, {"runtime": {"page_size": 8}}),
     ],
-    ids=["group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
+    ids=["group", "group of two", "odd heads", "soft cap", "switched off", "deterministic", "dtype", "pages"],
 )
 def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
     has_kernels(True)

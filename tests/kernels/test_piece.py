@@ -44,7 +44,7 @@ WITH_BOTH = replace(
     LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks", alibi_slopes=(0.5,) * 8, has_distance_bias=True
 )
 DECODES = add_decode_attention(
-    resolved(H200, runtime={"page_size": PAGE_SIZE}),
+    resolved(H200, runtime={"page_size": PAGE_SIZE, "without": ["hopper_decode"]}),
     Program(steps=(), layers=(LAYER, WITH_BOTH), weights=(), output="logits"),
 )[1]
 UP = {"up_projection": "layers.0.up", "up_key_dim": 64, "up_value_dim": 64}

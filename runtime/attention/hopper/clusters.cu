@@ -18,9 +18,9 @@
 // first may wait for them even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), TOKENS (rows of a request, up to 16;
-// those behind its last token see no key), ROWS (TOKENS times GROUP, up to 64; FP8: 32), PAGE (tokens), SPLIT (blocks
-// of a cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3,
-// fp8_keys.cuh).
+// those behind its last token see no key), TOGETHER (rotation.cuh), ROWS (TOKENS times GROUP, up to 64; FP8: 32), PAGE
+// (tokens), SPLIT (blocks of a cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the
+// cache is e4m3, fp8_keys.cuh).
 
 constexpr int D = 128;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
@@ -255,12 +255,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
 
   own.load(rotation, first_token, head);
   Operand query;
-  const u32* heads = q + (u64)first_token * rotation.q_stride + head * GROUP * HEAD_PAIRS;
+  const u32* heads = q + (u64)first_token * rotation.q_stride + head * GROUP * (HEAD_COLUMNS / 2);
   if (TOKENS > 1 || rotation.k) {
     own.put_queries(heads, rotation, norm_weights, shared.queries);
     load_operand(query, shared.queries[unit * UNIT], ROW_PAIRS, ROWS - unit * UNIT);
   } else {
-    load_operand(query, heads, HEAD_PAIRS, GROUP);
+    load_operand<(TOGETHER > 1)>(query, heads, HEAD_COLUMNS / 2, GROUP);
   }
   own.rotate_keys(rotation, norm_weights);
   Sums sums = no_sums();
@@ -357,7 +357,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
     if (own_parts > 1) add_parts(sum, all, most, others, own_parts - 1);
     if constexpr (SINKS) all += sink_weight(sinks, query_head, most);
-    if (keys_of(token))
-      out[((first_token + token) * (KV_HEADS * GROUP) + query_head) * D + d] = pack(sum / all, 0.f) & 0xffff;
+    if (keys_of(token) && is_own(row % GROUP, d))
+      out[((first_token + token) * (KV_HEADS * GROUP) + query_head) * HEAD_COLUMNS + d % HEAD_COLUMNS] =
+          pack(sum / all, 0.f) & 0xffff;
   }
 }

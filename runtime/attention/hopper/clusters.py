@@ -76,12 +76,20 @@ class ClusterKernel(DecodeKernel):
 
 
 def cluster_kernels(
-    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False, fp8: bool = False, tokens: int = 1
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    *,
+    sinks: bool = False,
+    fp8: bool = False,
+    together: int = 1,
+    tokens: int = 1,
 ) -> tuple[ClusterKernel, ...]:
-    """The kernels of a layer, one for each split."""
-    group = num_heads // num_kv_heads
+    """The kernels of a layer, one for each split; num_kv_heads: as they have them."""
+    group, features = num_heads // num_kv_heads, {"sinks": sinks, "fp8": fp8}
     return tuple(
-        ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8, tokens=tokens) for split in SPLITS
+        ClusterKernel(num_kv_heads, group, page_size, split, **features, together=together, tokens=tokens)
+        for split in SPLITS
     )
 
 

@@ -55,7 +55,7 @@ class ClusterDecode:
         with torch.cuda.device(device):
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
         # Data that clusters leave to each other within a launch; at its end all of it is MISSING again.
-        self._tokens = kernels[0].tokens
+        self._tokens, self._together = kernels[0].tokens, kernels[0].together
         num_words = left_words(kernels[0].rows, self._kernels)
         self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
@@ -64,7 +64,7 @@ class ClusterDecode:
     ) -> None:
         q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, rope_inputs)
-        num_sequences = out.shape[0] // self._tokens * keys.shape[1]
+        num_sequences = out.shape[0] // self._tokens * (keys.shape[1] // self._together)
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
         parts = parts_per_head(num_sequences, split)

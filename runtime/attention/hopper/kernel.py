@@ -16,12 +16,13 @@ MISSING = -1  # what a word that a block leaves to another is until it is left: 
 class DecodeKernel(CudaKernel):
     """
     Attributes:
-        kv_heads: KV heads of the cache.
+        kv_heads: KV heads of the cache; or pairs of them.
         group: query heads that share one.
         page_size: tokens of a page.
         sinks: query heads have sinks.
         fp8: the cache is e4m3; else bfloat16.
         head_dim: columns of a head.
+        together: heads of the cache that are one here: two of 64 as one of 128.
         tokens: new tokens of a request, at most.
     """
 
@@ -40,12 +41,14 @@ class DecodeKernel(CudaKernel):
     sinks: bool = field(default=False, kw_only=True)
     fp8: bool = field(default=False, kw_only=True)
     head_dim: int = field(default=HEAD_DIM, kw_only=True)
+    together: int = field(default=1, kw_only=True)
     tokens: int = field(default=1, kw_only=True)
 
     @property
     def heads_name(self) -> str:
         features = ("_sinks" if self.sinks else "") + ("_fp8" if self.fp8 else "")
-        width = "" if self.head_dim == HEAD_DIM else f"x{self.head_dim}"
+        width = "" if self.head_dim // self.together == HEAD_DIM else f"x{self.head_dim // self.together}"
+        width += f"_by{self.together}" if self.together > 1 else ""
         tokens = f"_tokens{self.tokens}" if self.tokens > 1 else ""
         return f"{self.kv_heads}x{self.group}{width}_page{self.page_size}{features}{tokens}"
 
@@ -53,6 +56,11 @@ class DecodeKernel(CudaKernel):
     def rows(self) -> int:
         """Queries of a request and a KV head."""
         return self.tokens * self.group
+
+    @property
+    def fuses_rope(self) -> bool:
+        """True if it rotates queries and new keys too, where it is asked to."""
+        return self.together == 1
 
     @property
     def head_bytes(self) -> int:
@@ -64,6 +72,7 @@ class DecodeKernel(CudaKernel):
         return {
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
+            "TOGETHER": self.together,
             "TOKENS": self.tokens,
             "ROWS": self.rows,
             "HEAD_DIM": self.head_dim,

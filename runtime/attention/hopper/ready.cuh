@@ -47,9 +47,9 @@ struct Preparer {
     for (int i = 0; i < HEADS_LOADED; i++) {
       if (first + i * PREPARERS >= HEADS) break;
       const int head = its.request.head + first + i * PREPARERS;
-      const u32* heads = q + (u64)row * rotation.q_stride + head * GROUP * HEAD_PAIRS;
+      const u32* heads = q + (u64)row * rotation.q_stride + head * GROUP * (HEAD_COLUMNS / 2);
 #pragma unroll
-      for (int g = 0; g < GROUP; g++) its.queries[i * GROUP + g] = load_head(heads + g * HEAD_PAIRS);
+      for (int g = 0; g < GROUP; g++) its.queries[i * GROUP + g] = load_query(heads, g);
       if (!its.has_new_key) continue;
       its.new_keys[i] = load_new_key(rotation, row, head), its.new_values[i] = load_new_value(rotation, row, head);
     }

@@ -18,6 +18,13 @@ constexpr int HEAD_PAIRS = HEAD_DIM / 2, A_LANE = HEAD_PAIRS / 32;  // of a head
 // The stride of heads on their way from the lanes that rotate them to those that multiply: rows of other banks.
 constexpr int ROW_PAIRS = HEAD_PAIRS + 4;
 typedef u32 Row[ROW_PAIRS];
+// Heads of 64: two KV heads are taken as one of 128 (TOGETHER), and so are their query heads. Of such a query's columns
+// those of its own KV head have numbers, and the others zeros; of what it sums those are wanted.
+constexpr int HEAD_COLUMNS = HEAD_DIM / TOGETHER, MEMBERS = GROUP / TOGETHER;  // of a head; query heads of a KV head
+static_assert(TOGETHER == 1 || TOGETHER == 2 && HEAD_DIM == 128 && TOKENS == 1, "as loads have it");
+__device__ __forceinline__ bool is_own(int query, int column) {
+  return TOGETHER == 1 || column / HEAD_COLUMNS == query / MEMBERS;
+}
 
 struct Head {
   u32 pairs[A_LANE];
@@ -26,6 +33,14 @@ __device__ __forceinline__ Head load_head(const u32* head) {
   Head its;
 #pragma unroll
   for (int i = 0; i < A_LANE; i++) its.pairs[i] = head[i * 32 + threadIdx.x % 32];
+  return its;
+}
+
+// The columns of a KV head's query; `heads`: of its first one.
+__device__ __forceinline__ Head load_query(const u32* heads, int query) {
+  if constexpr (TOGETHER == 1) return load_head(heads + query * HEAD_PAIRS);
+  Head its = {};
+  its.pairs[query / MEMBERS] = heads[query * (HEAD_COLUMNS / 2) + threadIdx.x % 32];
   return its;
 }
 
@@ -86,8 +101,8 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
 }
 // 128 columns of up to `count` queries of a KV head, `stride` pairs from one to the next, as rows 0 to 7 of a product's
 // operand, or with N = 4 as all 16, in the order of multiply_add; over keys of e4m3 as float16, in the order in
-// which a lane has these (fp8_keys.cuh).
-template <int N>
+// which a lane has these (fp8_keys.cuh). With IS_NARROW heads are as a model has them.
+template <bool IS_NARROW = false, int N>
 __device__ __forceinline__ void load_operand(u32 (&query)[8][N], const u32* heads, int stride, int count) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
@@ -98,7 +113,8 @@ __device__ __forceinline__ void load_operand(u32 (&query)[8][N], const u32* head
 #pragma unroll
       for (int half = 0; half < N / 2; half++) {
         u32& its = query[k][j * (N / 2) + half];
-        its = member + half * 8 < count ? heads[(member + half * 8) * stride + pair] : 0;
+        const int row = member + half * 8, column = IS_NARROW ? pair % (HEAD_COLUMNS / 2) : pair;
+        its = row < count && (!IS_NARROW || is_own(row, pair * 2)) ? heads[row * stride + column] : 0;
         if constexpr (FP8) its = half_query(its);
       }
     }

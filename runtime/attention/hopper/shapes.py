@@ -27,7 +27,13 @@ _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (
 def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
     """True if kernels exist for such heads and pages."""
     fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
-    return fits_pages and fuses_rope_of_heads(num_heads, num_kv_heads, head_dim)
+    together = heads_together(num_kv_heads, head_dim)
+    return fits_pages and fuses_rope_of_heads(num_heads, num_kv_heads // together, head_dim * together)
+
+
+def heads_together(num_kv_heads: int, head_dim: int) -> int:
+    """KV heads that kernels take as one: two of 64 as one of 128, whose halves they are; else 1."""
+    return 2 if head_dim * 2 == HEAD_DIM and num_kv_heads % 2 == 0 else 1
 
 
 def fuses_rope_of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:

@@ -341,10 +341,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
       if constexpr (SINKS) sums.total[i] += sink_weight(sinks, head * GROUP + min(query, GROUP - 1), sums.top[i]);
       const float factor = 1.f / sums.total[i];
       u32* its_out =
-          out + (((u64)row * KV_HEADS + head) * GROUP + query) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
+          out + (((u64)row * KV_HEADS + head) * GROUP + query) * (HEAD_COLUMNS / 2) + warp % WARPS_A_HEAD * (OWN / 2);
       if (query < GROUP)
         each_pair(sums, i, [&](int column, float first, float second) {
-          its_out[column / 2] = pack(first * factor, second * factor);
+          if (is_own(query, column)) its_out[column % HEAD_COLUMNS / 2] = pack(first * factor, second * factor);
         });
     }
     __syncwarp();  // what some lanes stored: see store_if

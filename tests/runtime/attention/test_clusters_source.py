@@ -245,11 +245,22 @@ def test_each_token_sees_the_keys_of_e4m3_up_to_its_own(built, tokens, group, sp
     compare(built, tokens, group, split, parts, before, sinks, rotates, torch.float8_e4m3fn)
 
 
-def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("group", "split", "parts", "before", "sinks"),
+    slow_but_a_sample([(2, 2, 1, [0, 62, 129], False), (8, 4, 1, [300], True), (4, 2, 3, [1600, 40], False)], 1),
+    ids=str,
+)
+def test_two_heads_of_64_are_taken_as_one_of_128(built, group, split, parts, before, sinks, dtype):
+    compare(built, 1, group, split, parts, before, sinks, False, dtype, together=2)
+
+
+def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, together=1):
     """Compares the kernel over a cache of `dtype` with float32."""
     fp8 = dtype == torch.float8_e4m3fn
     bits, nothing = (torch.uint8, torch.nan) if fp8 else (torch.int16, torch.inf)
-    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, fp8=fp8, tokens=tokens)
+    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, fp8=fp8, together=together, tokens=tokens)
+    kv_heads, dim = _KV_HEADS * together, _DIM // together
     library = built(kernel)
     generator = torch.Generator().manual_seed(tokens)
 
@@ -261,7 +272,7 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
     before = [*before, 5]
     width = -(-(max(before) + tokens) // _PAGE)
     pages = torch.randperm(len(before) * width, generator=generator).int().view(len(before), width)
-    keys, values = (random(pages.numel() * _PAGE, _KV_HEADS, _DIM).to(dtype) for _ in range(2))
+    keys, values = (random(pages.numel() * _PAGE, kv_heads, dim).to(dtype) for _ in range(2))
 
     def fill(cache: torch.Tensor, rows: torch.Tensor, given: torch.Tensor | float) -> None:
         cache.view(bits)[rows] = torch.as_tensor(given).to(dtype).view(bits)
@@ -276,12 +287,10 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
     for cache in (keys, values):
         fill(cache, slots[~is_key], nothing)
     num_rows = len(lengths)
-    packed = random(1, num_rows, (heads + 2 * _KV_HEADS) * _DIM)
-    q, k, v = (
-        x.unflatten(-1, (-1, _DIM)) for x in packed.split([heads * _DIM, _KV_HEADS * _DIM, _KV_HEADS * _DIM], -1)
-    )
-    turns = 6 * torch.rand(1, num_rows, _DIM, generator=generator)
-    weights = [1 + random(_DIM) / 4 for _ in range(2)]
+    packed = random(1, num_rows, (heads + 2 * kv_heads) * dim)
+    q, k, v = (x.unflatten(-1, (-1, dim)) for x in packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    turns = 6 * torch.rand(1, num_rows, dim, generator=generator)
+    weights = [1 + random(dim) / 4 for _ in range(2)]
     told = RopeInputs.of([q, k, turns.cos().bfloat16(), turns.sin().bfloat16(), *weights], v[0], 1e-6)
     new = slots.repeat_interleave(tokens, 0)[is_token].gather(1, lengths[is_token, None].long() - 1).squeeze(1)
     queries, new_keys = rotated(q[0], weights[0], told), rotated(k[0], weights[1], told)
@@ -292,7 +301,7 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
         fill(keys, new, new_keys[is_token].bfloat16()), fill(values, new, v[0, is_token])
         queries = queries.bfloat16()
         rotation = Rotation(queries, keys, values, None)
-    out = torch.full((num_rows, heads, _DIM), 7.0).bfloat16()
+    out = torch.full((num_rows, heads, dim), 7.0).bfloat16()
     sink_logits = torch.linspace(-4, 4, heads).bfloat16()
     sequences = len(before) * _KV_HEADS
     left = torch.full((2 * sequences * max(1, parts - 1) * kernel.rows * _DIM,), MISSING, dtype=torch.int32)
@@ -304,11 +313,11 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
     for seed in range(2):
         stuck = library.launch(
             *map(pointer, (keys, values)),
-            ctypes.c_uint64(_KV_HEADS * _DIM * keys.itemsize),
+            ctypes.c_uint64(kv_heads * dim * keys.itemsize),
             *map(pointer, (rotation.q, table, lengths, out, left)),
             ctypes.c_int(parts),
             ctypes.c_int(width),
-            ctypes.c_float(_DIM**-0.5 * 1.4426950408889634),
+            ctypes.c_float(dim**-0.5 * 1.4426950408889634),
             ctypes.byref(rotation.argument),
             pointer(sink_logits),
             ctypes.c_int(sequences * parts * split),
@@ -324,9 +333,9 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype):
         for row in is_token.nonzero().flatten().tolist():
             own = slots[row // tokens, : lengths[row]]
             its_keys, its_values = (
-                x.view(bits)[own].view(dtype).float().repeat_interleave(group, 1) for x in (keys, values)
+                x.view(bits)[own].view(dtype).float().repeat_interleave(group // together, 1) for x in (keys, values)
             )
-            logits = torch.einsum("hd,lhd->hl", queries[row].float(), its_keys) * _DIM**-0.5
+            logits = torch.einsum("hd,lhd->hl", queries[row].float(), its_keys) * dim**-0.5
             if sinks:
                 logits = torch.cat((logits, sink_logits.float()[:, None]), -1)
             want = torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(own)], its_values)

@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.hopper.clusters import (
 )
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
 from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
-from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
+from mllm_compile.runtime.attention.hopper.shapes import are_served, fuses_rope_of_heads, kernel_from_json
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
@@ -79,17 +79,26 @@ def test_two_blocks_fit_on_a_multiprocessor(group):
             assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "are"),
+    [((20, 20), 64, True), ((32, 8), 64, True), ((64, 8), 64, False), ((15, 5), 64, False), ((20, 20), 32, False)],
+)
+def test_heads_of_64_are_served_where_two_of_them_are_as_one_of_128(heads, head_dim, are):
+    assert are_served(*heads, head_dim, 64) is are
+    assert not fuses_rope_of_heads(*heads, head_dim)
+
+
 def test_names_tell_kernels_apart():
     kernels = [*cluster_kernels(16, 8, 64), *cluster_kernels(32, 8, 64), *cluster_kernels(32, 8, 16)]
     kernels += [ShareKernel(8, 2, 64), ShareKernel(8, 4, 64), ShareKernel(4, 4, 64), ShareKernel(8, 4, 16)]
-    kernels.append(ShareKernel(8, 4, 16, head_dim=256))
+    kernels += [ShareKernel(8, 4, 16, head_dim=256), ShareKernel(8, 4, 16, together=2)]
     kernels += [*cluster_kernels(16, 8, 64, tokens=2), *cluster_kernels(16, 8, 64, tokens=4)]
-    assert len({kernel.name for kernel in kernels}) == len(kernels) == 5 * len(SPLITS) + 5
+    assert len({kernel.name for kernel in kernels}) == len(kernels) == 5 * len(SPLITS) + 6
 
 
 def test_a_kernel_is_the_same_from_json():
     clusters = *cluster_kernels(16, 8, 64), *cluster_kernels(16, 8, 64, tokens=4)
-    for kernel in (*clusters, ShareKernel(8, 2, 64), ShareKernel(8, 2, 64, head_dim=256)):
+    for kernel in (*clusters, ShareKernel(8, 2, 64, together=2), ShareKernel(8, 2, 64, head_dim=256)):
         assert kernel_from_json(kernel.to_json()) == kernel
 
 
@@ -130,6 +139,8 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
             ),
             *(cluster_kernels(32, 8, 16, fp8=True, tokens=tokens)[0] for tokens in (1, 2, 4, 8)),
             ShareKernel(8, 8, 64, sinks=True),
+            ShareKernel(10, 2, 64, together=2),
+            *cluster_kernels(20, 10, 64, together=2)[:1],
         ],
         1,
     ),
