@@ -54,7 +54,7 @@ from mllm_compile.kernels.flashinfer import collect_kernels
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS, splits_in_order
+from mllm_compile.runtime.attention.split.splits import IN_ORDER, OF_FEW, OF_LATENTS
 from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.memory import give_back_unused
 from mllm_compile.runtime.media.tower import MAX_FEATURES
@@ -307,7 +307,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         yield None
         return
     largest = max_traced_tokens(config)
-    most_splits = max(splits.most for splits in (OF_FEW, OF_LATENTS, splits_in_order(config.runtime.max_model_len)))
+    most_splits = max(splits.most for splits in (IN_ORDER, OF_FEW, OF_LATENTS))
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": most_splits}
     sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
     sizes |= {"F": MAX_FEATURES, "G": MAX_FEATURES}

@@ -3,13 +3,15 @@ layers.
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
 for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ replace both in layers that they serve.
-FlashInfer's kernels serve what these do not, and every prefill.
+FlashInfer's kernels serve what these do not, and every prefill. Deterministic steps have pieces of ordered_decode.py
+and rows_decode.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
@@ -27,13 +29,13 @@ from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKer
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.splits import (
-    MOST_FEW_IN_ORDER,
+    BLOCKS_IN_ORDER,
+    IN_ORDER,
     MOST_FEW_SEQUENCES,
     OF_FEW,
     OF_MANY,
     OF_ONE,
     Splits,
-    splits_in_order,
 )
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
@@ -104,17 +106,14 @@ def _variants(
 def _variants_in_order(
     config: ResolvedConfig, layer: LayerSpec, index: int
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
-    """Variants with the same numbers: a block for each split, one for all of a sequence, and rows of one request."""
-    splits, kv_heads = splits_in_order(config.runtime.max_model_len), layer.num_kv_heads
-    few = _piece(config, layer, f"decode_{index}_few", splits, fetch_first=False, blocks=splits.most)
-    many = _piece(config, layer, f"decode_{index}_many", splits, fetch_first=False)
-    rows = _rows_piece(config, layer, f"decode_{index}_rows", splits)
-    variants = (
-        DecodeVariant(max(MOST_FEW_IN_ORDER, kv_heads), few.name, splits),
-        DecodeVariant(_MOST_ROWS_ALONE * kv_heads, many.name, splits),
-        DecodeVariant(None, rows.name),
-    )
-    return variants, (few, many, rows)
+    """Variants with the same numbers: several blocks of a sequence, one, and rows of one request together."""
+    kv_heads = layer.num_kv_heads
+    by_blocks = {max(most, kv_heads): blocks for most, blocks in BLOCKS_IN_ORDER.items()}
+    by_blocks[_MOST_ROWS_ALONE * kv_heads] = 1
+    alone = [_ordered_piece(config, layer, f"decode_{index}_by_{blocks}", blocks) for blocks in by_blocks.values()]
+    rows = _rows_piece(config, layer, f"decode_{index}_rows")
+    variants = [DecodeVariant(most, piece.name, IN_ORDER) for most, piece in zip(by_blocks, alone, strict=True)]
+    return (*variants, DecodeVariant(None, rows.name)), (*alone, rows)
 
 
 def _hopper_variants(
@@ -179,23 +178,38 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
     )
 
 
-def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits) -> WrittenPiece:
+def _ordered_piece(config: ResolvedConfig, layer: LayerSpec, name: str, blocks: int) -> WrittenPiece:
+    """Args: blocks: of a sequence."""
+    return WrittenPiece.calling(
+        "ordered_decode",
+        {**attention_inputs(config, layer), **split_outputs(config, layer), **_of_heads(config, layer)},
+        name=name,
+        legend="T rows, N parts of a row's keys, W pages of the page table, P slots",
+        options={**_options_in_order(config, layer), "blocks": blocks},
+        gives_tensor=False,
+    )
+
+
+def _rows_piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:
     out = PieceInput.contiguous(("T", layer.num_heads, layer.head_dim), config.model.dtype)
     return WrittenPiece.calling(
         "rows_decode",
         {**attention_inputs(config, layer), "out": out, **_of_heads(config, layer)},
         name=name,
         legend="T rows, W pages of the page table, P slots",
-        options={
-            **({"sinks": None} if layer.sinks is None else {}),
-            **({} if layer.alibi_slopes else {"slopes": None}),
-            "page_size": config.runtime.page_size,
-            "sm_scale": layer.sm_scale,
-            "soft_cap": layer.logits_soft_cap,
-            "keys_of_split": splits.keys,
-        },
+        options=_options_in_order(config, layer),
         gives_tensor=False,
     )
+
+
+def _options_in_order(config: ResolvedConfig, layer: LayerSpec) -> dict[str, Any]:
+    return {
+        **({"sinks": None} if layer.sinks is None else {}),
+        **({} if layer.alibi_slopes else {"slopes": None}),
+        "page_size": config.runtime.page_size,
+        "sm_scale": layer.sm_scale,
+        "soft_cap": layer.logits_soft_cap,
+    }
 
 
 def _of_heads(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
@@ -222,10 +236,7 @@ def options_by_distance(layer: LayerSpec) -> dict[str, None]:
     return {name: None for name, is_given in given.items() if not is_given}
 
 
-def _piece(
-    config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool, blocks: int = 1
-) -> WrittenPiece:
-    """Args: blocks: of a sequence, where splits are in order."""
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
     return WrittenPiece.calling(
         "split_decode",
         {**attention_inputs(config, layer), **split_outputs(config, layer), **_of_heads(config, layer)},
@@ -241,8 +252,6 @@ def _piece(
             "window_left": layer.window_left,
             "fetch_first": fetch_first,
             "chunk": layer.chunk,
-            "keys_of_split": splits.keys,
-            "blocks": blocks,
         },
         gives_tensor=False,
     )

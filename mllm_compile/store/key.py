@@ -33,7 +33,6 @@ from mllm_compile.files.served_part import served_part
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
-from mllm_compile.runtime.attention.split.splits import splits_in_order
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.text.tokenizer_files import tokenizer_files
 from mllm_compile.version import __version__
@@ -290,7 +289,7 @@ def _attention(config: ResolvedConfig) -> str:
     runtime = config.runtime
     mode = ["deterministic"] if runtime.deterministic else []
     if runtime.any_rows:
-        mode += [ANY_ROWS, f"splits of {splits_in_order(runtime.max_model_len).keys} keys"]
+        mode.append(ANY_ROWS)
     if runtime.attention_backend == "torch":
         kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
         is_plain = runtime.device == "cpu" and not has_libraries(runtime.device, config.compile.backend)

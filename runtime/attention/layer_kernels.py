@@ -31,7 +31,7 @@ class DecodeVariant:
 
     Attributes:
         most_sequences: requests x KV heads that it serves; None: any number.
-        piece: its id (ops/attention/split_decode.py, rows_decode.py), or None: `kernels` decode.
+        piece: its id (ops/attention/split_decode.py, ordered_decode.py, rows_decode.py), or None: `kernels` decode.
         splits: the piece's splits; None: it has none.
         kernels: kernels of runtime/attention/hopper/: clusters', one for each split, or shares' one.
     """

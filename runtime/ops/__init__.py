@@ -74,6 +74,7 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "ordered_decode": "attention.ordered_decode",
     "paged_prefill": "attention.prefill",
     "panel_linear": "panels.ops",
     "quantised_expert_linear": "experts.quantised",

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, splits_in_order
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -43,8 +43,6 @@ def decode(
     soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
-    keys_of_split: int = 0,
-    blocks: int = 1,
 ) -> torch.Tensor:
     import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (needs Triton)
 
@@ -74,8 +72,6 @@ def decode(
         window_left,
         fetch_first,
         0,
-        keys_of_split,
-        blocks,
     )
     assert not done.any()
     return out
@@ -181,41 +177,3 @@ def test_a_long_request_is_split_among_as_many_blocks_as_there_are():
     got = decode(cache, q, OF_FEW.most, fetch_first=True).float()
     want = in_float32(cache, q)
     assert (got - want).norm() < 1e-2 * want.norm()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 64), (16, 2, 256), (5, 1, 128)])
-@pytest.mark.parametrize("features", [{}, {"soft_cap": 30.0}, {"has_sinks": True}], ids=str)
-def test_rows_of_a_request_are_attended_together_with_the_same_bits(heads, kv_heads, head_dim, features):
-    """As a prompt's tokens are in the deterministic mode: the same request's rows follow each other."""
-    import mllm_compile.runtime.ops.attention.rows_decode  # noqa: F401  (needs Triton)
-
-    requests = [(1, 130), (700, 1), (300, 37), (65, 63), (5, 1), (9, 1), (4000, 3)]  # first length, and rows
-    lengths = [first + row for first, count in requests for row in range(count)]
-    cache = Cache([first + count for first, count in requests], kv_heads, head_dim, 16, torch.bfloat16)
-    owners = torch.tensor([index for index, (_, count) in enumerate(requests) for _ in range(count)], device="cuda")
-    cache.page_table, cache.lengths = cache.page_table[owners].contiguous(), torch.tensor(lengths).int().cuda()
-    q = torch.randn(len(lengths), heads, head_dim, device="cuda").bfloat16()
-    sinks = torch.randn(heads, device="cuda").bfloat16() if features.get("has_sinks") else None
-    soft_cap = features.get("soft_cap", 0.0)
-    splits = splits_in_order(max(lengths))
-    options = {"fetch_first": False, "soft_cap": soft_cap, "sinks": sinks, "keys_of_split": splits.keys}
-    one_by_one = decode(cache, q, splits.most, **options)
-    for blocks in (2, splits.most):
-        assert torch.equal(decode(cache, q, splits.most, blocks=blocks, **options), one_by_one), f"{blocks} blocks"
-    assert worst_head(one_by_one, in_float32(cache, q, soft_cap, sinks=sinks)) < 1e-2
-    together = torch.full_like(q, math.nan)
-    torch.ops.mllm.rows_decode(
-        q,
-        cache.keys,
-        cache.values,
-        cache.page_table,
-        cache.lengths,
-        together,
-        sinks,
-        None,
-        cache.page_size,
-        head_dim**-0.5,
-        soft_cap,
-        splits.keys,
-    )
-    assert torch.equal(together, one_by_one)

@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
-from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY, OF_ONE, splits_in_order
+from mllm_compile.runtime.attention.split.splits import IN_ORDER, OF_FEW, OF_MANY, OF_ONE
 from mllm_compile.runtime.program.spec import Program
 from tests.config.resolving import A100, CPU, H200, resolved
 
@@ -277,24 +277,22 @@ def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_writ
 def test_steps_of_any_number_of_rows_have_a_second_piece_for_rows_of_one_request():
     config = resolved(H200, runtime={"deterministic": True})
     sunk = replace(LAYER, name="layers.2.attn", sinks="sinks", alibi_slopes=(0.5,) * 32)
-    in_order = splits_in_order(config.runtime.max_model_len)
     with_variants, pieces = add_decode_attention(config, program(LAYER, WINDOWED, sunk))
-    few, many = (DecodeVariant(most, f"decode_0_{name}", in_order) for most, name in ((128, "few"), (2048, "many")))
+
+    def alone(index: int) -> list[DecodeVariant]:
+        sizes = {32: 16, 128: 8, 2048: 1}
+        return [DecodeVariant(most, f"decode_{index}_by_{blocks}", IN_ORDER) for most, blocks in sizes.items()]
+
     assert of_kind(with_variants.layer_kernels, "decode") == {
-        LAYER.name: (few, many, DecodeVariant(None, "decode_0_rows")),
+        LAYER.name: (*alone(0), DecodeVariant(None, "decode_0_rows")),
         WINDOWED.name: (DecodeVariant(None, "decode_1_many", OF_ONE),),
-        sunk.name: (
-            replace(few, piece="decode_2_few"),
-            replace(many, piece="decode_2_many"),
-            DecodeVariant(None, "decode_2_rows"),
-        ),
+        sunk.name: (*alone(2), DecodeVariant(None, "decode_2_rows")),
     }
     rows = {piece.name: piece for piece in pieces}
     assert list(rows["decode_0_rows"].signature) == ["q", "keys", "values", "page_table", "seq_lens", "out"]
     assert list(rows["decode_2_rows"].signature)[5:] == ["out", "sinks", "slopes"]
-    keys = {name: f"keys_of_split={in_order.keys}" in piece.source for name, piece in rows.items()}
-    assert [name for name, is_in_order in keys.items() if not is_in_order] == ["decode_1_many"]
-    assert f"blocks={in_order.most}" in rows["decode_0_few"].source and "blocks=1" in rows["decode_0_many"].source
+    blocks = {name: piece.source for name, piece in rows.items() if "_by_" in name}
+    assert all(f"blocks={name.rpartition('_')[2]}" in source for name, source in blocks.items()) and len(blocks) == 6
     assert "sinks=None" in rows["decode_0_rows"].source and "sinks=sinks" in rows["decode_2_rows"].source
 
 

@@ -180,14 +180,6 @@ def test_the_decode_kernel_is_a_part_of_attention_where_there_is_a_choice():
     )
 
 
-def test_deterministic_decodes_of_longer_requests_have_larger_splits_and_another_key():
-    def attention_of(most: int) -> str:
-        return _attention(resolved(H200, runtime={"deterministic": True, "max_model_len": most}))
-
-    assert attention_of(1024) == attention_of(4096)
-    assert "any rows, splits of 256 keys" in attention_of(4096) and "splits of 512 keys" in attention_of(4097)
-
-
 @pytest.mark.parametrize("device", [H200, CPU])
 def test_whether_steps_are_deterministic_is_a_factor_where_torch_attends_too(device):
     """On a GPU recurrences are compiled otherwise, and on both prompts over latents are not expanded."""

@@ -1,8 +1,8 @@
 """Decodes whose neighbours may be of one request: rows of a prompt in the deterministic mode, a token each.
 
 A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request are attended
-together: its keys are read once. A row's bits are as by split_decode with splits of as many keys. Keys are in the same
-order, and a key that a row does not see adds zeros.
+together, where their keys have parts alike: these are read once. A row's bits are as by ordered_decode. Keys are in the
+same order, and a key that a row does not see adds zeros.
 
 Registered and packaged as split_decode.py's. Shape legend: as there.
 """
@@ -14,14 +14,9 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.ops.attention.split_decode import (
-    LOG2_E,
-    add_keys,
-    add_split,
-    block_of_keys,
-    sink_weights,
-    slots_of,
-)
+from mllm_compile.runtime.attention.split.splits import IN_ORDER
+from mllm_compile.runtime.ops.attention.ordered_decode import add_part, keys_of_part
+from mllm_compile.runtime.ops.attention.split_decode import LOG2_E, add_keys, block_of_keys, sink_weights, slots_of
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 # Of a product: twice split_decode's, by the same instruction. Those of 64 rows have another, and other bits.
@@ -51,7 +46,7 @@ def _rows_decode_kernel(
     BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
-    KEYS_OF_SPLIT: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -78,6 +73,7 @@ def _rows_decode_kernel(
     while start < end_row:
         row_table = table_ptr + start.to(tl.int64) * table_stride
         num_keys = tl.load(seq_lens_ptr + start)
+        part_keys = keys_of_part(num_keys, BLOCK, MOST_PARTS)
         # A token's page is its request's alone. So the next row is of the same request if it has that page there.
         stop = start + 1
         goes_on = stop < end_row
@@ -85,7 +81,8 @@ def _rows_decode_kernel(
             page = tl.maximum(num_keys - 1, 0) // PAGE
             next_keys = tl.load(seq_lens_ptr + stop)
             same = tl.load(row_table + page) == tl.load(table_ptr + stop.to(tl.int64) * table_stride + page)
-            goes_on = same & (next_keys == num_keys + 1) & (num_keys > 0)
+            alike = part_keys == keys_of_part(next_keys, BLOCK, MOST_PARTS)
+            goes_on = same & alike & (next_keys == num_keys + 1) & (num_keys > 0)
             if goes_on:
                 num_keys = next_keys
                 row_table = table_ptr + stop.to(tl.int64) * table_stride
@@ -106,10 +103,10 @@ def _rows_decode_kernel(
             is_seen = offsets[None, :] < my_keys[:, None]
             bias = slopes[:, None] * (offsets[None, :] - (my_keys[:, None] - 1)).to(tl.float32)
             top, total, acc = add_keys(q, k, v, is_seen, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
-            ends = ((offset + BLOCK) % KEYS_OF_SPLIT == 0) | (offset + BLOCK >= num_keys)
+            ends = ((offset + BLOCK) % part_keys == 0) | (offset + BLOCK >= num_keys)
             if ends:
-                takes = offset // KEYS_OF_SPLIT * KEYS_OF_SPLIT < my_keys  # others see no key of the split
-                new_top, new_total, new_acc = add_split(all_top, all_total, all_acc, top, total, acc)
+                takes = offset // part_keys * part_keys < my_keys  # others see no key of the part
+                new_top, new_total, new_acc = add_part(all_top, all_total, all_acc, top, total, acc)
                 all_top = tl.where(takes, new_top, all_top)
                 all_total = tl.where(takes, new_total, all_total)
                 all_acc = tl.where(takes[:, None], new_acc, all_acc)
@@ -138,7 +135,6 @@ def rows_decode(
     page_size: int,
     sm_scale: float,
     soft_cap: float,
-    keys_of_split: int,
 ) -> None:
     """Attention of one new token a row over its request's keys up to its own.
 
@@ -149,7 +145,7 @@ def rows_decode(
         page_table: [R, W] int32, the pages of each row's request, contiguous; seq_lens: [R] int32; with 0 a row is
             passed over and its output left as it is.
         out: [R, H, D], contiguous, written.
-        sinks, slopes, page_size, sm_scale, soft_cap, keys_of_split: as split_decode's.
+        sinks, slopes, page_size, sm_scale, soft_cap: as split_decode's.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -179,7 +175,7 @@ def rows_decode(
         BLOCK=block_of_keys(head_dim),
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None,
-        KEYS_OF_SPLIT=keys_of_split,
+        MOST_PARTS=IN_ORDER.most,
         STAGES=3,
         EARLY=starts_early(),
         num_warps=4,

@@ -6,8 +6,7 @@ needs neither Triton nor this op.
 
 The caller chooses the number of blocks of a request by the number of requests alone; a block without keys ends at once.
 The last block of a head to end adds up the others' results, always in the same order. So only the number of other
-requests changes a request's numbers. In the deterministic mode that changes nothing: there splits are of
-`keys_of_split` keys, and one block adds up splits just as several do (`add_split`).
+requests changes a request's numbers. In the deterministic mode that changes nothing: ordered_decode.py.
 
 `benchmarks/kernels/decode_attention_speed.py` compares it with FlashInfer's kernels.
 
@@ -28,8 +27,8 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
-_MOST_FETCHED = 256  # keys of a block
 _MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
+_STAGES = 3
 LOG2_E = math.log2(math.e)
 
 
@@ -85,27 +84,6 @@ def add_keys(
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-    return new_top, total, acc
-
-
-@triton.jit
-def add_split(
-    top: tl.tensor,
-    total: tl.tensor,
-    acc: tl.tensor,
-    its_top: tl.tensor,
-    its_total: tl.tensor,
-    its_acc: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(largest logit, sum, weighted values) of splits with those of the next one, which has a key.
-
-    Products and sums are written out as fused or not: a compiler chooses nothing, whatever is around it.
-    """
-    new_top = tl.maximum(top, its_top)
-    shrink = tl.exp2(top - new_top)
-    factor = tl.exp2(its_top - new_top)
-    total = tl.fma(its_total, factor, total * shrink)
-    acc = tl.fma(its_acc, tl.broadcast_to(factor[:, None], its_acc.shape), acc * shrink[:, None])
     return new_top, total, acc
 
 
@@ -173,39 +151,6 @@ def _combine(
 
 
 @triton.jit
-def _combine_in_order(
-    out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    num_parts: tl.tensor,
-    GROUP: tl.constexpr,
-    DOT_ROWS: tl.constexpr,
-    D: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> None:
-    """Like _combine, one split after another."""
-    members = tl.arange(0, DOT_ROWS)
-    dims = tl.arange(0, D)
-    is_member = members < GROUP
-    top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((DOT_ROWS,), tl.float32)
-    acc = tl.zeros((DOT_ROWS, D), tl.float32)
-    for split in tl.range(0, num_parts, loop_unroll_factor=4):  # whose loads are under way together
-        parts = split * GROUP + members
-        its_top = tl.load(tops_ptr + parts, mask=is_member, other=0.0, cache_modifier=".cg")
-        its_total = tl.load(totals_ptr + parts, mask=is_member, other=1.0, cache_modifier=".cg")
-        sums_ptr = partial_ptr + parts[:, None] * D + dims[None, :]
-        its_acc = tl.load(sums_ptr, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
-        top, total, acc = add_split(top, total, acc, its_top, its_total, its_acc)
-    if HAS_SINKS:
-        total += sink_weights(sinks_ptr, members, top, GROUP)
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + members[:, None] * D + dims[None, :], out, mask=is_member[:, None])
-
-
-@triton.jit
 def _split_decode_kernel(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -244,21 +189,18 @@ def _split_decode_kernel(
     CHUNK: tl.constexpr,
     IS_REST: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
-    KEYS_OF_SPLIT: tl.constexpr,
-    FETCHED_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (kv head, request, split): blocks start in this order, so those without keys come last.
 
     With FETCH_FIRST the first keys and values are loaded before the previous kernel has ended, except the last token's,
-    which it writes. Earlier kernels wrote the page table and keys before the last token. With splits in order any key
-    may be of this step: so keys are asked into the L2 alone, where a later write finds them.
+    which it writes. Earlier kernels wrote the page table and keys before the last token.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
-    if EARLY and not FETCH_FIRST and KEYS_OF_SPLIT == 0:
+    if EARLY and not FETCH_FIRST:
         wait_for_prerequisites()
         start_dependents()
     num_keys = tl.load(seq_lens_ptr + row)
@@ -269,14 +211,8 @@ def _split_decode_kernel(
         first = tl.maximum(num_keys - 1, 0) // CHUNK * CHUNK
     if IS_REST:
         first = tl.load(first_keys_ptr)
-    UNIT: tl.constexpr = KEYS_OF_SPLIT if KEYS_OF_SPLIT > 0 else BLOCK
-    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), UNIT), 1) * UNIT
-    num_parts = tl.cdiv(num_keys - first, share)
-    num_active = num_parts
-    part_keys = share
-    if KEYS_OF_SPLIT > 0:  # a block may have several splits
-        share = tl.maximum(tl.cdiv(num_parts, tl.num_programs(2)), 1) * part_keys  # a row may have no key
-        num_active = tl.cdiv(num_keys - first, share)
+    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK  # a row may have no key
+    num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
         # In a step without decodes one block has to wait, or the kernel behind would not be behind those ahead.
@@ -285,16 +221,6 @@ def _split_decode_kernel(
             start_dependents()
     row_table = table_ptr + row.to(tl.int64) * table_stride
     block = tl.arange(0, BLOCK)
-    if EARLY and KEYS_OF_SPLIT > 0:
-        start_dependents()
-        if (start < num_keys) | (split == 0):  # the latter also without keys: one block has to wait
-            for offset in tl.static_range(0, FETCHED_KEYS, BLOCK):
-                offsets = start + offset + block
-                asked = tl.where(offsets < num_keys, offsets, 0)
-                places = (slots_of(row_table, asked, asked < num_keys, PAGE) * HK + head) * D
-                fetch_row(keys_ptr + places, D)
-                fetch_row(values_ptr + places, D)
-            wait_for_prerequisites()
     if start < num_keys:
         end = tl.minimum(start + share, num_keys)
         dtype = q_ptr.dtype.element_ty
@@ -353,17 +279,7 @@ def _split_decode_kernel(
                 if HAS_TABLE:
                     bias += bias_of(bias_ptr, own_heads[:, None], distances, num_distances)
                 top, total, acc = add_keys(q, k, v, valid[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_BIAS)
-                if KEYS_OF_SPLIT > 0:
-                    next_key = offset + BLOCK - first
-                    if (next_key % part_keys == 0) & (offset + BLOCK < end):
-                        parts = (sequence * num_splits + next_key // part_keys - 1) * GROUP + group
-                        tl.store(partial_ptr + parts[:, None] * D + dims[None, :], acc, mask=is_head)
-                        tl.store(tops_ptr + parts, top, mask=group < GROUP)
-                        tl.store(totals_ptr + parts, total, mask=group < GROUP)
-                        top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
-                        total = tl.zeros((DOT_ROWS,), tl.float32)
-                        acc = tl.zeros((DOT_ROWS, D), tl.float32)
-        if num_parts == 1:
+        if num_active == 1:
             if HAS_SINKS:
                 total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -371,7 +287,7 @@ def _split_decode_kernel(
             if IS_REST:
                 tl.store(log_sums_ptr + heads, top + tl.log2(total), mask=group < GROUP)
         else:
-            parts = (sequence * num_splits + (end - 1 - first) // part_keys) * GROUP + group
+            parts = (sequence * num_splits + split) * GROUP + group
             tl.store(partial_ptr + parts[:, None] * D + dims[None, :], acc, mask=is_head)
             tl.store(tops_ptr + parts, top, mask=group < GROUP)
             tl.store(totals_ptr + parts, total, mask=group < GROUP)
@@ -379,36 +295,22 @@ def _split_decode_kernel(
             if tl.atomic_add(done_ptr + sequence, 1, sem="acq_rel") == num_active - 1:
                 tl.store(done_ptr + sequence, 0)
                 first_part = sequence * num_splits
-                if KEYS_OF_SPLIT > 0:
-                    _combine_in_order(
-                        out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
-                        partial_ptr + first_part * GROUP * D,
-                        tops_ptr + first_part * GROUP,
-                        totals_ptr + first_part * GROUP,
-                        sinks_ptr + head * GROUP,
-                        num_parts,
-                        GROUP,
-                        DOT_ROWS,
-                        D,
-                        HAS_SINKS,
-                    )
-                else:
-                    _combine(
-                        out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
-                        partial_ptr + first_part * GROUP * D,
-                        tops_ptr + first_part * GROUP,
-                        totals_ptr + first_part * GROUP,
-                        sinks_ptr + head * GROUP,
-                        log_sums_ptr + (row.to(tl.int64) * HK + head) * GROUP,
-                        num_active,
-                        GROUP,
-                        PADDED_GROUP,
-                        D,
-                        MAX_SPLITS,
-                        SPLITS_AT_ONCE,
-                        HAS_SINKS,
-                        IS_REST,
-                    )
+                _combine(
+                    out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
+                    partial_ptr + first_part * GROUP * D,
+                    tops_ptr + first_part * GROUP,
+                    totals_ptr + first_part * GROUP,
+                    sinks_ptr + head * GROUP,
+                    log_sums_ptr + (row.to(tl.int64) * HK + head) * GROUP,
+                    num_active,
+                    GROUP,
+                    PADDED_GROUP,
+                    D,
+                    MAX_SPLITS,
+                    SPLITS_AT_ONCE,
+                    HAS_SINKS,
+                    IS_REST,
+                )
 
 
 def block_of_keys(head_dim: int) -> int:
@@ -438,16 +340,13 @@ def split_decode(
     window_left: int,
     fetch_first: bool,
     chunk: int,
-    keys_of_split: int = 0,
-    blocks: int = 1,
 ) -> None:
     """Attention of one new token a request over its keys, the token's own included.
 
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype, or the cache in float8_e4m3fn.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
-            a row is passed over and its output left as it is. Blocks without keys do not wait, except row 0's, or with
-            keys_of_split the first of each row and head.
+            a row is passed over and its output left as it is. Blocks without keys do not wait, except row 0's.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.
@@ -462,9 +361,6 @@ def split_decode(
             its ends. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
-        keys_of_split: a multiple of block_of_keys; without fetch_first. N have room for all keys then, and a row's bits
-            do not depend on the blocks among which splits are divided. 0: keys are divided evenly.
-        blocks: of a row and KV head, at most, with keys_of_split; else N.
     """
     batch, scratch = (q, keys, values, page_table, seq_lens), (partial, tops, totals, done)
     launch_split_decode(
@@ -481,8 +377,6 @@ def split_decode(
         slopes=slopes,
         bias=bias,
         chunk=chunk,
-        keys_of_split=keys_of_split,
-        blocks=blocks,
     )
 
 
@@ -501,8 +395,6 @@ def launch_split_decode(
     slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     chunk: int = 0,
-    keys_of_split: int = 0,
-    blocks: int = 1,
     first_keys: torch.Tensor | None = None,
     log_sums: torch.Tensor | None = None,
 ) -> None:
@@ -519,9 +411,7 @@ def launch_split_decode(
     num_splits = scratch[0].shape[1]
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
-    stages = 2 if keys_of_split and blocks == 1 else 3  # with 3 registers keep a fourth block off a multiprocessor
-    block = block_of_keys(head_dim)
-    wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, blocks if keys_of_split else num_splits)](
+    wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, num_splits)](
         *batch,
         out,
         *scratch,
@@ -542,7 +432,7 @@ def launch_split_decode(
         HK=num_kv_heads,
         D=head_dim,
         PAGE=page_size,
-        BLOCK=block,
+        BLOCK=block_of_keys(head_dim),
         MAX_SPLITS=max_splits,
         SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
@@ -552,10 +442,8 @@ def launch_split_decode(
         CHUNK=chunk,
         IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,
-        KEYS_OF_SPLIT=keys_of_split,
-        FETCHED_KEYS=block if blocks == 1 else min(keys_of_split, _MOST_FETCHED // block * block),
-        STAGES=stages,
+        STAGES=_STAGES,
         EARLY=starts_early(),
         num_warps=4,
-        num_stages=1 if fetch_first else stages,
+        num_stages=1 if fetch_first else _STAGES,
     )

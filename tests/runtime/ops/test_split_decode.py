@@ -25,14 +25,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"chunk": 150},  # of the longest request the last 140 keys
     "all": {"window_left": 100, "sinks": True, "slopes": True, "soft_cap": 2.0},
 }
-# Blocks that keys are split among; with `keys_of_split` splits that there is room for.
+# Blocks that keys are split among.
 WAYS: dict[str, dict[str, Any]] = {
     "fetched first": {"splits": 1, "fetch_first": True},
     "fetched first, splits": {"splits": 3, "fetch_first": True},
     "one block": {"splits": 1},
     "splits": {"splits": 3},
-    "in order": {"splits": 5, "keys_of_split": 64},
-    "in order, blocks": {"splits": 5, "keys_of_split": 64, "blocks": 4},
 }
 
 
@@ -123,15 +121,6 @@ def test_splits_are_added_up_in_several_turns(kernel, monkeypatch, fetch_first) 
     monkeypatch.setattr(kernel, "_MAX_COMBINED", 2 * 4 * HEAD_DIM)  # two splits at once, of three heads padded to four
     batch = Batch()
     check(batch.decode(kernel, 5, sinks=batch.sinks, fetch_first=fetch_first), batch.expected(sinks=batch.sinks)[0])
-
-
-@interpreted
-def test_splits_in_order_have_the_same_bits_in_any_number_of_blocks(kernel) -> None:
-    batch = Batch()
-    options = batch.features(FEATURES["sinks"]) | {"keys_of_split": 64}
-    alone = batch.decode(kernel, 5, blocks=1, **options)
-    for blocks in (2, 5):
-        assert torch.equal(batch.decode(kernel, 5, blocks=blocks, **options).nan_to_num(), alone.nan_to_num()), blocks
 
 
 @interpreted
