@@ -54,6 +54,7 @@ from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.stage import Stage
+from mllm_compile.passes.stream_expert_rows import StreamExpertRows
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -100,6 +101,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     StreamLinears,  # a variant for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a variant for up to 16 tokens of pieces that have none by stream_linears
     GroupExperts,  # the rows of each expert as one product, in variants for 1, 64, 256 and any number of tokens
+    StreamExpertRows,  # experts in MXFP4 in these variants: weights are streamed, with the activation
     SumExperts,  # the weighted sum of each token's rows, for more tokens
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens

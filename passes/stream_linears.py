@@ -12,8 +12,9 @@ from torch import fx
 from mllm_compile.passes.add_lora import places_of_slots
 from mllm_compile.passes.base import NO_CUDA_COMPILER, NO_VARIANTS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import Linear, is_of_step, match_linear, match_quantised_as_linear
-from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
+from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op, linear_operands
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.variants import add_variants
 from mllm_compile.runtime.ops.stream_linear.adapted import MAX_TOKENS as ADAPTED_TOKENS
@@ -29,6 +30,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
 
+_MOST_OF_ROUTER = 1 << 20  # elements of a router's weight that the library may multiply with
 _ADAPTED = "_streamed_adapters"  # variants' names end so
 _ADAPTED_OPS = "stream_linear_lora", "stream_linear_lora_residual", "stream_linear_lora_residual_norm"
 
@@ -57,7 +59,8 @@ class StreamLinears(GraphPass):
     A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 64
     tokens of pieces whose weights are all large (adapted.py).
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py). Variants
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py), but for
+        a router of few experts. Variants
         are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head
         or an fp8 weight with a scale a row (quantise_activations may make it 32). The pass is left out where the
         kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none here; the variant of
@@ -100,8 +103,18 @@ def _variant(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
 
 def _variant_by(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
-    are_taken = all(ops.match(node) or ops.is_within(node) for node in linears if is_of_step(node))
+    has_experts = any(match_expert_linear(node) for node in piece.graph.nodes)
+    are_taken = all(
+        ops.match(node) or ops.is_within(node) or (has_experts and _is_small_router(node))
+        for node in linears
+        if is_of_step(node)
+    )
     return few_token_variant(piece, ops) if are_taken else None
+
+
+def _is_small_router(node: fx.Node) -> bool:
+    """True for a linear of few outputs, as of a router with 32 experts, which the library may multiply with."""
+    return is_call(node, LINEAR) and linear_operands(node)[1].meta["val"].numel() <= _MOST_OF_ROUTER
 
 
 def _adapted_variant(piece: fx.GraphModule) -> fx.GraphModule | None:

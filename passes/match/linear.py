@@ -114,6 +114,60 @@ def match_silu_mul(node: fx.Node) -> fx.Node | None:
     return halves.args[0] if _is_in_halves(halves) else None
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """g · sigmoid(alpha · g) · (u + 1) of neighbours g and u of `pairs`; g is at most `limit`, u within ± `limit`."""
+
+    pairs: fx.Node
+    alpha: float
+    limit: float
+
+
+def match_clamped_swiglu(node: object) -> ClampedSwiglu | None:
+    """The activation that ends at `node`, as gpt-oss has it, where nothing else reads what is between."""
+    for more, glu in _products(node):
+        for ups, one in _products(more, operator.add):
+            for gates, sigmoid in _products(glu):
+                scaled: Any = sigmoid.args[0] if is_call(sigmoid, torch.sigmoid, "sigmoid") else None
+                if one != 1 or not is_call(scaled, operator.mul) or scaled.args[0] is not gates:
+                    continue
+                between = {more: 1, glu: 1, sigmoid: 1, scaled: 1, gates: 2, ups: 1}
+                found = _clamped_pairs(gates, ups)
+                if found is None or any(len(value.users) != users for value, users in between.items()):
+                    continue
+                pairs, limit = found
+                alpha: Any = scaled.args[1]
+                return ClampedSwiglu(pairs, float(alpha), limit)
+    return None
+
+
+def _products(node: object, target: Callable[..., Any] = operator.mul) -> Iterator[tuple[Any, Any]]:
+    """Both operands of a call of `target`, in either order."""
+    if is_call(node, target):
+        first, second = node.args
+        yield first, second
+        yield second, first
+
+
+def _clamped_pairs(gates: Any, ups: Any) -> tuple[fx.Node, float] | None:
+    """The value that has gates and ups as neighbours, and their limit."""
+    if not (is_call(gates, torch.clamp) and is_call(ups, torch.clamp)):
+        return None
+    gate, *of_gates = gates.args
+    up, *of_ups = ups.args
+    limit: Any = of_gates[-1]
+    if not isinstance(limit, int | float) or limit <= 0 or of_gates != [None, limit] or of_ups != [-limit, limit]:
+        return None
+    if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
+        return None
+    are_neighbours = [one.args[1] for one in (gate, up)] in [
+        [(Ellipsis, slice(start, None, 2)), (Ellipsis, slice(1, None, 2))] for start in (None, 0)
+    ]
+    pairs: Any = gate.args[0]
+    is_alone = len(pairs.users) == 2 and len(gate.users) == len(up.users) == 1
+    return (pairs, float(limit)) if are_neighbours and is_alone else None
+
+
 def match_squared_relu(node: object) -> fx.Node | None:
     """relu(x) ** 2: x, where nothing else reads relu(x)."""
     is_square = is_call(node, torch.square) or (is_call(node, operator.pow) and node.args[1:] == (2,))

@@ -128,6 +128,7 @@ def test_traffic_between_ranks_has_a_line_of_its_own(name):
 OUR_GEMMS = {
     "expert_down",
     "expert_gate_up",
+    "expert_rows",
     "expert_tiles",
     "gated_linear",
     "quantised_linear",

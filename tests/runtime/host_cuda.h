@@ -17,6 +17,9 @@
 using std::max, std::min;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+struct int2 {
+  int x, y;
+};
 struct uint2 {
   u32 x, y;
 };
@@ -70,6 +73,13 @@ inline u32 __reduce_max_sync(u32, u32 v) {
 }
 inline u32 __reduce_min_sync(u32 lanes, u32 v) { return ~__reduce_max_sync(lanes, ~v); }
 inline bool __all_sync(u32 lanes, bool is_so) { return __reduce_min_sync(lanes, is_so) != 0; }
+inline u32 __ballot_sync(u32, bool is_so) {
+  return among_lanes(is_so, [] {
+    u32 all = 0;
+    for (int lane = 0; lane < LANES; lane++) all |= theirs(lane) << lane;
+    return all;
+  });
+}
 inline void atomicOr(u32* to, u32 v) { __atomic_or_fetch(to, v, __ATOMIC_SEQ_CST); }
 
 // Ends the program at once: its own end would wait for threads that wait.
@@ -105,6 +115,7 @@ inline void publish_barriers() {}
 inline void wait_for_prerequisites() {}
 inline void start_dependents() {}
 inline u64 read_once() { return 0; }
+inline u64 read_again() { return 0; }
 inline void load_bytes(u32 to, const char* from, int bytes, u32 barrier, u64) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("a copy is not aligned");
   std::memcpy(shared_memory + to, from, bytes);
@@ -123,7 +134,10 @@ inline uint4 load_shared(u32 at) {
   std::memcpy(&v, shared_memory + at, sizeof v);
   return v;
 }
-inline long long load_integer(const long long* from) { return *from; }
+template <typename Integer>
+Integer load_integer(const Integer* from) {
+  return *from;
+}
 
 inline float __uint_as_float(u32 bits) {
   float v;
@@ -135,6 +149,14 @@ inline u32 __float_as_uint(float v) {
   std::memcpy(&bits, &v, sizeof bits);
   return bits;
 }
+inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+  const u64 both = (u64)high << 32 | low;
+  u32 found = 0;
+  for (int i = 0; i < 4; i++) found |= (u32)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return found;
+}
+inline float power_of(float v) { return std::exp(-v); }
+inline float reciprocal(float v) { return 1.f / v; }
 inline float __expf(float v) { return std::exp(v); }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float first_of(u32 both) { return __uint_as_float(both << 16); }

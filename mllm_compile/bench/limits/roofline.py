@@ -32,7 +32,7 @@ UNKNOWN = "?"
 # GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(
     r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$"
-    r"|expert_(tiles|gate_up|down)$|quantised_tiles$)"
+    r"|expert_(tiles|gate_up|down|rows)$|quantised_tiles$)"
     r"|^aten::(add)?mm$",
     re.I,
 )

@@ -7,6 +7,12 @@ constexpr float E2M1_FACTOR = (float)(1ull << 62);  // of sums
 
 // The floats in the bits 0 to 3 and 16 to 19.
 __device__ __forceinline__ u32 pair_of_e2m1(u32 codes) { return codes << 6 & 0x01c001c0u | codes << 12 & 0x80008000u; }
+// The same of the numbers i (0 to 3) and i + 4 of a word: a multiplication brings sign and rest to their places, as
+// shifts and masks share one slow unit.
+__device__ __forceinline__ u32 pair_of_word(u32 word, int i) {
+  const u32 near = i < 2 ? word : word >> 8;
+  return (i % 2 ? (near & 0x00f000f0u) * 0x0104u : (near & 0x000f000fu) * 0x1040u) & 0x81c081c0u;
+}
 // The two floats of a byte. Multiplications bring them to their places, as shifts and masks share one slow unit.
 __device__ __forceinline__ u32 pair_of_byte(u32 byte) {
   return byte * 0x00040040u & 0x01c001c0u | byte * 0x01001000u & 0x80008000u;

@@ -311,7 +311,7 @@ def experts(decoder: Decoder, hidden: fx.Node, name: str) -> fx.Node:
 
 
 def experts_with_biases(decoder: Decoder, hidden: fx.Node, name: str) -> fx.Node:
-    """As gpt-oss': choice, softmax; transposed weights with biases, gate and up interleaved."""
+    """As gpt-oss': choice, softmax; transposed weights with biases, gate and up interleaved and clamped."""
     return _experts(decoder, hidden, name, softmax_first=False)
 
 
@@ -345,13 +345,21 @@ def _experts(decoder: Decoder, hidden: fx.Node, name: str, softmax_first: bool) 
         parts = call(torch.chunk, products, 2, -1)
         gate, up = (call(operator.getitem, parts, index) for index in (0, 1))
     else:
-        gate, up = (call(operator.getitem, products, (Ellipsis, slice(start, None, 2))) for start in (0, 1))
-    active = call(operator.mul, call(functional.silu, gate), up)
+        gate, up = (call(operator.getitem, products, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
+    active = call(operator.mul, call(functional.silu, gate), up) if softmax_first else clamped_swiglu(decoder, gate, up)
     outputs = call(linear, active, ids, second, biases[1], not softmax_first, False)
     weighted = call(operator.mul, outputs, method("reshape", weights, -1, 1))
     tokens = decoder.size_inputs["T"]
     total = method("sum", method("view", weighted, tokens, CHOSEN, -1), dim=1)
     return method("view", method("to", total, decoder.dtype), 1, tokens, decoder.hidden)
+
+
+def clamped_swiglu(decoder: Decoder, gate: fx.Node, up: fx.Node, alpha: float = 1.702, limit: float = 0.5) -> fx.Node:
+    """As gpt-oss'; the limit is one that some of these numbers reach."""
+    call = decoder.call
+    gate, up = call(torch.clamp, gate, None, limit), call(torch.clamp, up, -limit, limit)
+    glu = call(operator.mul, gate, call(torch.sigmoid, call(operator.mul, gate, alpha)))
+    return call(operator.mul, call(operator.add, up, 1), glu)
 
 
 def decoder_of_experts() -> fx.GraphModule:
@@ -390,6 +398,14 @@ def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
     return gm
 
 
+def decoder_of_experts_in_mxfp4() -> fx.GraphModule:
+    """As gpt-oss is published."""
+    gm = Decoder(dtype=torch.bfloat16, feed_forward=experts_with_biases).model()
+    names = [f"layers.{layer}.experts.{part}" for layer in (0, 1) for part in ("up", "down")]
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes({}, dict.fromkeys(names, MXFP4))
+    return gm
+
+
 def decoder_in_fp8() -> fx.GraphModule:
     """With a scale a row: inputs may be fp8 too, which is not within bfloat16's rounding."""
     gm = Decoder().model()
@@ -424,6 +440,7 @@ GRAPHS = (
     decoder_of_experts_in_bfloat16,
     experts_with_biases_of_which_some_are_quantised,
     quantised_decoder,
+    decoder_of_experts_in_mxfp4,
     decoder_in_fp8,
     latents,
 )

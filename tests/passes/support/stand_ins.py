@@ -29,6 +29,7 @@ from mllm_compile.runtime.ops.lora.reference import add_lora_reference as add_lo
 from mllm_compile.runtime.ops.lora.shapes import chained_columns, num_splits
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
+from mllm_compile.runtime.ops.stream_expert_rows import ops as expert_rows_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from mllm_compile.runtime.ops.stream_linear import adapted_ops, one_order_ops, ops  # noqa: F401  (defines the ops)
@@ -189,6 +190,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_expert_up", stream_expert_up, "CPU")
     library.impl("stream_expert_down", stream_expert_down, "CPU")
     library.impl("stream_expert_down_norm", stream_expert_down_norm, "CPU")
+    library.impl("stream_expert_rows", stream_expert_rows, "CPU")
     yield
     del library
 
@@ -317,6 +319,23 @@ def quantised_grouped_linear(
     tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
     weight = dequantised(tensors, kind, group, x.shape[1], x.dtype)
     return grouped_linear(x, order, blocks, weight, bias, num_chosen, False, of_tokens, is_gated, block)
+
+
+def stream_expert_rows(
+    x, order, blocks, values, scales, bias, num_chosen, of_tokens, swiglu, alpha, limit, is_early, block
+):
+    weight = dequantised({VALUES: values, SCALES: scales}, "mxfp4", 32, x.shape[1], torch.float32)
+    if block == ONE_ROW:  # what is no expert's is broken
+        is_expert = ((order >= 0) & (order < len(values))).flatten()
+        order = order.clamp(0, len(values) - 1)
+    bias = None if bias is None else bias.float()
+    wide = grouped_linear(x.float(), order, blocks, weight, bias, num_chosen, False, of_tokens, False, block)
+    out = wide.to(x.dtype)
+    if swiglu:
+        is_none = (out == 0).all(-1, keepdim=True)  # of padding
+        gate, up = out.float()[:, ::2].clamp(max=limit), out.float()[:, 1::2].clamp(-limit, limit)
+        out = ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype).masked_fill(is_none, 0)
+    return out.masked_fill(~is_expert[:, None], torch.nan) if block == ONE_ROW else out
 
 
 def gated_expert_tiles(x, order, blocks, weight, num_chosen):
