@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -13,21 +13,22 @@ from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
-_SUFFIX, _INDEX = ".safetensors", "model.safetensors.index.json"
+_SUFFIX, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 _MOST_FILES = 4096
 _PART_BYTES = 512 << 20  # beside the weights at once, unless a tensor alone has more
 
 
 def tensors_of_folder(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor by its name in the files, on a device; an index says which, where there is one.
+    """Every tensor by its name in the files, on a device.
+
+    An index says which files count, as in vLLM and SGLang; without one all do but an adapter's, as PEFT writes it.
 
     Raises:
-        CheckpointError: there are no such files, one is damaged, or two hold a tensor and no index says which counts.
+        CheckpointError: there are no such files, one is damaged or missing, or two hold a tensor and no index says
+            which counts.
     """
-    paths = sorted(path for path in folder.glob(f"*{_SUFFIX}"))[:_MOST_FILES] if folder.is_dir() else []
-    if not paths:
-        raise CheckpointError(f"{folder}: expected a folder with safetensors files. Write the weights there first.")
     index = _index(folder)
+    paths = _files(folder, set(index.values()))
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path in paths:
         for name, entry in read_safetensors(path).tensors.items():
@@ -37,6 +38,19 @@ def tensors_of_folder(folder: Path, device: torch.device) -> Iterator[tuple[str,
                 raise CheckpointError(f"{path}: tensor {name!r} is in {found[name][0].name} too. Keep one of them.")
             found[name] = path, entry
     return _read(found, device)
+
+
+def _files(folder: Path, named: Set[str]) -> list[Path]:
+    paths = {path.name: path for path in folder.glob(f"*{_SUFFIX}")} if folder.is_dir() else {}
+    adapter = paths.pop(_ADAPTER, None) if _ADAPTER not in named else None
+    if missing := sorted(named - paths.keys()):
+        raise CheckpointError(f"{folder} lacks {missing[0]!r}, which {_INDEX} names. Write it first.")
+    if not paths:
+        instead = "" if adapter is None else f" {_ADAPTER} is an adapter's: load it as one."
+        raise CheckpointError(
+            f"{folder}: expected a folder with safetensors files of weights. Write them there first.{instead}"
+        )
+    return [paths[name] for name in sorted(named or paths)][:_MOST_FILES]
 
 
 def _index(folder: Path) -> dict[str, str]:
