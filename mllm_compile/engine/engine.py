@@ -395,7 +395,10 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
             EngineDeadError: this process is a fork of the engine's.
         """
         stats = self._running_core.stats()
-        return stats if self._pooling is not None else replace(stats, sleep_host_bytes=self._sleep.host_bytes)
+        if self._pooling is not None:
+            return stats
+        held_seconds, host_bytes = self.core.gate.held_seconds, self._sleep.host_bytes
+        return replace(stats, sleep_host_bytes=host_bytes, held_seconds=held_seconds)
 
     def session_state(self, session_id: str, cache_salt: str | None = None) -> SessionState | None:
         """The state of a session; None: none has that name.

@@ -9,6 +9,7 @@ EngineCore asks the gate; engine/pauses.py moves it. Every change is made under 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Literal, get_args
@@ -47,6 +48,7 @@ class Gate:
         self.sleeping: frozenset[str] = frozenset()
         self.is_paused = False
         self.num_pauses = 0
+        self._shut_since_s: float | None = None
         self._refusing: PauseMode | None = None
         self._refuses_asleep = self._is_updating = False
         self._torn: str | None = None
@@ -64,6 +66,12 @@ class Gate:
         if self.drained is not None:
             return "pausing"
         return "paused" if self.is_paused else "running"
+
+    @property
+    def held_seconds(self) -> float:
+        """How long it has been shut."""
+        since = self._shut_since_s
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def refusal(self) -> MllmError | None:
@@ -194,3 +202,7 @@ class Gate:
     def _settle(self) -> None:
         is_held = self.is_paused and self.drained is None
         self.is_shut = is_held or self._is_updating or self._torn is not None or bool(self.sleeping)
+        if not self.is_shut:
+            self._shut_since_s = None
+        elif self._shut_since_s is None:
+            self._shut_since_s = time.monotonic()

@@ -190,6 +190,7 @@ class EngineStats:
         adapters: the adapters in use; None unless lora.max_adapters.
         tiers: the memory behind the KV cache, one for each tier.
         sleep_host_bytes: bytes of the host's memory that copies of weights have, from the first sleep of level 1 on.
+        held_seconds: since when a pause, an update or sleep has held all steps; 0: nothing does.
     """
 
     running: int
@@ -226,6 +227,7 @@ class EngineStats:
     adapters: AdapterStats | None = None
     tiers: tuple[TierFigures, ...] = ()
     sleep_host_bytes: int = 0
+    held_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:

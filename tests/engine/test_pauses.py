@@ -45,11 +45,14 @@ def test_kept_requests_go_on_as_if_nothing_had_been(mode):
         stream, tokens = started(engine, LONG)
         engine.pause(mode)
         assert engine.state == "paused" and engine.is_paused
+        held = engine.stats().held_seconds
+        until(lambda: engine.stats().held_seconds > held > 0, "it says since when")
         steps = engine.stats().steps
         newcomer = beside(engine.generate, PROMPT, SHORT)
         until(lambda: engine.stats().waiting + engine.stats().running == 2, "the newcomer is queued")
         assert engine.stats().steps == steps, "no step runs"
         engine.resume()
+        assert engine.stats().held_seconds == 0
         assert rest(stream, tokens) == expected_tokens(PROMPT, 200)
         assert newcomer.result(HANG_S)[0].token_ids == expected_tokens(PROMPT, 8)
         assert (engine.stats().preemptions > 0) == (mode == "retract")

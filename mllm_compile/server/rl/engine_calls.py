@@ -38,7 +38,7 @@ class EngineCalls:
         self._calls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": self._resume,
-            "is_paused": lambda: engine.is_paused,
+            "is_paused": self._is_paused,
             "flush": self._flush,
             "sleep": partial(engine.sleep, refuses=True),
             "wake_up": engine.wake_up,
@@ -80,6 +80,13 @@ class EngineCalls:
         self._engine.pause(mode)
         if flush:
             self._engine.flush_prefix_cache()
+
+    def _is_paused(self) -> dict[str, Any]:
+        """vLLM's answer, and what holds steps since when: a pause has no end by itself."""
+        told: dict[str, Any] = {"is_paused": self._engine.is_paused}
+        if told["is_paused"]:
+            told |= {"state": self._engine.state, "seconds": round(self._engine.core.gate.held_seconds, 1)}
+        return told
 
     def _resume(self) -> None:
         self._engine.resume()

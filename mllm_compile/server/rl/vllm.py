@@ -131,7 +131,7 @@ async def resume(asked: Asked) -> Any:
 
 
 async def is_paused(asked: Asked) -> Any:
-    return {"is_paused": await asked.calls.ask("is_paused")}
+    return await asked.calls.ask("is_paused")
 
 
 async def world_size(asked: Asked) -> Any:

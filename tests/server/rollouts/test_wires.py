@@ -282,11 +282,14 @@ def test_a_pause_that_keeps_what_runs_changes_no_token(trainer):
     asked = long(trainer, 60)
     trainer.post("/pause?mode=keep")
     trainer.post("/pause?mode=keep")
-    assert trainer.server.get("/is_paused").json == {"is_paused": True}
+    paused = trainer.server.get("/is_paused").json
+    assert (paused["is_paused"], paused["state"]) == (True, "paused") and paused["seconds"] >= 0
+    eventually(lambda: trainer.server.figure("mllm:held_seconds") > 0, "a trainer that died is seen")
     newcomer = Beside(trainer.sample)
     trainer.post("/resume")
     assert len(newcomer.wait()["token_ids"]) == 8
     assert asked.wait()["choices"][0]["token_ids"] == whole
+    eventually(lambda: trainer.server.figure("mllm:held_seconds") == 0, "steps run")
 
 
 def test_what_a_pause_or_a_call_ends_has_its_tokens_so_far(trainer):
