@@ -27,6 +27,8 @@ def check_config(config: EngineConfig | ResolvedConfig) -> None:
         )
     if method != "none":
         raise ConfigError(f"trainable: speculative.method is {method}; expected none. Leave it out.")
+    if isinstance(config, ResolvedConfig) and config.lora.of_sounds:
+        raise ConfigError("trainable: the model brings an adapter for its sounds; expected a model of text alone")
     if config.lora.adapters or config.lora.max_adapters:
         raise ConfigError("trainable: the section lora has adapters; expected none. Leave it out.")
     if runtime.skip_compiled:

@@ -314,9 +314,12 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(there):
 )
 def test_features_of_one_host_are_refused_over_several_nodes(key, value):
     runtime = {"expert_parallel_size": 1, "kv_offloading_size": 0.0, "enable_dbo": False} | {key: value}
-    lora = SimpleNamespace(max_adapters=runtime.pop("max_adapters", 0))
+    lora = SimpleNamespace(max_adapters=runtime.pop("max_adapters", 0), of_sounds="")
     compiled: Any = SimpleNamespace(config=SimpleNamespace(runtime=SimpleNamespace(**runtime), lora=lora))
     with pytest.raises(
         ConfigError, match=rf"{key} is set, which is for ranks of one node, and Ray has placed them on 2"
     ):
+        _check_over_nodes(compiled, 2)
+    lora.of_sounds = "sounds"  # nobody wrote a section lora
+    with pytest.raises(ConfigError, match="the model brings an adapter for its sounds, and adapters are for ranks of"):
         _check_over_nodes(compiled, 2)

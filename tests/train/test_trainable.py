@@ -13,7 +13,11 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile import ConfigError, Engine, EngineConfig, RequestError, RequestOutput, SamplingParams, trainable
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolve import resolve
+from mllm_compile.train.refusals import check_config
 from mllm_compile.train.trainable import Trainable
+from tests.config.resolving import CPU, QWEN
 from tests.tiny_model import TINY, Reference, engine_of_pages, shallow_tiny, tiny_config
 
 Config = Callable[..., EngineConfig]
@@ -214,6 +218,14 @@ def test_compiled_pieces_and_weights_in_panels_give_the_same(tmp_path: Path) -> 
 def test_what_is_no_batch_is_refused(module: Trainable, call: tuple[Any, ...], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         module(*call)
+
+
+def test_a_models_own_adapter_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    asked = EngineConfig.from_dict({"model": {"path": "m"}, "runtime": {"deterministic": True}})
+    resolved = resolve(asked, ModelFolder(tmp_path, QWEN | {"has_lora_adapter": True}, ()), CPU)
+    with pytest.raises(ConfigError, match="the model brings an adapter for its sounds; expected a model of text"):
+        check_config(resolved)
 
 
 @pytest.mark.parametrize(

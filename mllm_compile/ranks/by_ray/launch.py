@@ -87,6 +87,9 @@ def _check_over_nodes(compiled: CompiledRuntime, num_nodes: int) -> None:
         ConfigError: a feature is for ranks of one host.
     """
     config = compiled.config
+    where, remedy = f"for ranks of one node, and Ray has placed them on {num_nodes}", "a node with room for all ranks"
+    if config.lora.of_sounds:
+        raise ConfigError(f"the model brings an adapter for its sounds, and adapters are {where}. Give Ray {remedy}.")
     one_host = {
         "runtime.expert_parallel_size": config.runtime.expert_parallel_size > 1,
         "runtime.kv_offloading_size": config.runtime.kv_offloading_size > 0,
@@ -95,7 +98,4 @@ def _check_over_nodes(compiled: CompiledRuntime, num_nodes: int) -> None:
     }
     for key, is_set in one_host.items():
         if is_set:
-            raise ConfigError(
-                f"{key} is set, which is for ranks of one node, and Ray has placed them on {num_nodes}. Leave it out, "
-                "or give Ray a node with room for all ranks."
-            )
+            raise ConfigError(f"{key} is set, which is {where}. Leave it out, or give Ray {remedy}.")
