@@ -26,10 +26,9 @@ def begin_verify(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
             draft = fields[index, DRAFT_FIELD : DRAFT_FIELD + min(given, most)].tolist()
         elif row and most:
             text = history[row, : length + 1]
-            distance = distance_of_repeat(text.numpy(), shortest, longest)
-            if distance or fills:
-                newest = int(last_tokens[row])
-                draft = [int(text[length + 1 - distance + i % distance]) if distance else newest for i in range(most)]
+            distance = distance_of_repeat(text.numpy(), shortest, longest) or (length + 1 if fills else 0)
+            if distance:
+                draft = [int(text[length + 1 - distance + i % distance]) for i in range(most)]
         draft = draft[: input_ids.shape[1] - 1]
         drafted[index, 0], drafted[index, 1] = length, len(draft)
         drafted[index, 2 : 2 + len(draft)] = torch.tensor(draft, dtype=torch.int32)

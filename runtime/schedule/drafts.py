@@ -185,6 +185,8 @@ class Drafts:
         if wrong is not None:
             del draft[wrong:]
         if self._speculation.fills:
+            # By how the text begins: other tokens, that choose other experts.
+            draft += asked.request.all_token_ids[: asked.most - len(draft)].tolist()
             draft += [asked.request.output_token_ids[-1]] * (asked.most - len(draft))
         return draft
 

@@ -60,6 +60,16 @@ def test_a_plain_step_reads_what_transformers_chooses_for_the_first_new_tokens(p
     assert found.independent == pytest.approx(EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** 3))
 
 
+def test_what_no_ngram_is_found_for_is_drafted_by_how_the_text_begins(parts):
+    (prompt,) = prompts_of(1, PROMPT, 5)
+    (request,) = requests_of(parts, [prompt], 9)
+    step(parts)
+    batch = step(parts)
+    assert batch is not None
+    assert batch.verify_token_ids.tolist() == [request.output_token_ids[0], *prompt[:DRAFTED]]
+    parts.scheduler.abort(request)
+
+
 def test_a_verify_step_reads_for_all_rows_of_its_drafts(parts):
     prompts = prompts_of(3, PROMPT, 0)
     plain, verify = read(parts, prompts, 1, 1), read(parts, prompts, 1 + DRAFTED, STEPS)

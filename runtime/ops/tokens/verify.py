@@ -98,8 +98,10 @@ def _begin_kernel(
     searched = tl.where(drafts_here, length + 1, 0)
     shortest, longest = tl.load(settings_ptr), tl.load(settings_ptr + 1)
     distance = _distance_of_repeat(own_history, searched, shortest, longest, AT_ONCE)
-    fills = tl.load(settings_ptr + 2) != 0
-    found = tl.where((distance > 0) | (drafts_here & fills), most, 0)
+    # What a synthetic acceptance fills drafts with is how the text begins: other tokens, that choose other experts.
+    fills = drafts_here & (tl.load(settings_ptr + 2) != 0)
+    distance = tl.where((distance == 0) & fills, length + 1, distance)
+    found = tl.where(distance > 0, most, 0)
     num_drafted = tl.minimum(tl.where(given >= 0, tl.minimum(given, most), found), num_tokens - 1)
     num_drafted = tl.where(is_request, num_drafted, 0)
     columns = tl.arange(0, MOST_TOKENS)
@@ -109,7 +111,7 @@ def _begin_kernel(
     sources = length + 1 - distance + places % tl.maximum(distance, 1)
     looked_up = tl.load(own_history + sources, mask=is_drafted & (distance > 0), other=0).to(tl.int64)
     of_host = tl.load(entry + DRAFT_FIELD + places, mask=is_drafted & (given >= 0), other=0).to(tl.int64)
-    drafts = tl.where(given >= 0, of_host, tl.where(distance > 0, looked_up, newest))
+    drafts = tl.where(given >= 0, of_host, looked_up)
     left = drafted_ptr + request * DRAFTED
     tl.store(left, length)
     tl.store(left + 1, num_drafted)
