@@ -186,7 +186,7 @@ class Drafts:
             del draft[wrong:]
         if self._speculation.fills:
             # By how the text begins: other tokens, that choose other experts.
-            draft += asked.request.all_token_ids[: asked.most - len(draft)].tolist()
+            draft += asked.request.prompt_token_ids[: asked.most - len(draft)]
             draft += [asked.request.output_token_ids[-1]] * (asked.most - len(draft))
         return draft
 
