@@ -1,19 +1,22 @@
 """Microseconds of one layer's experts with bfloat16 weights and with those in few bits, by number of tokens.
 
-    python -m benchmarks.kernels.quantised_experts_speed [--tokens 1,8,64,2048] [--forms bf16,row,group,int4,mxfp4]
-        [--sweep] [--shape qwen-30b-a3b]
+    python -m benchmarks.kernels.quantised_experts_speed [--tokens 1,8,64,2048] [--sweep] [--shape qwen-30b-a3b]
+        [--forms bf16,row,group,int4,mxfp4,streamed]
 
 Needs an NVIDIA GPU. A CUDA graph runs both linears of a layer (without what chooses and orders rows) for several sets
 of choices, so that weights come from the GPU's memory. Of fp8, `row` weights have a scale a row, `group` weights one
-for 128 inputs, as `int4` ones. GB/s are of the chosen experts' weights, each once; an `error` is the distance from
-float32 over torch's distance in bfloat16. --sweep times other sizes of tiles too.
+for 128 inputs, as `int4` ones. `streamed` is MXFP4 by stream_expert_rows, with gpt-oss' activation. GB/s are of the
+chosen experts' weights, each once; an `error` is the distance from float32 over torch's distance in bfloat16. --sweep
+times other sizes of tiles too.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.nn.functional import silu
@@ -21,6 +24,8 @@ from torch.nn.functional import silu
 from benchmarks.script import names_of, need_gpu, parser_of, positives
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.kernels.cuda import KernelCompiler
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference, order_of_step
 from mllm_compile.runtime.ops.experts.shapes import VARIANT_TOKENS
@@ -51,7 +56,9 @@ FORMS = {
     "int4": WeightScheme("int4", 128, torch.bfloat16),
     "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
+    "streamed": MXFP4,
 }
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' activation
 SETS = 6  # of choices
 # Columns of a tile, bytes of a row at once, warps, loads under way: for few rows of an expert, and for many.
 SWEEP = [(64, 256, 4, 3), (64, 128, 2, 4), (32, 128, 2, 4), (32, 128, 2, 6), (16, 128, 1, 6)]
@@ -62,10 +69,11 @@ class Experts:
     """Both linears of a layer in one form."""
 
     def __init__(self, shape: Shape, form: str) -> None:
-        self.shape, self.scheme = shape, FORMS[form]
+        self.shape, self.scheme, self.is_streamed = shape, FORMS[form], form == "streamed"
         rows = 2 * shape.inner
         sizes = {"up": (rows, shape.hidden), "down": (shape.hidden, shape.inner)}
         self.tensors = {name: self._weight(*size) for name, size in sizes.items()}
+        self.loaded: set[int] = set()  # sizes of blocks that streamed kernels are there for
 
     def _weight(self, rows: int, columns: int) -> dict[str, torch.Tensor]:
         """One expert's weight is made and repeated: what it holds does not change its time."""
@@ -88,10 +96,33 @@ class Experts:
 
     def run(self, x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor | None, block: int) -> torch.Tensor:
         """The second linear's outputs; without a gate of its own it reads half of the first one's."""
+        if self.is_streamed:
+            self._load(block)
+            how = [(self.shape.chosen, True, True, ALPHA, LIMIT), (self.shape.chosen, False, False, 0.0, 0.0)]
+            for name, its in zip(self.tensors, how, strict=True):
+                weight = self.tensors[name][VALUES], self.tensors[name][SCALES], None
+                x = op("stream_expert_rows")(x, order, blocks, *weight, *its, name == "down", block)
+            return x
         is_gated = self.shape.is_gated
         inner = self._linear("up", x, order, blocks, block, True, is_gated)
         inner = inner if is_gated else inner[:, : self.shape.inner].contiguous()
         return self._linear("down", inner, order, blocks, block, False, False)
+
+    def _load(self, block: int) -> None:
+        """Compiles and loads the kernels for such blocks, once."""
+        from mllm_compile.runtime.ops.stream_expert_rows.ops import load_expert_rows, rows_kernel
+
+        if block in self.loaded:
+            return
+        self.loaded.add(block)
+        kernels = [
+            rows_kernel(tensors[VALUES], None, self.shape.chosen, name == "up", name == "up", name == "down", block)
+            for name, tensors in self.tensors.items()
+        ]
+        with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
+            compiler.write(tuple(kernels), Path(folder), NullReporter())
+            binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
+        load_expert_rows(kernels, binaries, torch.device("cuda:0"))
 
     def _linear(
         self,
@@ -120,8 +151,12 @@ class Experts:
                 self.exact(name, columns).to(dtype) for name, columns in (("up", shape.hidden), ("down", shape.inner))
             )
             inner = expert_linear_reference(x.to(dtype), ids, up, None, False, True)
-            gate, right = inner.chunk(2, -1)
-            inner = silu(gate) * right if shape.is_gated else gate.contiguous()
+            gate, right = (inner[:, ::2], inner[:, 1::2]) if self.is_streamed else inner.chunk(2, -1)
+            if self.is_streamed:
+                gate, right = gate.clamp(max=LIMIT), right.clamp(-LIMIT, LIMIT)
+                inner = (right + 1) * (gate * torch.sigmoid(ALPHA * gate))
+            else:
+                inner = silu(gate) * right if shape.is_gated else gate.contiguous()
             found.append(expert_linear_reference(inner, ids, down, None, False, False).float())
         true, theirs = found
         ours = self.run(x, *order_of_step(ids, shape.experts)).float()
@@ -134,7 +169,7 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
 
     chosen = dict(_TILINGS)
     yield "chosen", chosen
-    if sweep and form != "bf16":
+    if sweep and form not in ("bf16", "streamed"):
         most = next(most for most in chosen if block <= most)
         for tiling in SWEEP_MANY if most == max(chosen) else SWEEP:
             yield "x".join(map(str, tiling)), {**chosen, most: tiling}
