@@ -1,10 +1,12 @@
 """Milliseconds of a memory-bound step beside copies from the host's memory, by copies a call of the driver.
 
     python -m benchmarks.kernels.copies_beside_speed [--ways 1152:0,256:0,64:0,64:50] [--steps 300]
+        [--launches 1]
 
-Needs an NVIDIA GPU. A step is one CUDA graph that reads 4.3 GB of weights; one is launched while the one before runs,
-as in an engine. Pages are of the 8B shape (72 parts of 128 KiB). A way is COPIES:PAUSE: so many copies a call, and a
-pause of so many microseconds behind each call. `launch` is how long the host's call of a step takes.
+Needs an NVIDIA GPU. A step is one CUDA graph that reads 4.3 GB of weights, or several that read as much together, as a
+step with prompts is; one is launched while the one before runs, as in an engine. Pages are of the 8B shape (72 parts of
+128 KiB). A way is COPIES:PAUSE: so many copies a call, and a pause of so many microseconds behind each call. `launch`
+is how long the host's calls of a step take.
 """
 
 from __future__ import annotations
@@ -62,18 +64,20 @@ def use_way(way: Way | None) -> None:
 
 
 class Steps:
-    """A step as a graph of products of one row."""
+    """A step of products of one row, as so many graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches: int) -> None:
         weights = [torch.randn(_WIDTH, _WIDTH, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(_WEIGHTS)]
         x = torch.randn(1, _WIDTH, device="cuda", dtype=torch.bfloat16)
-        self._graph = torch.cuda.CUDAGraph()
+        self._graphs = [torch.cuda.CUDAGraph() for _ in range(launches)]
         for _ in range(2):
             self._forward(x, weights)
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            self.out = self._forward(x, weights)
-        self._kept = weights, x
+        self._kept = weights, [x]
+        for number, graph in enumerate(self._graphs):
+            with torch.cuda.graph(graph):
+                x = self._forward(x, weights[number * _WEIGHTS // launches : (number + 1) * _WEIGHTS // launches])
+            self._kept[1].append(x)
 
     def _forward(self, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         for weight in weights:
@@ -87,7 +91,8 @@ class Steps:
             if number > 1:
                 ends[number % 2].synchronize()
             began = time.perf_counter()
-            self._graph.replay()
+            for graph in self._graphs:
+                graph.replay()
             taken = time.perf_counter() - began
             ends[number % 2].record()
             yield taken
@@ -148,11 +153,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ways", type=ways, default="1152:0,256:0,64:0,16:0,128:50,64:50,32:20")
     parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--launches", type=positive, default=1, help="graphs of a step, up to 128 (default: 1)")
     args = parser.parse_args()
+    if args.launches > _WEIGHTS:
+        parser.error(f"--launches {args.launches}: a step has {_WEIGHTS} products")
     need_gpu()
     link = link_rates()
     print(f"{machine_line()}; link {link[0] / 1e9:.1f} GB/s in, {link[1] / 1e9:.1f} out")
-    steps, pages = Steps(), Pages()
+    steps, pages = Steps(args.launches), Pages()
     timed(steps, 50)
     table = []
     for kind in ("load", "store"):
