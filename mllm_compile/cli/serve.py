@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mllm_compile.cli.arguments import ModelsArgument, QuietOption, SpeculativeOption, VerboseOption, reporter_of
 from mllm_compile.cli.before_listening import check_settings
+from mllm_compile.cli.serve_options import PLACES, check_adapters, kv_events, lora_keys, other_keys, runtime_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.several import is_folder_of_yamls, named_models
 from mllm_compile.config.sources import (
     config_or_runtime,
-    json_object,
     runtime_settings,
     with_lora,
     with_runtime,
@@ -27,19 +27,16 @@ from mllm_compile.config.sources import (
 )
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import user_path
-from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.process.log_lines import start_log
 from mllm_compile.process.no_gc import imports_unseen
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.config_sections import LOGPROBS_MODES, KVEventsSection
+from mllm_compile.runtime.config_sections import LOGPROBS_MODES
 
 if TYPE_CHECKING:
     from mllm_compile.server.options import ModelsOptions, ServeOptions
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
-_PLACES = 4  # for adapters
-_KEY_VARIABLE = "MLLM_API_KEY"
 
 
 def serve_command(
@@ -179,10 +176,9 @@ def serve_command(
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
     reporter = reporter_of(verbose, quiet)  # refuses both
     # A mistake is told before anything is started.
-    runtime: dict[str, Any] = {} if logprobs_mode is None else {"logprobs_mode": logprobs_mode}
-    if enable_sleep_mode:
-        runtime["enable_sleep_mode"] = True
     given_keys = {
+        "logprobs_mode": logprobs_mode,
+        "enable_sleep_mode": enable_sleep_mode or None,
         "nnodes": nnodes,
         "node_rank": node_rank,
         "master_addr": master_addr,
@@ -190,18 +186,15 @@ def serve_command(
         "kv_offloading_size": kv_offloading_size,
         "kv_offloading_disk_path": kv_offloading_disk_path and os.path.abspath(user_path(kv_offloading_disk_path)),
         "kv_offloading_disk_size": kv_offloading_disk_size,
+        "kv_transfer_config": kv_transfer_config,
+        "kv_events_config": kv_events_config,
     }
-    runtime |= {name: value for name, value in given_keys.items() if value is not None}
-    if kv_transfer_config is not None:
-        example = '{"kv_connector": "PeerConnector", "kv_role": "kv_producer"}'
-        runtime["kv_transfer_config"] = json_object("--kv-transfer-config", kv_transfer_config, example)
-    if kv_events_config is not None:
-        runtime["kv_events_config"] = json_object("--kv-events-config", kv_events_config, '{"topic": "kv@pod@model"}')
+    runtime = runtime_keys(given_keys)
     are_several = len(models) > 1 or is_folder_of_yamls(models[0])
     by_name = named_models(models) if are_several else {"": models[0]}
     sources = {name: with_speculative(config_or_runtime(one), speculative_config) for name, one in by_name.items()}
     own = max(0 if isinstance(one, Path) else one.lora.max_adapters for one in sources.values())
-    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or _PLACES)
+    lora = lora_keys(enable_lora, max_loras, max_lora_rank, lora_modules or (), own or PLACES)
     sources = {name: with_runtime(with_lora(one, lora), runtime) for name, one in sources.items()}
     check_settings(sources, sleep_after, starts=not check)
     is_node_0 = are_several or (settings := runtime_settings(sources[""])) is None or not settings.node_rank
@@ -226,7 +219,7 @@ def serve_command(
         root_path=root_path,
         otlp_traces_endpoint=otlp_traces_endpoint,
         most_body_bytes=bytes_of("--max-body", max_body),
-        api_keys=(*(api_key or ()), *_other_keys(api_key_file)),
+        api_keys=(*(api_key or ()), *other_keys(api_key_file)),
         served_names=tuple(served_model_name or ()),
         max_queue=max_queue,
         max_queue_s=seconds_of("--max-queue-seconds", max_queue_seconds),
@@ -242,7 +235,7 @@ def serve_command(
         lora=lora,
         allow_runtime_lora=allow_runtime_lora,
         runtime=runtime,
-        **_kv_events(sources.values()),
+        **kv_events(sources.values()),
         enable_rl=enable_rl,
         rl_hosts=tuple(rl_host or ()),
         rl_folders=tuple(rl_folder or ()),
@@ -302,84 +295,3 @@ def _print_checks(sources: Mapping[str, EngineConfig | Path], reporter: Reporter
             print(f"{'name':<9} {model}")
         for name, text in serve_check(source, reporter):
             print(f"{name:<9} {text}")
-
-
-def _kv_events(sources: Iterable[EngineConfig | Path]) -> dict[str, Any]:
-    """The settings of KV events, which this process publishes; of the first model that has any."""
-    for source in sources:
-        settings = runtime_settings(source)
-        if settings is None:
-            continue
-        own = settings.kv_events_config
-        section = own if isinstance(own, KVEventsSection) else KVEventsSection(**own.model_dump())
-        if section.is_on:
-            check_installed()
-            return {"kv_events": section, "kv_event_ranks": settings.expert_parallel_size}
-    return {}
-
-
-def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
-    """
-    Raises:
-        ConfigError: no request could name an adapter, or no client load one.
-        MllmError: the config of an adapter is not there, or is refused.
-    """
-    from mllm_compile.adapters.peft_config import config_of_folder
-    from mllm_compile.server.names import own_names
-
-    if options.allow_runtime_lora and not source.lora.max_adapters:
-        raise ConfigError("--allow-runtime-lora: expected --enable-lora beside it, or lora.max_adapters in the config")
-    names = own_names(options.served_names, source.model.path)
-    if same := next((name for name in source.lora.adapters if name in names), None):
-        raise ConfigError(
-            f"--lora-modules, lora.adapters: {same!r} is the model's own name, which requests mean by it. Give the "
-            "adapter another name, or the model one by --served-model-name"
-        )
-    for path in source.lora.adapters.values():  # before a model is compiled for them
-        config_of_folder(user_path(path))
-
-
-def lora_keys(
-    is_on: bool, most: int | None, rank: int | None, modules: Sequence[str], places: int = _PLACES
-) -> dict[str, Any]:
-    """The keys of the section lora that options give.
-
-    Args:
-        places: for adapters, where `most` does not say it.
-
-    Raises:
-        ConfigError: an adapter is no NAME=PATH, or is named twice.
-    """
-    adapters: dict[str, str] = {}
-    for module in modules:
-        name, equals, path = module.partition("=")
-        if not (name and equals and path):
-            raise ConfigError(f"--lora-modules: expected NAME=PATH, got {module!r}")
-        if name in adapters:
-            raise ConfigError(f"--lora-modules: {name!r} is there twice; give each name once")
-        adapters[name] = os.path.abspath(os.path.expanduser(path))
-    if not is_on:
-        given = {"--max-loras": most, "--max-lora-rank": rank, "--lora-modules": adapters or None}
-        if wrong := next((option for option, value in given.items() if value is not None), None):
-            raise ConfigError(f"{wrong}: expected --enable-lora beside it")
-        return {}
-    keys: dict[str, Any] = {"max_adapters": places if most is None else most}
-    return keys | ({} if rank is None else {"max_rank": rank}) | ({"adapters": adapters} if adapters else {})
-
-
-def _other_keys(file: Path | None) -> list[str]:
-    """Keys of the environment and of a file."""
-    variable = os.environ.get(_KEY_VARIABLE)
-    if variable is not None and not variable.strip():  # of a secret that is not there; all paths would be open
-        raise ConfigError(f"{_KEY_VARIABLE} is set, and empty; give it a key, or unset it to serve without one")
-    keys = [] if variable is None else [variable]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file: {file} cannot be read ({error})") from None
-        from_file = [line.strip() for line in lines if line.strip()]
-        if not from_file:
-            raise ConfigError(f"--api-key-file: {file} has no key; expected one a line")
-        keys += from_file
-    return keys

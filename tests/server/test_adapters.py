@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from mllm_compile.cli.serve import check_adapters, lora_keys
+from mllm_compile.cli.serve_options import check_adapters, lora_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import with_lora
 from mllm_compile.engine.adapter_queue import AdapterParts
