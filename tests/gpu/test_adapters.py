@@ -54,6 +54,7 @@ PROMPTS = ([41, 30, 77, 102, 5, 90, 12], [7, 7, 81], [3, 4, 5, 6, 7, 8, 9, 10], 
 SLOT_OF = (1, -1, 0, 1, 0)
 # Heads of 128: FlashInfer would compile kernels of prompts for smaller ones for minutes.
 SMALL = {"hidden_size": 1024, "intermediate_size": 512, "head_dim": 128}
+ONE_LAYER = SMALL | {"num_hidden_layers": 1}  # two pieces in the place of three: it is compiled twice
 # Of weights so large that linears of up to 8 tokens take their adapters with them.
 LARGE = {"hidden_size": 3072, "intermediate_size": 3072, "head_dim": 128}
 LARGE |= {"num_attention_heads": 24, "num_key_value_heads": 8}
@@ -71,6 +72,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Runtime:
         folder, config = tmp_path_factory.mktemp("adapters"), config_of("qwen3")
         for name, value in sizes:
             setattr(config, name, value)
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
         save_tiny_model(config, folder / "model")
         return folder
 
@@ -165,7 +167,7 @@ def kernels_of_answers(folder: Path, lora: dict[str, int]) -> list[str]:
 
 
 def test_requests_without_adapters_launch_what_those_of_a_model_that_takes_none_do(folder_of: Runtime) -> None:
-    folder = folder_of(SMALL)
+    folder = folder_of(ONE_LAYER)
     plain, beside = (kernels_of_answers(folder, lora) for lora in ({}, {"max_adapters": 2, "max_rank": 16}))
-    assert len(plain) > 50
+    assert len(plain) > 30
     assert Counter(beside) == Counter(plain)
