@@ -11,6 +11,7 @@ profiled: a layer's kernels by start and end, as verify_parts.py has them.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, 
     if deterministic:  # by default half of a step's rows are kept for prompts
         changes["max_running_requests"] = max(args.requests)
     with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
+        gc.freeze()  # torch was there before: the collector would look at all imports amid what is timed
         run(engine, 1, args.prompt, WARM_UP_TOKENS, kernels=False)
         found = []
         for count in args.requests:
