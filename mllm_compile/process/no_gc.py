@@ -39,7 +39,10 @@ def imports_unseen() -> Iterator[None]:
     is_first = "torch" not in sys.modules
     with sleeping_blas(), gc_paused():
         yield
-        if _Frozen.by_us or not gc.get_freeze_count():  # a caller's frozen objects stay so
+        if _Frozen.by_us:
+            if is_first:
+                gc.freeze()
+        elif not gc.get_freeze_count():  # a caller's frozen objects stay so
             gc.freeze()
             _Frozen.by_us = is_first
             if not is_first:
