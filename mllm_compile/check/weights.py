@@ -48,6 +48,7 @@ def program_weights(
     those that layers share."""
     made: dict[Any, torch.Tensor] = {}
     bound = {}
+    inputs = {node.meta.get("weight_name"): node for node in lowered.graph.graph.find_nodes(op="placeholder")}
 
     def as_it_lies(name: str, weight: torch.Tensor) -> torch.Tensor:
         if (unit := program.panels.get(name)) is None:
@@ -69,9 +70,12 @@ def program_weights(
         if name not in lowered.packed:
             bound[name] = as_it_lies(name, part(name))
             continue
-        members = [part(member.weight_name) for member in lowered.packed[name]]
-        key = tuple(member.data_ptr() for member in members)
+        parts, rows = lowered.packed[name], inputs[name].meta["val"].shape[0]
+        members = [part(one.weight_name) for one in parts]
+        key = rows, *((one.start, member.data_ptr()) for one, member in zip(parts, members, strict=True))
         if key not in made:
-            made[key] = torch.cat(members)
+            made[key] = members[0].new_zeros((rows, *members[0].shape[1:]))  # of a bias not all linears have rows
+            for one, member in zip(parts, members, strict=True):
+                made[key][one.start : one.start + one.rows] = member
         bound[name] = as_it_lies(name, made[key])
     return bound

@@ -55,6 +55,7 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
     """
+    _fill_zeros(specs, weights)
     headers = {file: read_header(folder / file) for file in _files(specs)}
     if headers:
         stream_tensors(reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
@@ -62,6 +63,12 @@ def load_weights(
     check_sums(specs, weights, folder)
     check_finite(specs, weights, folder)
     return factors
+
+
+def _fill_zeros(specs: Iterable[WeightSpec], weights: Mapping[str, torch.Tensor]) -> None:
+    for spec in specs:
+        if spec.has_zeros:
+            weights[spec.name].zero_()
 
 
 def _files(specs: Iterable[WeightSpec]) -> list[str]:
@@ -94,6 +101,7 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
 
     Matrices are normal with standard deviation 0.02, vectors are one (norm scales) or zero (biases).
     """
+    _fill_zeros(specs, weights)
     quantising = Quantising()
     for spec in specs:
         for part in spec.parts:

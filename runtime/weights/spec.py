@@ -130,7 +130,7 @@ class WeightSpec:
 
     Attributes:
         name, shape, dtype: its place.
-        parts: the checkpoint tensors that fill it, in row order.
+        parts: the checkpoint tensors that fill it, in row order. What they leave of a vector is zeros.
         byte_sum: sums.py's sum of its bytes; None where the checkpoint may be another one of the same shapes.
     """
 
@@ -143,6 +143,14 @@ class WeightSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def has_zeros(self) -> bool:
+        """True for a vector that its parts leave some of: of linears without a bias beside others with one."""
+        if len(self.shape) != 1:
+            return False
+        shapes = (view_shape(part.shape, part.steps) if part.steps else part.shape for part in self.parts)
+        return sum(map(math.prod, shapes)) < self.shape[0]
 
     @property
     def num_bytes_read(self) -> int:

@@ -55,6 +55,15 @@ def test_biases_are_packed_along():
     assert list(gm.meta[PACKED_WEIGHTS]) == ["mlp.gate+up.weight", "mlp.gate+up.bias"]
 
 
+@pytest.mark.parametrize(("gate_bias", "start", "rows"), [(True, 0, HIDDEN), (False, HIDDEN, 2 * HIDDEN)])
+def test_a_linear_without_a_bias_has_zeros_in_that_of_others(gate_bias, start, rows):
+    gm = apply(PackProjections(), gate_and_up(gate_bias=gate_bias, up_bias=not gate_bias))
+    name = "mlp.gate.bias" if gate_bias else "mlp.up.bias"
+    assert gm.meta[PACKED_WEIGHTS]["mlp.gate+up.bias"] == (PackedPart(name, start, rows),)
+    of_name = {node.meta.get("weight_name"): node for node in gm.graph.find_nodes(op="placeholder")}
+    assert of_name["mlp.gate+up.bias"].meta["val"].shape == (3 * HIDDEN,)
+
+
 def tied_weights(builder: GraphBuilder) -> list[fx.Node]:
     x, weight = builder.embed(), builder.weight("tied.weight", HIDDEN, HIDDEN)
     return [builder.call(LINEAR, x, weight, None) for _ in range(2)]
@@ -82,11 +91,6 @@ def computed_weights(builder: GraphBuilder) -> list[fx.Node]:
     return [builder.call(LINEAR, x, weight, None) for weight in weights]
 
 
-def a_bias_on_one_alone(builder: GraphBuilder) -> list[fx.Node]:
-    x = builder.embed()
-    return [builder.linear(x, "a", HIDDEN, bias=True), builder.linear(x, "b", HIDDEN)]
-
-
 @pytest.mark.parametrize(
     "linears",
     [
@@ -95,7 +99,6 @@ def a_bias_on_one_alone(builder: GraphBuilder) -> list[fx.Node]:
         different_inputs,
         on_both_sides_of_an_attention,
         computed_weights,
-        a_bias_on_one_alone,
     ],
 )
 def test_it_leaves_alone_what_cannot_be_one_gemm_or_gains_nothing(linears):

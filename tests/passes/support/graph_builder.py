@@ -286,7 +286,10 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
     if parts is None:
         weight = _weight(gm, name, value.shape, value.dtype)
     else:
-        weight = torch.cat([_weight(gm, p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+        found = [_weight(gm, part.weight_name, (part.rows, *value.shape[1:]), value.dtype) for part in parts]
+        weight = found[0].new_zeros((value.shape[0], *found[0].shape[1:]))  # not all linears need have a bias
+        for part, one in zip(parts, found, strict=True):
+            weight[part.start : part.start + part.rows] = one
     if (unit := gm.meta.get(PANELS, {}).get(name)) is not None:
         weight = weight.clone(memory_format=torch.contiguous_format)  # quantised values are remembered
         put_in_panels(weight, unit)

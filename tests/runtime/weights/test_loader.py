@@ -54,6 +54,21 @@ def test_a_scalar_and_a_vector_are_weights_too(folder):
     assert torch.equal(weights["b"], torch.ones(2, dtype=torch.bfloat16))
 
 
+def test_what_the_parts_leave_of_a_vector_is_zeros_each_time(folder):
+    """Memory that is filled again may hold anything."""
+    half = WeightPart("b", FILE, 4, (2,), (("narrow", 0, 0, 1),))
+    spec = WeightSpec("a+b+c.bias", (5,), torch.float32, (WeightPart("b", FILE, 1, (2,)), half))
+    for fill in (
+        lambda weights: load_weights([spec], weights, folder),
+        lambda weights: fill_random([spec], weights, 0),
+    ):
+        weights = {spec.name: torch.full((5,), torch.nan)}
+        fill(weights)
+        assert weights[spec.name][[0, 3]].tolist() == [0.0, 0.0]
+    load_weights([spec], weights, folder)
+    assert weights[spec.name].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
+
+
 def test_a_view_of_a_tensor_fills_a_box(folder):
     turned = WeightPart("q", FILE, 1, (4, 3), (("transpose", 0, 1), ("narrow", 1, 1, 2), ("unsqueeze", 0)), (0, 2))
     spec = WeightSpec("box", (2, 3, 4), torch.float32, (turned,))
