@@ -11,7 +11,7 @@ random page tables. Before each layer a small kernel runs, as in a model. The ti
 XQA splits as FlashInfer does by default. The last columns are the fastest of our own, its read rate, and the Triton
 kernel's fastest form and split beside the chosen one. With --ours FlashInfer's and the Triton kernel's other forms are
 left out, and clusters are timed with fewer blocks each too (clusters/2, clusters/4). Of heads of 64 its other forms are
-told.
+told. And the deterministic mode's kernel is timed, by the blocks of a row and KV head (in order/8).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM as CLUSTERS_HE
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, heads_together
 from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
-from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
+from mllm_compile.runtime.attention.split.splits import IN_ORDER, MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 HEADS = ((16, 8), (32, 8))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -173,6 +173,24 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     return layers.each(attend)
 
 
+def ordered_decode(layers: Layers, blocks: int) -> Callable[[], None]:
+    import mllm_compile.runtime.ops.attention.ordered_decode  # noqa: F401  (defines the op)
+
+    case = layers.case
+    table, lengths = layers.page_table(), layers.lengths.cuda()
+    heads = (case.batch, IN_ORDER.most, case.num_heads)
+    scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((case.head_dim,), (), ())]
+    done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
+    options = {"sinks": None, "slopes": None, "page_size": PAGE_SIZE, "sm_scale": case.head_dim**-0.5, "soft_cap": 0.0}
+
+    def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        keys, values = (page.flatten(0, 1) for page in pages)
+        inputs = (query, keys, values, table, lengths, out, *scratch, done)
+        torch.ops.mllm.ordered_decode(*inputs, **options, blocks=blocks)
+
+    return layers.each(attend)
+
+
 @cache
 def hopper_kernels(num_heads: int, num_kv_heads: int, head_dim: int, with_fewer: bool) -> dict[str, DecodePiece]:
     """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
@@ -224,6 +242,9 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
             is_told = not ours_alone or case.head_dim not in HEAD_DIMS
             if is_told and splits <= most and splits * sequences <= MAX_BLOCKS:
                 kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
+    for blocks in (1, 2, 4, 8, 16) if ours_alone else ():
+        if blocks * sequences <= MAX_BLOCKS:
+            kernels[f"in order/{blocks}"] = lambda blocks=blocks: ordered_decode(layers, blocks)
     times, outputs = {}, {}
     for name, make in kernels.items():
         times[name] = layers.layer_us(make())
