@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +19,13 @@ from mllm_compile.passes.base import (
     PassTarget,
 )
 from mllm_compile.passes.match.nodes import (
+    call,
     drop_dead_nodes,
     is_attention_with_output,
     is_call,
     takes_kernels,
 )
-from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.passes.match.rotation import Rotation, match_rotation
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops import op
 
@@ -51,7 +52,8 @@ class FuseRopeCache(GraphPass):
 
     Requires: lowered attention on CUDA in bfloat16 or float16; a cache of the same type, or of e4m3 on a Hopper GPU
         (gm.meta[CACHE_DTYPE]); and no rotation, or rotation by halves of heads or their first columns, as Transformers
-        writes it. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
+        writes it, by angles of heads or of halves. Slots, keys and values are new inputs; the piece that has the call
+        declares that it writes them.
     Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 
@@ -75,21 +77,11 @@ class FuseRopeCache(GraphPass):
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    """source [1, T, H, D], perhaps normed, its first R columns rotated by cos and sin [1, T, R]; without these none."""
-
-    source: fx.Node
-    norm: RMSNorm | None
-    cos: fx.Node | None
-    sin: fx.Node | None
-
-
 def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     q, k, v, out, name = attention.args[:5]
     if not (isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)):
         return False
-    q_rotation, k_rotation = _match_rotation(q), _match_rotation(k)
+    q_rotation, k_rotation = match_rotation(q), match_rotation(k)
     if q_rotation is None or k_rotation is None or not _go_together(q_rotation, k_rotation):
         return False
     val = v.meta["val"]
@@ -105,6 +97,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     if first_user is None:
         return False
     cache = _cache_inputs(gm, layer, val)
+    q_rotation = _widened(gm.graph, q_rotation)
     with gm.graph.inserting_before(first_user):
         new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
     q.replace_all_uses_with(new_q)
@@ -122,10 +115,27 @@ def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> f
     return None
 
 
-def _go_together(q: _Rotation, k: _Rotation) -> bool:
-    if q.cos is not k.cos or q.sin is not k.sin or (q.norm is None) != (k.norm is None):
+def _go_together(q: Rotation, k: Rotation) -> bool:
+    if (q.cos, q.sin, q.are_halves) != (k.cos, k.sin, k.are_halves) or (q.norm is None) != (k.norm is None):
         return False
     return q.norm is None or k.norm is None or (q.norm.eps, q.norm.plus_one) == (k.norm.eps, k.norm.plus_one)
+
+
+def _widened(graph: fx.Graph, rotation: Rotation) -> Rotation:
+    """The same with angles of whole heads, which the kernel reads; they are made once for all layers."""
+    if not rotation.are_halves:
+        return rotation
+    cos, sin = (_twice(graph, angles) for angles in (rotation.cos, rotation.sin) if angles is not None)
+    return replace(rotation, cos=cos, sin=sin, are_halves=False)
+
+
+def _twice(graph: fx.Graph, angles: fx.Node) -> fx.Node:
+    """cat((angles, angles), -1), behind `angles`."""
+    for user in angles.users:
+        if is_call(user, torch.cat) and user.args == ((angles, angles), -1):
+            return user
+    with graph.inserting_after(angles):
+        return call(graph, torch.cat, (angles, angles), -1)
 
 
 def _call_op(
@@ -133,8 +143,8 @@ def _call_op(
     q: fx.Node,
     k: fx.Node,
     v: fx.Node,
-    q_rotation: _Rotation,
-    k_rotation: _Rotation,
+    q_rotation: Rotation,
+    k_rotation: Rotation,
     cache: list[fx.Node],
 ) -> tuple[fx.Node, fx.Node]:
     q_norm, k_norm = q_rotation.norm, k_rotation.norm
@@ -193,98 +203,3 @@ def _new_size(v: Any) -> torch.SymInt:
     size: torch.SymInt = v.fake_mode.shape_env.create_unbacked_symint()
     torch._check(size >= 1)
     return size
-
-
-# Matching -------------------------------------------------------------------------------------------------------------
-
-
-def _match_rotation(flat: fx.Node) -> _Rotation | None:
-    """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D], or over its first columns,
-    with the others behind them; or of a projection's heads as they are."""
-    node: Any = flat.args[0] if is_call(flat, "contiguous") else flat
-    if not is_call(node, torch.reshape, "view") or len(node.meta["val"].shape) != 3:
-        return None
-    heads = _transposed(node.args[0])
-    rotated, rest = _parts(heads)
-    if not is_call(rotated, operator.add):
-        plain = _transposed(heads)
-        return _Rotation(plain, None, None, None) if is_call(plain, "view") and plain.meta["val"].dim() == 4 else None
-    first, second = rotated.args
-    for straight, crossed in ((first, second), (second, first)):
-        found = _match_products(straight, crossed, rest)
-        if found is not None:
-            return found
-    return None
-
-
-def _parts(node: Any) -> tuple[Any, Any]:
-    """The operands of cat((a, b), -1); any other value, and None."""
-    is_joined = is_call(node, torch.cat) and len(node.args[0]) == 2 and node.args[1:] == (-1,)  # type: ignore[arg-type]
-    return tuple(node.args[0]) if is_joined else (node, None)
-
-
-def _match_products(straight: object, crossed: object, rest: object) -> _Rotation | None:
-    """x * cos and rotate_half(x) * sin; if there is a rest, x is the first columns of what `rest` is the others of."""
-    if not (is_call(straight, operator.mul) and is_call(crossed, operator.mul)):
-        return None
-    x, cos = straight.args
-    half, sin = crossed.args
-    if not isinstance(x, fx.Node) or not _is_rotate_half(half, x):
-        return None
-    cos, sin, width = _angles(cos), _angles(sin), x.meta["val"].shape[-1]
-    source, norm = _heads(x if rest is None else _whole(x, rest))
-    if cos is None or sin is None or source is None or len(source.meta["val"].shape) != 4:
-        return None
-    if cos.meta["val"].shape[-1] != width or sin.meta["val"].shape[-1] != width:
-        return None
-    return _Rotation(source, norm, cos, sin)
-
-
-def _whole(x: fx.Node, rest: object) -> fx.Node | None:
-    """The value whose first columns are x and whose others are `rest`."""
-    source: Any = x.args[0] if is_call(x, operator.getitem) else None
-    width = x.meta["val"].shape[-1]
-    are_parts = _is_slice(x, source, slice(None, width, None)) and _is_slice(rest, source, slice(width, None, None))
-    return source if are_parts else None
-
-
-def _heads(x: fx.Node | None) -> tuple[fx.Node | None, RMSNorm | None]:
-    """[1, T, H, D] that x [1, H, T, D] is made of, and the norm between: ahead of the transposition, or behind it."""
-    norm = None if x is None else match_rms_norm(x)
-    if norm is not None:
-        return _transposed(norm.x), norm
-    heads = _transposed(x)
-    norm = None if heads is None else match_rms_norm(heads)
-    return (heads, None) if norm is None else (norm.x, norm)
-
-
-def _is_rotate_half(node: object, x: fx.Node) -> bool:
-    """cat((-x[..., D/2:], x[..., :D/2]), -1)."""
-    if not is_call(node, torch.cat) or node.args[1:] != (-1,):
-        return False
-    parts: Any = node.args[0]
-    half = x.meta["val"].shape[-1] // 2
-    if len(parts) != 2 or not is_call(parts[0], operator.neg):
-        return False
-    return _is_slice(parts[0].args[0], x, slice(half, None, None)) and _is_slice(parts[1], x, slice(None, half, None))
-
-
-def _is_slice(node: object, x: fx.Node, columns: slice) -> bool:
-    return is_call(node, operator.getitem) and node.args == (x, (Ellipsis, columns))
-
-
-def _angles(node: object) -> fx.Node | None:
-    """unsqueeze(angles [1, T, D], 1) → angles."""
-    if not is_call(node, torch.unsqueeze) or node.args[1:] != (1,):
-        return None
-    angles: Any = node.args[0]
-    val = angles.meta["val"]
-    return angles if val.dim() == 3 and val.shape[0] == 1 else None
-
-
-def _transposed(node: object) -> fx.Node | None:
-    """x.transpose(1, 2) → x."""
-    if not is_call(node, torch.transpose) or node.args[1:] != (1, 2):
-        return None
-    source = node.args[0]
-    return source if isinstance(source, fx.Node) else None

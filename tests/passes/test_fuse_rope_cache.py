@@ -49,8 +49,11 @@ def layers_fused(program: Program) -> list[str]:
 
 
 # Heads are normed ahead of their transposition, or behind it by 1 + the weight, or not; of phi's a part is rotated, of
-# gpt2's and nemotron_h's none.
-@pytest.mark.parametrize("model_type", slow_but_a_sample(["qwen3", "gemma3_text", "phi", "gpt2", "nemotron_h"], 2))
+# gpt2's and nemotron_h's none; gpt_oss has angles of half a head.
+KINDS = ["qwen3", "gemma3_text", "phi", "gpt2", "nemotron_h", "gpt_oss"]
+
+
+@pytest.mark.parametrize("model_type", slow_but_a_sample(KINDS, 2))
 def test_every_layer_writes_its_cache_in_the_piece_before_attention(rope_on_cpu, tmp_path, model_type):
     program = compiled_program(tmp_path, model_type)  # its self-check compares the logits with Transformers'
     attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
