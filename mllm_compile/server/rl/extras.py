@@ -13,11 +13,9 @@ from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.wire.messages import Scores
 
 
-def kept_tokens(scores: Sequence[Scores]) -> dict[str, list[int]]:
-    """vLLM's form of the tokens that filters kept: those of token i are token_ids[offsets[i] : offsets[i + 1]]."""
-    kept = [np.frombuffer(one.kept or b"", np.int32) for one in scores]
-    offsets = np.cumsum([0, *(len(one) for one in kept)])
-    return {"token_ids": np.concatenate(kept).tolist() if kept else [], "offsets": offsets.tolist()}
+def kept_tokens(scores: Sequence[Scores]) -> list[list[int]]:
+    """The tokens that filters kept, a list of each token, as vLLM's and SGLang's clients read them (verifiers 0.4)."""
+    return [np.frombuffer(one.kept or b"", np.int32).tolist() for one in scores]
 
 
 def npy_of(choice: Choice, first: int) -> str | None:
