@@ -129,8 +129,8 @@ class NormKernel(ClusterKernel):
 
     @property
     def shared_bytes(self) -> int:
-        b = self.num_threads * self.groups * 2 * (self.rank // 16) * 16
-        return super().shared_bytes + b + (self._warps + SPLIT) * _TILE_TOKENS * 4
+        b_and_weight = self.num_threads * self.groups * (2 * self.rank // 16 + 1) * 16
+        return super().shared_bytes + b_and_weight + (self._warps + SPLIT) * _TILE_TOKENS * 4
 
     def constants(self) -> dict[str, int]:
         return super().constants() | {"RANK": self.rank, "PLUS_ONE": int(self.plus_one)}

@@ -20,7 +20,7 @@ struct Operands {
 };
 struct Shared {
   OfA of_a;
-  uint4 b[GROUPS][2][STEPS][THREADS];  // a thread reads what it has written
+  uint4 b[GROUPS][2][STEPS][THREADS], weight[GROUPS][THREADS];  // a thread reads what it has written
   float squares[WARPS][TOKENS], squares_of_blocks[SPLIT][TOKENS];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "as it is launched");
@@ -125,10 +125,10 @@ __device__ __forceinline__ float2 factors_of(Shared& shared, float2 squares, con
 }
 
 // The norm of the lane's numbers, in their place.
-__device__ __forceinline__ void norm(Values& values, const uint4* weight, const Lane& lane, float2 factors) {
+__device__ __forceinline__ void norm(Values& values, const Shared& shared, float2 factors) {
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-    uint4 its = weight[lane.place(0, g)];
+    uint4 its = shared.weight[g][threadIdx.x];
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -149,16 +149,19 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
   const Lane lane;
   const Tiles tiles(num_tokens);
   int held_b = -1, held_a = -1;
-  const int first_slot = TileSlots(operands.slots, lane, tiles.tile * TOKENS, num_tokens).next();
-  if (first_slot >= 0) {
-    get_b(shared, held_b, operands.b, lane, first_slot);
-    shared.of_a.get(held_a, operands.next_a, lane, first_slot);
-  }
-  meet_cluster();  // none sends before all are there
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++)
+    copy<16>(shared_address(&shared.weight[g][threadIdx.x]), operands.weight + lane.place(0, g));
   wait_for_prerequisites();
   start_dependents();
   Loaded next;
   next.get(operands, lane, tiles.tile * TOKENS);
+  const int first_slot = TileSlots(operands.slots, lane, tiles.tile * TOKENS, num_tokens).next();
+  if (first_slot >= 0) {  // beside the tokens, as the library's product ahead lets none begin early
+    get_b(shared, held_b, operands.b, lane, first_slot);
+    shared.of_a.get(held_a, operands.next_a, lane, first_slot);
+  }
+  meet_cluster();  // none sends before all are there
   for (int tile = tiles.tile; tile < tiles.end; tile++) {
     const int token = tile * TOKENS;
     const TileSlots slots(operands.slots, lane, token, num_tokens);
@@ -166,7 +169,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     Values values = next.y;
     values.put(operands.out, lane, token, num_tokens);
     if (tile + 1 < tiles.end) next.get(operands, lane, token + TOKENS);
-    norm(values, operands.weight, lane, factors_of(shared, squares, lane, operands.eps));
+    const float2 factors = factors_of(shared, squares, lane, operands.eps);
+    wait_for_copies();
+    norm(values, shared, factors);
     values.put(operands.normed, lane, token, num_tokens);
     shared.of_a.multiply(held_a, values, operands.next_a, lane, slots);
     shared.of_a.add_up(tile, operands.products, num_tokens);

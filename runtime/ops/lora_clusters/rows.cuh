@@ -2,8 +2,7 @@
 //
 // A cluster has 16 tokens at a time, and a block of it some columns of them. Sums over columns are of a warp's, then of
 // a block's warps, then of the cluster's blocks, always in this order. Factors stay in shared memory while tokens have
-// the same slot, as the lane multiplies them. Those of the first tokens are asked for before the kernel ahead has
-// ended, where slots are an input of the step.
+// the same slot, as the lane multiplies them.
 //
 // Defined by kernel.py: N columns, SPLIT blocks of a cluster, WARPS of a block, GROUPS (of 32 columns) of a warp,
 // A_ROWS, RESIDENT blocks of a multiprocessor, SHARED_BYTES.
