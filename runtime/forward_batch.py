@@ -145,6 +145,9 @@ class ForwardBatch:
     top_logprobs_nums: list[int] | None = None
     source_lens_cpu: torch.Tensor | None = None  # [R] int32: states of each one's source, of an encoder-decoder
     of_sources: ForwardBatch | None = None  # likewise: each token as a decode behind its source, once that is planned
+    # Of a model whose layers attend to images, where some request has some: a SeenByTokens, which is above batches.
+    seen_images: Any = None
+    source_kinds: torch.Tensor | None = None  # [T] int64, on the device: its kinds
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
 
     @property
@@ -184,6 +187,7 @@ class TokenInputs:
         all_slots: [N * T] of N ranks that exchange tokens, 0 for padding.
         hidden_states: [T, hidden], as ForwardBatch has them.
         adapter_slots: [T] int32, likewise.
+        source_kinds: likewise.
     """
 
     input_ids: torch.Tensor
@@ -195,6 +199,7 @@ class TokenInputs:
     all_slots: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     adapter_slots: torch.Tensor | None = None
+    source_kinds: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -208,6 +213,8 @@ class TokenInputs:
             found["hidden_states"] = self.hidden_states
         if self.adapter_slots is not None:
             found["adapter_slots"] = self.adapter_slots
+        if self.source_kinds is not None:
+            found["source_kinds"] = self.source_kinds
         if self.mrope_positions is not None:
             found["positions"] = self.mrope_positions
         if self.media is not None:
@@ -219,7 +226,8 @@ class TokenInputs:
         given = batch.input_ids, batch.positions, batch.out_cache_loc
         media = batch.media, batch.mrope_positions
         hidden_states, adapter_slots = batch.hidden_states, batch.adapter_slots
-        return cls(*given, *media, batch.rope_lens, hidden_states=hidden_states, adapter_slots=adapter_slots)
+        found = cls(*given, *media, batch.rope_lens, hidden_states=hidden_states, adapter_slots=adapter_slots)
+        return found if batch.source_kinds is None else replace(found, source_kinds=batch.source_kinds)
 
     def padded(self, num_tokens: int) -> TokenInputs:
         """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""

@@ -10,6 +10,7 @@ Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,16 @@ class ReqToTokenPool:
     def __init__(self, max_reqs: int, max_context_len: int, device: torch.device | str) -> None:
         self.max_context_len = max_context_len
         self.req_to_token = torch.zeros(max_reqs + 1, max_context_len, dtype=torch.int32, device=device)
+
+    def from_each_page(self, page_size: int) -> ReqToTokenPool:
+        """The same table, with a row from each page on: row r * (max_context_len / page_size) + p begins at page p of
+        row r, and goes on into the next row. The last row has its first page alone."""
+        found = copy.copy(self)
+        rows, width = self.req_to_token.shape
+        found.req_to_token = self.req_to_token.as_strided(
+            ((rows - 1) * (width // page_size) + 1, width), (page_size, 1)
+        )
+        return found
 
     def write_pages(
         self, rows: torch.Tensor, page_positions: torch.Tensor, page_ids: torch.Tensor, page_size: int

@@ -22,6 +22,7 @@ from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.program.seen_images import StatesOfImages
 from mllm_compile.runtime.program.sources import SourceEncoder, most_states
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 
@@ -124,7 +125,7 @@ def _estimate_graph_bytes(runner: ProfiledModel, num_behind: int) -> tuple[int, 
     runner.init_attention_backend()
     dispatcher = dispatcher_of(runner)
     num_bytes = estimate_graph_bytes(runner, dispatcher, num_behind if chain_obstacle(runner) is None else 0)
-    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention
+    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention, runner.image_attention
     give_back_unused(runner.device)
     return num_bytes, dispatcher.num_graphs(GraphKind.VERIFY)
 
@@ -171,6 +172,8 @@ def run_largest_batch(runner: ProfiledModel) -> int:
             most_states(runner.model.sources.facts, config.runtime.max_num_batched_tokens), runner.max_source_len
         )
         SourceEncoder(runner.model.sources, config.dtype, device).encode_largest(most, runner.token_to_kv_pool)
+    if runner.model.images is not None:
+        StatesOfImages(runner.model.images, config.dtype, device).encode_largest(runner.token_to_kv_pool)
     if config.max_sampled > num_requests:
         batch.logits_indices = torch.arange(min(config.max_sampled, num_tokens), device=device)
     output = runner.forward(batch)
@@ -181,5 +184,5 @@ def run_largest_batch(runner: ProfiledModel) -> int:
     how = (ones, ones * 0.9, (ones * 50).long())
     if logits.shape[0]:  # of a pipeline the last stage alone has some
         sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
-    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention
+    del runner.token_to_kv_pool, runner.attn_backend, runner.source_attention, runner.image_attention
     return 0 if hidden_states is None else hidden_states[0].nbytes

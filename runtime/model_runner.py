@@ -41,6 +41,7 @@ from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.program.pipeline import Pipeline
 from mllm_compile.runtime.program.pools import RunnerPools
 from mllm_compile.runtime.program.runner import ProgramRunner
+from mllm_compile.runtime.program.seen_images import ImageAttention
 from mllm_compile.runtime.program.sources import SourceAttention
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
@@ -242,6 +243,9 @@ class ModelRunner(RunnerPools, RunnerBatches):
         self.source_attention: SourceAttention | None = None
         if self.model.sources is not None:
             self.source_attention = SourceAttention(self.config, self.model, self.req_to_token_pool, self.device)
+        self.image_attention: ImageAttention | None = None
+        if self.model.images is not None:
+            self.image_attention = ImageAttention(self.config, self.model, self.req_to_token_pool, self.device)
         if self._overlap is not None:
             self._overlap.second_backend = make(part=1)
 
@@ -289,7 +293,7 @@ class ModelRunner(RunnerPools, RunnerBatches):
             self.drafter.shutdown()
         # Whatever part of it is there: a failed initialize ends here too.
         pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
-        for name in ("model", "program", "attn_backend", "source_attention", "_overlap", *pools):
+        for name in ("model", "program", "attn_backend", "source_attention", "image_attention", "_overlap", *pools):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -316,7 +320,7 @@ class ModelRunner(RunnerPools, RunnerBatches):
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
-        is_all_read = self._overlap is not None or self.model.sources is not None
+        is_all_read = self._overlap is not None or self.model.sources is not None or batch.seen_images is not None
         return is_all_read or self.attn_backend.reads_pages(batch)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -335,7 +339,8 @@ class ModelRunner(RunnerPools, RunnerBatches):
             slices = ubatch_slices(batch, self.config.runtime.dbo_prefill_token_threshold)
             if slices is not None:
                 return self._run_parts(batch, batch.logits_indices, slices, self._overlap)
-        is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
+        has_features = batch.media is not None and not self.always_takes_features
+        is_captured = self.graph_runner is not None and not has_features and batch.seen_images is None
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 
@@ -383,6 +388,8 @@ class ModelRunner(RunnerPools, RunnerBatches):
         self.attn_backend.init_forward_metadata(batch)
         if self.source_attention is not None:
             batch.of_sources = self.source_attention.plan(batch)
+        if self.image_attention is not None and batch.seen_images is not None:
+            batch.of_sources = self.image_attention.plan(batch, batch.seen_images)
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""

@@ -19,6 +19,7 @@ from mllm_compile.check.bounds import MOST_REROUTED, TOLERANCE, counted, crowd, 
 from mllm_compile.check.compiled import linked_of_folder
 from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.check.packed_requests import REQUEST_LENGTHS, Bound, batches_of, model_requests, run_ranks, some_rows
+from mllm_compile.check.seen_images import check_seen_images
 from mllm_compile.check.states import StateCheck
 from mllm_compile.check.towers import check_media
 from mllm_compile.check.transformers_forward import logits_of_transformers, spread_of_transformers
@@ -70,7 +71,8 @@ def self_check(
         logits = _check_program(lowered, ranks, device, states)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)
         check_adapters(lowered, linked, by_name, device, states)
-        return check_media(lowered, linked, by_name, device, states)
+        fault = check_media(lowered, linked, by_name, device, states)
+        return check_seen_images(lowered, linked, by_name, device) if fault is None else fault
 
 
 def _check_program(lowered: Lowered, ranks: Sequence[Bound], device: str, states: StateCheck) -> torch.Tensor:

@@ -167,7 +167,7 @@ def _run(
         table.req_to_token[row, :length] = torch.arange(at, at + length, dtype=torch.int32)
         at += length
     SourceEncoder(sources, dtype, torch.device(device)).encode(requests, np.arange(1 + total, at), pool)
-    batch = _batch(lengths, table, pool, device, TorchAttnBackend())
+    batch = batch_of_prompts(lengths, table, pool, device, TorchAttnBackend())
     batch.input_ids = torch.cat(cases.ids)
     of_sources = _batch_of_sources(lengths, states, sources, batch, linked)
     metadata = dict.fromkeys((layer.name for layer in layers), AttentionMetadata(batch=batch, num_actual_tokens=total))
@@ -182,7 +182,7 @@ def _run(
         return logits
 
 
-def _batch(
+def batch_of_prompts(
     lengths: np.ndarray, table: ReqToTokenPool, pool: KVPool, device: str, backend: TorchAttnBackend
 ) -> ForwardBatch:
     """All requests' tokens as prompts, in rows from 1 on."""

@@ -39,6 +39,7 @@ from mllm_compile.compiler.lowering import build_model, lower, private_inductor_
 from mllm_compile.compiler.media import with_media
 from mllm_compile.compiler.pieces import write_pieces
 from mllm_compile.compiler.pooling import lower_pooling
+from mllm_compile.compiler.seen_images import with_seen_images
 from mllm_compile.compiler.sources import with_source
 from mllm_compile.compiler.target import Target
 from mllm_compile.compiler.weight_plan import plan_lowered_weights
@@ -209,6 +210,7 @@ def _fill(
             lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
             lowered = with_lora(config, lowered, scratch / GRAPHS, timeline)
             lowered = with_source(config, lowered, scratch / GRAPHS, timeline)
+            lowered = with_seen_images(config, lowered, scratch / GRAPHS, timeline)
         if config.runtime.any_rows:
             with timeline.stage("try rows"):
                 check_rows(lowered.graph, config.runtime.device)

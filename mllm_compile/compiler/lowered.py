@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.checkpoint.quantised import CheckpointTensors
     from mllm_compile.model.hf_model import HFModel
+    from mllm_compile.model.sources.seen_images import SeenImagesAdapter
     from mllm_compile.model.towers.adapter import TowerAdapter
     from mllm_compile.passes.base import (
         CacheScales,
@@ -70,6 +71,9 @@ class Lowered:
         of_lora: what its programs for adapters were lowered from: the text, and the text with features.
         of_head: of a model that pools, what its head was lowered from, if it has one.
         of_source: of an encoder-decoder, what its program of sources was lowered from.
+        of_images: of a model whose layers attend to images, what its programs for these were: the text with them, and
+            the tower.
+        seen_images: what such a model has.
     """
 
     built: BuiltModel
@@ -84,17 +88,20 @@ class Lowered:
     of_lora: tuple[Lowered, ...] = ()
     of_head: tuple[Lowered, ...] = ()
     of_source: tuple[Lowered, ...] = ()
+    of_images: tuple[Lowered, ...] = ()
+    seen_images: SeenImagesAdapter | None = None
 
     def without_images(self) -> Lowered:
         """The model for text alone."""
         lora = None if self.program.lora is None else replace(self.program.lora, with_features=None)
-        program = replace(self.program, media=None, lora=lora)
-        return replace(self, program=program, of_media=(), of_lora=self.of_lora[:1], adapters=())
+        program = replace(self.program, media=None, lora=lora, images=None)
+        left = replace(self, program=program, of_media=(), of_lora=self.of_lora[:1], adapters=())
+        return replace(left, of_images=(), seen_images=None)
 
     @property
     def every(self) -> tuple[Lowered, ...]:
-        """The text's model, the towers, the models with adapters and that of sources, as Program.every."""
-        return (self, *self.of_media, *self.of_lora, *self.of_head, *self.of_source)
+        """The text's model, the towers, the models with adapters, of sources and of images, as Program.every."""
+        return (self, *self.of_media, *self.of_lora, *self.of_head, *self.of_source, *self.of_images)
 
     @property
     def hf_model(self) -> HFModel:

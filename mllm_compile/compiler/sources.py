@@ -57,7 +57,7 @@ def with_source(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, report
     program = replace(
         lowered.program,
         source=SourcePrograms(_facts(hf_model.model, cross), source.program),
-        cross_layers=_sharing_pages(hf_model.model, lowered.program.cross_layers, lowered.program.layers),
+        cross_layers=sharing_pages(hf_model.model, lowered.program.cross_layers, lowered.program.layers),
     )
     written = (*lowered.written_pieces, *source.written_pieces)
     return replace(lowered, program=program, written_pieces=written, of_source=(source,))
@@ -74,7 +74,7 @@ def _rewrite(
     )
 
 
-def _sharing_pages(
+def sharing_pages(
     model: Any, cross_layers: tuple[LayerSpec, ...], layers: tuple[LayerSpec, ...]
 ) -> tuple[LayerSpec, ...]:
     """The layers that attend to sources, each with the pages of one of the decoder's own.

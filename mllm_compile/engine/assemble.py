@@ -164,7 +164,7 @@ def _load(
                     tell = None if group is None else group.tell
                     put_tiers_behind(scheduler, runner, compiled.artifact.factors, timeline, tell)
             _remember(compiled, runner, plan, timeline)
-            files, tower = text_files(compiled), tower_of(runner)
+            files, tower = text_files(compiled), tower_of(runner, compiled)
             adapters = adapter_parts(compiled, runner, None if group is None else group.tell)
             reads_images = runner.model.sources is None and any(name in files for name in PROCESSOR_FILES)
             if isinstance(tower, str) and reads_images:
@@ -234,6 +234,8 @@ def _live_weights(runner: ModelRunner, group: RankGroup | None) -> LiveWeights |
         return "runtime.pipeline_parallel_size is set: weights of stages cannot be updated. Set tensor_parallel_size."
     if group is not None and group.has_nodes:
         return "Ray has placed ranks on several nodes, where weights cannot be updated. Give one node room for all."
+    if runner.model.images is not None:
+        return "layers of the model attend to images, and what they see for running requests is of these weights."
     if runner.model.sources is not None:
         return "the model has an encoder, and what it has read for running requests is of these weights."
     if runner.model.lora is not None and runner.model.lora.pool.scaled:

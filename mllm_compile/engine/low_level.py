@@ -29,6 +29,7 @@ from mllm_compile.engine.runner_parts import model_source
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.short_repr import short_repr
@@ -88,7 +89,10 @@ class OpenModel:
 
     @cached_property
     def _reader(self) -> PromptReader:
-        compiled, tower = self._compiled, tower_of(self.runner)
+        compiled = self._compiled
+        tower = tower_of(self.runner, compiled)
+        if isinstance(tower, TileTower):
+            tower = "layers of the model attend to images, which a batch does not bring: an Engine serves them"
         media = media_preprocessor(compiled, text_files(compiled), compiled.config.runtime.max_model_len, tower)
         return PromptReader(self.tokenizer, self.runner.vocab_size, media, tower)
 

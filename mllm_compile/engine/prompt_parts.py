@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.seen_images import images_obstacle
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.json_file import HeldFiles
@@ -84,11 +85,16 @@ def grammars(
     return Grammars(read_vocabulary, asked.backends, asked.threads)
 
 
-def tower_of(runner: ModelRunner) -> Tower | str:
+def tower_of(runner: ModelRunner, compiled: CompiledRuntime) -> Tower | str:
     """The tower that prompts with images are checked with, or why they are refused."""
+    if compiled.artifact.program.images is not None and (why := images_obstacle(compiled.config)) is not None:
+        return f"{why}, under which text alone is served"
     runtime, media = runner.config.runtime, runner.model.media
     if runner.pipeline is not None:
         return "runtime.pipeline_parallel_size is set, under which text alone is served"
+    if runner.model.images is not None:
+        most = runner.max_source_len
+        return replace(runner.model.images.facts, page_size=runtime.page_size, max_length=most)
     if media is None:
         return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
     if runtime.skip_compiled:

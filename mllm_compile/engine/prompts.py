@@ -24,9 +24,11 @@ from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.media.sources import read_items
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.schedule.request import ids_of
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
+from mllm_compile.runtime.sources.images import SeenImages
 from mllm_compile.runtime.sources.request import RequestSource
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
@@ -111,6 +113,7 @@ class Prepared:
     Attributes:
         ids: token_ids as requests have them, once these are known to be the model's.
         decoder_ids: what the decoder begins with, of an encoder-decoder, whose encoder reads token_ids, or `source`.
+        source: a sound that it reads, or images that layers of another model attend to.
     """
 
     text: str | None = None
@@ -144,6 +147,8 @@ class PromptReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size if decoder is None else decoder.source.vocab_size
+        if isinstance(tower, TileTower):  # its placeholder may be behind all that the head gives
+            self._vocab_size = max(vocab_size, tower.image_token_id + 1)
         self._decoder = decoder
         self._media = media
         self._tower = tower
@@ -300,15 +305,19 @@ class PromptReader:
         return self._media
 
     def _prepare_media(self, prompt: MediaPrompt) -> Prepared:
-        prepared = self._prepare_ids(prompt.prompt_token_ids)
-        if prepared.error is not None:
-            return prepared
         if isinstance(self._tower, str):
             fault = f"the prompt has {len(prompt.items)} images, and {self._tower}. Send text, or serve another model."
             return Prepared(error=RequestError(fault))
+        prepared = self._prepare_ids(prompt.prompt_token_ids)
+        if prepared.error is not None:
+            return prepared
         items = [(item.start, item.length, item.digest, item.tensors) for item in prompt.items]
         try:
-            prepared.media = RequestMedia.of(self._tower, prepared.token_ids or [], prompt.is_feature, items)
+            media = RequestMedia.of(self._tower, prepared.token_ids or [], prompt.is_feature, items)
+            if isinstance(self._tower, TileTower):
+                prepared.source = RequestSource.of_images(SeenImages.of_request(self._tower, media))
+            else:
+                prepared.media = media
         except RequestError as error:
             prepared.error = error
         return prepared

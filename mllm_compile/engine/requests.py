@@ -277,9 +277,10 @@ class RequestBuilder:
             )
 
         phrases, error = self._refusal(prepared, params)
-        adapter = grammar = source = None
+        adapter = grammar = None
+        source = prepared.source
         if error is None and prepared.decoder_ids is not None and prepared.ids is not None:
-            source = prepared.source or RequestSource.of_text(prepared.ids)
+            source = source or RequestSource.of_text(prepared.ids)
         if adapter_name is None and self._of_sounds and prepared.media is not None and prepared.media.has_sounds:
             adapter_name = self._of_sounds
         if adapter_name is not None and error is None:
@@ -303,6 +304,11 @@ class RequestBuilder:
     def _refusal(self, prepared: Prepared, params: SamplingParams) -> tuple[Phrases, MllmError | None]:
         """The tokens of params.bad_words, and the reason why this prompt with these parameters is refused, if it is."""
         phrases, fault_of_words = self._bad_phrases(params)
+        if prepared.source is not None and prepared.source.images is not None and params.prompt_logprobs is not None:
+            fault_of_words = fault_of_words or RequestError(
+                "prompt_logprobs: expected none beside images that layers attend to: their placeholders are beyond "
+                "the vocabulary, and have no log-probability. Leave it out."
+            )
         return phrases, prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
 
     def _fault(self, token_ids: list[int], params: SamplingParams) -> RequestError | None:

@@ -53,9 +53,10 @@ def _load_kernels(config: ResolvedConfig, program: Program, reporter: Reporter) 
     own = [layer for layer in program.layers if not program.kernels_of_layer(layer.name).latent]
     if own:  # a model of layers with a state alone attends nowhere
         _load_kernels_of(config, program, own, None, reporter)
-    if program.cross_layers:  # which have a backend of their own, of decodes alone
+    cross_layers = program.cross_layers if program.images is None else program.images.text.cross_layers
+    if cross_layers:  # which have a backend of their own, of decodes alone
         most_decodes = config.runtime.max_running_requests
-        _load_kernels_of(config, program, program.cross_layers, most_decodes, reporter)
+        _load_kernels_of(config, program, cross_layers, most_decodes, reporter)
     try:
         from flashinfer.page import get_page_module
         from flashinfer.sampling import get_sampling_module

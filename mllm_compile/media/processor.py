@@ -30,7 +30,7 @@ from mllm_compile.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 
 _NO_TENSORS = (
     *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
-    *("text_replacement_offsets", "video_metadata", "batch_num_images"),
+    *("text_replacement_offsets", "video_metadata", "batch_num_images", "cross_attention_mask"),
 )
 _MOST_REASON = 400  # characters
 
@@ -225,7 +225,8 @@ class MediaProcessor:
         given |= {"return_tensors": "np", "return_text_replacement_offsets": True}
         try:
             made = self._processor(text=[token * count], **given)
-            replacements = made["text_replacement_offsets"][0]
+            replaced = made.get("text_replacement_offsets")  # None: its placeholders stay as they are
+            replacements = [{"replacement": token}] * count if replaced is None else replaced[0]
         except Exception as error:  # whatever a processor raises at sizes that it does not like
             raise Refused(f"{item.where}: the model's processor refuses it ({_reason(error)})") from None
         feature_id, num_features = self._features_of(item, np.asarray(made["input_ids"]))

@@ -14,6 +14,7 @@ import torch
 
 from mllm_compile.checkpoint.quantised import lines_on_weights
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.seen_images import images_obstacle
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.device.arena import Arena, arena_on
@@ -118,6 +119,7 @@ class ArtifactSource:
             media=linked.bind_media(weights),
             pooling=linked.bind_pooling(weights),
             sources=linked.bind_sources(weights),
+            images=linked.bind_images(weights) if images_obstacle(self._config) is None else None,
             lora=lora,
             live=live,
             arena=arena,

@@ -15,6 +15,7 @@ from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
+from mllm_compile.runtime.program.seen_images import ImageAttention
 from mllm_compile.runtime.program.sources import SourceAttention
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.state import RowState
@@ -51,6 +52,7 @@ class CapturableModel(Protocol):
     program: ProgramRunner
     attn_backend: AttentionBackend
     source_attention: SourceAttention | None
+    image_attention: ImageAttention | None
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     state_pool: GDNPool

@@ -14,6 +14,7 @@ from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.placed import PlacedTower
 from mllm_compile.runtime.media.sounds import SoundTower
+from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import Tower
 
 TOWERS: dict[str, type[Tower]] = {
@@ -25,6 +26,7 @@ TOWERS: dict[str, type[Tower]] = {
     "sounds": SoundTower,
     "conformers": ConformerTower,
     "clips": ClipTower,
+    "tiles": TileTower,
 }
 
 

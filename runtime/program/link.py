@@ -30,6 +30,7 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.linked_steps import PieceFunction
 from mllm_compile.runtime.program.loaded import (
     DecodeLoopPieces,
+    ImageExecutors,
     LoadedLora,
     MediaExecutors,
     PoolingExecutors,
@@ -94,6 +95,19 @@ class LinkedProgram:
             return None
         layers = tuple(AttentionLayer.of(layer, weights) for layer in self.program.cross_layers)
         return SourceExecutors(source.facts, ProgramExecutor(source.program, self.pieces, weights), layers)
+
+    def bind_images(self, weights: Mapping[str, torch.Tensor]) -> ImageExecutors | None:
+        """The programs for images that layers attend to, over `weights`; None of another model.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        images = self.program.images
+        if images is None:
+            return None
+        text, tower = (ProgramExecutor(one, self.pieces, weights) for one in images.programs)
+        layers = tuple(AttentionLayer.of(layer, weights) for layer in images.text.cross_layers)
+        return ImageExecutors(images.facts, text, tower, layers)
 
     def bind_lora(self, weights: Mapping[str, torch.Tensor], device: torch.device, rank: int = 0) -> LoadedLora | None:
         """The rank's programs for adapters over `weights`, with memory for them; None without them.

@@ -13,6 +13,7 @@ from mllm_compile.runtime.attention.layer_kernels import LinkedKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.lora.pool import LoraPool
+from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.runtime.program.projection import Projection
@@ -88,6 +89,16 @@ class SourceExecutors:
 
 
 @dataclass(frozen=True)
+class ImageExecutors:
+    """The executors of a model some of whose layers attend to images (spec.ImagePrograms)."""
+
+    facts: TileTower
+    text: Executor
+    tower: TowerExecutor
+    layers: tuple[AttentionLayer, ...]  # that attend to them, in the order of the tower's outputs
+
+
+@dataclass(frozen=True)
 class DecodeLoopPieces:
     """The program's kernels around a captured decode (cuda_graph/decode_loop.py); arguments as those ops have them.
 
@@ -132,6 +143,7 @@ class LoadedModel:
     media: MediaExecutors | None = None  # for images, where the model takes some
     pooling: PoolingExecutors | None = None  # of a model that pools
     sources: SourceExecutors | None = None  # of an encoder-decoder
+    images: ImageExecutors | None = None  # of a model whose layers attend to images
     lora: LoadedLora | None = None  # for requests with adapters, where the config has them
     live: LiveWeights | None = None  # its weights, for updates; None: it cannot have any
     arena: Arena | None = None  # the memory of its weights, where that can be given back

@@ -37,8 +37,10 @@ class RunnerPools(RunnerSizes, RunnerRanks):
             "Lower one of them.",
             self.device,
         )
-        num_tables = 1 if self.model.sources is None else 2  # sources' rows follow those of requests
-        self.req_to_token_pool = ReqToTokenPool(num_tables * num_rows - 1, max_context_len, self.device)
+        # Rows of sources follow those of requests; one more is behind rows that begin at any page.
+        all_rows = num_rows if self.model.sources is None else 2 * num_rows
+        all_rows = all_rows if self.model.images is None else 2 * num_rows + 1
+        self.req_to_token_pool = ReqToTokenPool(all_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
         if self.model.lora is not None:
             self.row_state.adapters = AdapterRows(num_rows, self.device)
@@ -101,8 +103,11 @@ class RunnerPools(RunnerSizes, RunnerRanks):
 
     @property
     def max_source_len(self) -> int:
-        """Most states of an encoder-decoder's source; 0 of another model."""
-        sources = self.model.sources
+        """Most states of an encoder-decoder's source, or of a request's images that layers attend to; 0 of another
+        model."""
+        sources, images = self.model.sources, self.model.images
+        if images is not None:
+            return images.facts.most_states(self.config.runtime.max_model_len)
         if sources is None:
             return 0
         facts = sources.facts

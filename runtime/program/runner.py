@@ -70,7 +70,8 @@ class ProgramRunner:
         self._dp_size = config.runtime.expert_parallel_size
         self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
         self.layers |= {layer.name: layer for layer in model.state_layers}
-        of_sources = () if model.sources is None else model.sources.layers
+        seen = model.images if model.sources is None else model.sources
+        of_sources = () if seen is None else seen.layers
         self._source_layers = [layer.name for layer in of_sources]
         self.layers |= {layer.name: layer for layer in of_sources}
         spec = KVCacheSpec(model.layers, config.runtime.page_size)
@@ -216,6 +217,8 @@ class ProgramRunner:
             return self._executor_of_adapters(has_features=batch.media is not None)
         if batch.media is not None and self._model.media is not None:
             return self._model.media.with_features
+        if batch.seen_images is not None and self._model.images is not None:
+            return self._model.images.text
         if not self._config.runtime.skip_compiled:
             return self._model.executor
         if self._model.eager is None:

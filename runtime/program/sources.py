@@ -33,7 +33,7 @@ from mllm_compile.runtime.sources.request import RequestSource
 
 
 @dataclass(frozen=True)
-class _Attending:
+class Attending:
     """The layers that attend to sources, as a backend takes a model's."""
 
     layers: Sequence[AttentionLayer]
@@ -65,7 +65,7 @@ class SourceAttention:
     ) -> None:
         if model.sources is None:
             raise ValueError("the model has no encoder")
-        attending = _Attending(model.sources.layers, model.layer_kernels)
+        attending = Attending(model.sources.layers, model.layer_kernels)
         most = max(config.max_attended, config.runtime.max_num_batched_tokens)  # each token of a prompt is a row
         self._backend: AttentionBackend = make_attention_backend(
             config, attending, req_to_token_pool, device, most_decodes=most

@@ -20,6 +20,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.lora.target import LoraLayout
 from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
+from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.panels.library import PANEL_LINEARS
@@ -202,6 +203,7 @@ class Program:
     stages: tuple[StageStart, ...] = ()  # of a pipeline, the first left out (stages.py)
     cross_layers: tuple[LayerSpec, ...] = ()  # that attend to a source; layer_id: of the layer whose pages they share
     source: SourcePrograms | None = None  # of an encoder-decoder
+    images: ImagePrograms | None = None  # of a model whose layers attend to images
 
     @property
     def every(self) -> tuple[Program, ...]:
@@ -210,7 +212,8 @@ class Program:
         of_media = () if self.media is None else self.media.programs
         head = () if self.pooling is None or self.pooling.head is None else (self.pooling.head,)
         source = () if self.source is None else (self.source.program,)
-        return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head, *source)
+        images = () if self.images is None else self.images.programs
+        return (self, *of_media, *(() if self.lora is None else self.lora.programs), *head, *source, *images)
 
     def every_piece_id(self) -> list[str]:
         """All that is compiled, of all programs."""
@@ -302,6 +305,7 @@ class Program:
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             **({} if not self.cross_layers else {"cross_layers": [asdict(layer) for layer in self.cross_layers]}),
             **({} if self.source is None else {"source": self.source.to_json()}),
+            **({} if self.images is None else {"images": self.images.to_json()}),
         }
 
     @classmethod
@@ -340,6 +344,7 @@ class Program:
                 stages=from_json(tuple[StageStart, ...], data.get("stages", [])),
                 cross_layers=from_json(tuple[LayerSpec, ...], data.get("cross_layers", [])),
                 source=SourcePrograms.from_json(data["source"]) if "source" in data else None,
+                images=ImagePrograms.from_json(data["images"]) if "images" in data else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
@@ -451,6 +456,38 @@ class SourcePrograms:
     def from_json(cls, data: Any) -> SourcePrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         return cls(from_json(SourceFacts, data["facts"]), Program.from_json(data["program"]))
+
+
+@dataclass(frozen=True)
+class ImagePrograms:
+    """The programs of a model some of whose layers attend to images, beside its program for text, which has none.
+
+    Attributes:
+        text: with these layers, its cross_layers; it takes `source_kinds` [T] int64 (sources/images.py).
+        tower: images → keys [E, Hk, D] and values [E, Hk, Dv] of each of these, in order.
+        facts: what the tower is like.
+    """
+
+    text: Program
+    tower: Program
+    facts: TileTower
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Both, in this order."""
+        return self.text, self.tower
+
+    def to_json(self) -> dict[str, Any]:
+        return {"programs": [one.to_json() for one in self.programs], "facts": tower_to_json(self.facts)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> ImagePrograms:
+        """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
+        text, tower = map(Program.from_json, data["programs"])
+        facts = tower_from_json(data["facts"])
+        if not isinstance(facts, TileTower):
+            raise ValueError(f"layers attend to images of a {type(facts).__name__}")
+        return cls(text, tower, facts)
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,13 @@ class TokenCounts:
         self._free: list[int] = []
 
     def allocate(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> int:
-        """A row that has counted these tokens."""
+        """A row that has counted these tokens; a prompt's placeholders may be beyond the vocabulary."""
         if not self._free:
             self._grow()
         row = self._free.pop()
-        device = self._output_counts.device
-        self._prompt_mask[row].zero_().index_fill_(0, upload(np.asarray(prompt_token_ids, np.int64), device), True)
+        device, prompt = self._output_counts.device, np.asarray(prompt_token_ids, np.int64)
+        prompt = prompt[prompt < self._prompt_mask.shape[1]]
+        self._prompt_mask[row].zero_().index_fill_(0, upload(prompt, device), True)
         output = upload(np.asarray(output_token_ids, np.int64), device)
         self._output_counts[row].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         return row

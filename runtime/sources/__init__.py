@@ -1,1 +1,1 @@
-"""The sources of encoder-decoders: what an encoder reads, and the pages of what a decoder attends to."""
+"""The sources of encoder-decoders, and images that layers attend to: both have pages of their own."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mllm_compile.runtime.sources.images import SeenImages
+
 _KEY_BYTES = 8
 
 
@@ -22,12 +24,14 @@ class RequestSource:
         digest: of all that the encoder reads: sources alike have the same keys and values.
         ids: [E] int64 of a text; None: it is a sound.
         window: [bins * frames] float32 of a sound.
+        images: that layers of its text attend to, of a model that is no encoder-decoder.
     """
 
     length: int
     digest: bytes
     ids: np.ndarray | None = None
     window: np.ndarray | None = None
+    images: SeenImages | None = None
 
     @classmethod
     def of_text(cls, ids: np.ndarray) -> RequestSource:
@@ -39,6 +43,10 @@ class RequestSource:
         """Args: window: [bins * frames] float32; length: E."""
         window = np.ascontiguousarray(window, dtype=np.float32)
         return cls(length, hashlib.sha256(b"sound" + window.tobytes()).digest(), window=window)
+
+    @classmethod
+    def of_images(cls, images: SeenImages) -> RequestSource:
+        return cls(images.length, images.digest, images=images)
 
     def keys(self, count: int) -> np.ndarray:
         """[count] int64 below zero by which the prefix cache knows its pages: 63 bits of a hash each."""

@@ -33,6 +33,7 @@ from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner, RowsPlanne
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepHandle
 from mllm_compile.runtime.step.sampling import StepSampling
+from mllm_compile.runtime.step.seen_images import ImageSteps
 from mllm_compile.runtime.step.source_steps import SourceSteps
 
 Announce = Callable[[StepRecord], None]
@@ -70,6 +71,7 @@ class StepRunner:
         table = runner.req_to_token_pool
         pages = HostPageTable(table.req_to_token.shape[0], table.max_context_len, runtime.page_size)
         self.sources = SourceSteps(runner, pages, num_rows)
+        self.images = ImageSteps(runner, pages, num_rows)
         self.media = MediaSteps(runner, num_rows)
         head = runner.drafter
         self.drafter = None if head is None else model_drafter(head, pages, runner.draft_chain)
@@ -81,7 +83,9 @@ class StepRunner:
         self._planner = _planner(runner, pages, dp_step)
         self._pools = StepPools(runner, pages, dp_step)
         prefix = CommonPrefix(runner, pages)
-        parts = StepParts(runner, self._planner, self._pools, self.media, self.sources, self.sampling, prefix)
+        parts = StepParts(
+            runner, self._planner, self._pools, self.media, self.sources, self.images, self.sampling, prefix
+        )
         self._paths = StepPaths(parts, runner.graph_runner)
         self._of_thread = threading.local()
 
@@ -140,6 +144,7 @@ class StepRunner:
             self._pools.forget_rows(batch)
         self._pools.enter_pages(batch)
         self.sources.encode(batch)
+        self.images.encode(batch)
         self.media.admit(batch.admitted)
         path = self._paths.of(batch)
         plan = path.plan(batch)

@@ -8,9 +8,10 @@ import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
+from mllm_compile.model.sources.seen_images import SeenImagesAdapter
 from mllm_compile.model.towers.find import tower_adapter
 from mllm_compile.model.towers.fixed_size import reads
-from tests.model.tiny_configs import tiny_config
+from tests.tiny_seen_images import VOCAB, mllama_config
 from tests.tiny_vision import vision_config
 
 
@@ -26,10 +27,21 @@ def test_a_placeholder_that_the_embedding_has_no_row_for_is_refused(model_type: 
         tower_adapter(hf_model)
 
 
-def test_images_that_layers_of_the_text_attend_to_are_refused_with_what_they_would_take() -> None:
-    hf_model = build_config_on_meta(tiny_config("mllama"), torch.float32)
-    with pytest.raises(UnsupportedModelError, match=r"images cannot be served: .* \(cross attention\), .* would take"):
-        tower_adapter(hf_model)
+@pytest.mark.parametrize("token", [VOCAB + 8, -1])
+def test_so_is_one_of_images_that_layers_attend_to(token: int) -> None:
+    config = mllama_config()
+    config.image_token_index = token
+    hf_model = build_config_on_meta(config, torch.float32)
+    assert tower_adapter(hf_model) is None, "no token takes a feature"
+    with pytest.raises(UnsupportedModelError, match=rf"its placeholder is {token}, and no row of its embedding"):
+        SeenImagesAdapter.of(hf_model)
+
+
+def test_a_model_with_layers_that_attend_to_images_of_another_kind_is_refused() -> None:
+    hf_model = build_config_on_meta(mllama_config(), torch.float32)
+    del hf_model.model.model.multi_modal_projector
+    with pytest.raises(UnsupportedModelError, match=r"\(cross attention\), and it has no multi_modal_projector"):
+        SeenImagesAdapter.of(hf_model)
 
 
 def test_a_variable_is_read_also_by_an_instruction_that_reads_two(monkeypatch: pytest.MonkeyPatch) -> None:

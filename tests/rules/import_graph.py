@@ -81,6 +81,7 @@ FLOORS = (
     "runtime/collectives",
     "runtime/cpu",
     "runtime/cuda",
+    "runtime/sources",
     "runtime/media",
     "runtime",
 )

@@ -71,7 +71,23 @@ class _DecoderAttention:
         scale = float(head_dim**-0.5 if scaling is None else scaling)
         shape = key.shape[1], key.shape[3], value.shape[3]
         out = torch.ops.mllm.cross_attention(flat_query, *shape, scale, float(softcap or 0.0), "; ".join(refusals))
+        if _SEEN.said is not None:
+            out = torch.where(_SEEN.said[:, None, None], out, 0)
         return out.unsqueeze(0), None
+
+
+class _Seen:
+    """The tokens of the call that is traced that attend to states at all, [T] bool; None: all do."""
+
+    said: torch.Tensor | None = None
+
+
+_SEEN = _Seen()
+
+
+def say_seen(attends: torch.Tensor | None) -> None:
+    """Says which tokens attend to states in calls that come, [T] bool; called within a trace."""
+    _SEEN.said = attends
 
 
 class _Kept:
@@ -111,8 +127,11 @@ class _SourceAttention:
 def attending_to_pages(model: Any, cross: CrossAttention) -> Iterator[None]:
     """Within the context the decoder attends by ops, to the encoder's states by one without keys."""
     AttentionInterface.register(_DECODER, _DecoderAttention(distance_tables(model.get_decoder())))
-    with _marked(model, cross), attending_by(model, _DECODER):
-        yield
+    try:
+        with _marked(model, cross), attending_by(model, _DECODER):
+            yield
+    finally:
+        say_seen(None)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def trace_decoder(hf_model: HFModel, cross: CrossAttention, device: str, max_tok
     inputs["states"] = sized("E", (_SAMPLE_TOKENS, cross.width), hf_model.model.dtype, device)
     with attending_to_pages(hf_model.model, cross):
         trace = trace_text(hf_model, _FlatDecoder(hf_model.model, max_tokens), inputs, device, max_tokens)
-    _drop_unused(trace, keep=("input_ids", "positions", "logits_indices"))
+    drop_unused(trace, keep=("input_ids", "positions", "logits_indices"))
     return trace
 
 
@@ -61,7 +61,7 @@ def trace_source(hf_model: HFModel, cross: CrossAttention, device: str, max_toke
         module = _PackedSounds(hf_model.model, max_tokens, (bins, frames))
     with keeping_keys(hf_model.model, cross):
         trace = trace_text(hf_model, module, {**inputs, "cu_seqlens": bounds}, device, max_tokens)
-    _drop_unused(trace, keep=(*inputs, "cu_seqlens"))
+    drop_unused(trace, keep=(*inputs, "cu_seqlens"))
     return trace
 
 
@@ -132,7 +132,7 @@ def keys_of(model: Any, states: torch.Tensor, ids: torch.Tensor) -> tuple[torch.
     return kept()
 
 
-def _drop_unused(trace: Trace, keep: tuple[str, ...]) -> None:
+def drop_unused(trace: Trace, keep: tuple[str, ...]) -> None:
     """Drops what no output needs: inputs but those of `keep` too, and what was asserted of their sizes."""
     graph = trace.graph_module.graph
     graph.eliminate_dead_code()

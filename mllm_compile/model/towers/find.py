@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.adapter import TowerAdapter
 from mllm_compile.model.towers.crops import Crops
 from mllm_compile.model.towers.fixed_size import FixedSizeImages
 from mllm_compile.model.towers.packed_images import PackedImages
@@ -26,12 +26,8 @@ def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:
     Raises:
         UnsupportedModelError: it takes some, in a way that is not served.
     """
-    told = inspect.signature(type(hf_model.model).forward).parameters
-    if {"pixel_values", "cross_attention_states"} <= set(told):
-        raise refusal(
-            "layers of its text attend to images (cross attention), and no feature takes a token's place. "
-            "docs/lab/images.md says what they would take"
-        )
+    if "cross_attention_states" in inspect.signature(type(hf_model.model).forward).parameters:
+        return None  # its layers attend to images: sources/seen_images.py
     return _first(PROTOCOLS, hf_model)
 
 

@@ -21,6 +21,7 @@ from mllm_compile.runtime.step.plan import Planner, StepPlan
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepResults
 from mllm_compile.runtime.step.sampling import StepSampling
+from mllm_compile.runtime.step.seen_images import ImageSteps
 from mllm_compile.runtime.step.source_steps import SourceSteps
 
 
@@ -49,6 +50,7 @@ class StepParts:
     pools: StepPools
     media: MediaSteps
     sources: SourceSteps
+    images: ImageSteps
     sampling: StepSampling
     common_prefix: CommonPrefix
 

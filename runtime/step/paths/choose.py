@@ -25,7 +25,7 @@ class StepPaths:
     """
 
     def __init__(self, parts: StepParts, graphs: GraphRunner | None) -> None:
-        self._planner, self._media = parts.planner, parts.media
+        self._planner, self._media, self._images = parts.planner, parts.media, parts.images
         self._is_in_step = np.zeros(
             len(parts.runner.req_to_token_pool.req_to_token), dtype=bool
         )  # False between two looks
@@ -42,6 +42,8 @@ class StepPaths:
 
     def of(self, batch: ScheduledBatch) -> StepPath:
         """The path of a batch: captured verify steps, decodes or prompts, or the forward path."""
+        if self._images.are_in(batch):
+            return self.forward
         if batch.has_drafts and self._verifies is not None and self._verifies.serves(batch):
             return self._verifies
         if batch.has_drafts or self._reads_hidden_states:

@@ -11,6 +11,7 @@ import torch
 
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
+from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput
 from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -25,7 +26,7 @@ class ForwardPath(StepPath):
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
-        self._media, self._sources = parts.media, parts.sources
+        self._media, self._sources, self._images = parts.media, parts.sources, parts.images
         self._uploads = StagingRing(parts.runner.device)
 
     def run(self, step: Step) -> StepResults:
@@ -59,6 +60,10 @@ class ForwardPath(StepPath):
             forward_batch.common_prefix_len = self._common_prefix.num_tokens(batch, is_captured=False)
         forward_batch.first_slot = self._first_slot(batch)
         forward_batch.source_lens_cpu = self._sources.lens(batch.rows)
+        seen = self._images.seen(batch)
+        if seen is not None:
+            forward_batch.seen_images = seen
+            forward_batch.source_kinds = upload(seen.kinds, self._runner.device)
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens

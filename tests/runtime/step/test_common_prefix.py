@@ -99,7 +99,7 @@ def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(
     launched = []
     graphs = SimpleNamespace(most_sharing=most_sharing, launch=lambda *step: launched.append(step))
     nothing = SimpleNamespace()
-    parts = StepParts(runner, *(nothing,) * 5, CommonPrefix(runner, pages))
+    parts = StepParts(runner, *(nothing,) * 6, CommonPrefix(runner, pages))
     rows, num_new = np.arange(4), np.ones(4, dtype=np.int32)
     batch = SimpleNamespace(num_decodes=4, num_requests=4, prefix_lens=np.full(4, 13), rows=rows, num_new=num_new)
     plan = SimpleNamespace(fields=SimpleNamespace(req_pool_indices=rows, seq_lens=rows, out_cache_loc=rows), media=None)
