@@ -23,7 +23,7 @@ MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
 VARIANT_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
-_HEAD_ROWS = 65536
+_HEAD_ROWS, _ODD_HEAD_ROWS = 65536, 32768  # the latter of those that do not divide
 _LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight that is not loaded whole before the inputs arrive
 _TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTiling, WideTiling)}
 
@@ -33,10 +33,12 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
     With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not. In steps
     of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms. With 256 these are faster,
-    and for Qwen3-4B's layers with 240.
+    and for Qwen3-4B's layers with 240. A head whose rows do not divide (Whisper's 51,866) is left to tiles.cu.
     """
-    if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
+    if columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False
+    if rows % _ROWS_UNIT:
+        return rows % 2 == 0 and rows >= _ODD_HEAD_ROWS and tokens <= MAX_HEAD_TOKENS
     if is_head(rows):
         return tokens <= MAX_HEAD_TOKENS
     return tokens <= (MAX_LARGE_TOKENS if _is_large(rows, columns) else MAX_STREAMED_TOKENS)
@@ -49,7 +51,7 @@ def is_head(rows: int) -> bool:
 
 def is_read_in_rows(rows: int, columns: int) -> bool:
     """True if rows.cu takes a weight for its few tokens: the faster for a large weight that is no head's."""
-    return _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
+    return rows % _ROWS_UNIT == 0 and _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
 
 
 def is_held(rows: int, columns: int) -> bool:

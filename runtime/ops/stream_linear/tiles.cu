@@ -31,6 +31,7 @@ constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_
 constexpr int STEPS = K / SPLIT / COLUMNS / PANELS;  // stages of a tile, a block's
 constexpr int SUMS = ROWS / 2;                       // of a thread: of 8 outputs of a group 2, of two tokens
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
+static_assert(N % NORM_ROWS == 0 || !GATED && !NEXT_BLOCKS, "an odd head is a plain one");
 static_assert(STAGES > 1 || STEPS == 1, "a stage is free when the products of the next one have begun");
 static_assert(K % (SPLIT * PANELS * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
 static_assert(THREADS == NUM_THREADS, "as it is launched");
@@ -194,6 +195,10 @@ struct Outputs {
   __device__ __forceinline__ bool is_row(int place) const {
     return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
   }
+  // Of eight rows behind those of `place`: the last rows of an odd head need not be sixteen.
+  __device__ __forceinline__ bool is_second(int place) const {
+    return N % NORM_ROWS == 0 || row(place) + 8 < OUTPUTS;
+  }
   __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
   __device__ __forceinline__ bool is_there(int place, int h) const {
     return is_row(place) && token + 8 * h < num_tokens;
@@ -211,9 +216,11 @@ struct Operands {
       for (int h = 0; h < 2; h++) {
         const bool is_there = RESIDUAL && outputs.is_there(place, h);
         const u32* from = residual + outputs.at(place, h);
-        residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
+        residuals[place][h][0] = is_there ? from[0] : 0;
+        residuals[place][h][1] = is_there && outputs.is_second(place) ? from[4] : 0;
         weights[place][h] =
-            (NEXT_BLOCKS || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
+            (NEXT_BLOCKS || BIAS) && outputs.is_row(place) && (h == 0 || outputs.is_second(place))
+                ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
       }
   }
 };
@@ -380,7 +387,8 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
         continue;
       }
       if (RESIDUAL) low = add(operands.residuals[place][h][0], low), high = add(operands.residuals[place][h][1], high);
-      if (is_there) out[at] = low, out[at + 4] = high;
+      if (is_there) out[at] = low;
+      if (is_there && outputs.is_second(place)) out[at + 4] = high;
       if (NEXT_BLOCKS) {
         const u32* weights = operands.weights[place];
         if (is_there)

@@ -227,6 +227,15 @@ def test_a_head_is_streamed_for_fewer():
     assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(151936, 4096, tokens)] == [8, 16, 32, 64]
 
 
+def test_a_head_of_rows_that_do_not_divide_is_left_to_tiles():
+    streamed = [tokens for tokens in TOKEN_BUCKETS if is_streamed(51866, 1280, tokens)]
+    assert streamed == [8, 16, 32, 64]
+    assert {choose_tiling(LinearKind(51866, 1280), tokens).source for tokens in streamed} == {
+        "ops/stream_linear/tiles.cu"
+    }
+    assert not is_streamed(51865, 1280, 8) and not is_streamed(1026, 1280, 8)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "source"),
     [
@@ -328,6 +337,7 @@ COMPILED = [
     (LinearKind(21504, 4096, 256, squared_relu=True), 8),
     (LinearKind(24576, 4096, 256, gated=True), 8),
     (LinearKind(1280, 1280, residual=True, bias=True), 8),
+    *[(LinearKind(51866, 1280), tokens) for tokens in (8, 64)],
     *[(LinearKind(5120, 1280, bias=True, gelu=True), tokens) for tokens in (8, 16, 64, 160, 256)],
     *[(LinearKind(1280, 5120, residual=True, bias=True), tokens) for tokens in (8, 64, 160)],
     (PLUS_ONE, 8),
