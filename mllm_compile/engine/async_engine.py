@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from mllm_compile.config.sources import EngineSource
-    from mllm_compile.engine.weight_updates import Options, UpdateReport
+    from mllm_compile.engine.rollouts.weight_updates import Options, UpdateReport
 
 
 class AsyncEngine:

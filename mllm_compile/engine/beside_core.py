@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.engine.adapter_queue import AdapterParts
-    from mllm_compile.engine.sleep import EngineSleep
-    from mllm_compile.engine.weight_updates import WeightUpdates
+    from mllm_compile.engine.rollouts.sleep import EngineSleep
+    from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
     from mllm_compile.kv_events.publisher import KVEventPublisher
 
 
@@ -38,13 +38,13 @@ def in_order(*functions: Callable[[], None]) -> Callable[[], None]:
 
 
 def weight_updates(core: EngineCore, parts: EngineParts) -> WeightUpdates:
-    from mllm_compile.engine.weight_updates import WeightUpdates  # torch
+    from mllm_compile.engine.rollouts.weight_updates import WeightUpdates  # torch
 
     return WeightUpdates(core, parts.live, parts.tell_ranks, parts.ask_ranks)
 
 
 def engine_sleep(core: EngineCore, weights: WeightUpdates, parts: EngineParts) -> EngineSleep:
-    from mllm_compile.engine.sleep import EngineSleep  # torch
+    from mllm_compile.engine.rollouts.sleep import EngineSleep  # torch
 
     ranks = parts.num_local, parts.tell_ranks, parts.ask_ranks, parts.wait_ranks
     return EngineSleep(core, weights, parts.memory, *ranks)

@@ -22,7 +22,7 @@ from mllm_compile.engine.pooling.methods import PoolingMethods
 from mllm_compile.engine.pooling.parts import PoolingParts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import AdapterNames, RequestBuilder, as_request_ids, warn_of_refused
-from mllm_compile.engine.rollout_methods import RolloutMethods
+from mllm_compile.engine.rollouts.methods import RolloutMethods
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import SessionArg, SessionArgs, session_key
 from mllm_compile.engine.speech.methods import SpeechMethods

@@ -4,7 +4,7 @@
        └─────direct update─────▶ updating ──▶ running, or torn until an update is whole
        └─────sleep─────▶ sleeping ──wake_up──▶ what it was before
 
-EngineCore asks the gate; engine/pauses.py moves it. Every change is made under the core's lock.
+EngineCore asks the gate; engine/rollouts/pauses.py moves it. Every change is made under the core's lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Gate:
         drained: told when a pause that waits for requests has none left; None: none waits.
         is_paused: a pause was called and not resumed.
         num_pauses: how many were called.
-        sleeping: what is asleep, by engine/sleep.py's tags.
+        sleeping: what is asleep, by engine/rollouts/sleep.py's tags.
     """
 
     def __init__(self) -> None:

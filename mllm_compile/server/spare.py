@@ -25,7 +25,7 @@ ENGINE_IMPORTS = (
     "mllm_compile.engine.engine",
     "mllm_compile.engine.assemble",
     "mllm_compile.engine.tier_parts",
-    "mllm_compile.engine.sleep",
+    "mllm_compile.engine.rollouts.sleep",
     "safetensors.torch",
     "tokenizers",
 )

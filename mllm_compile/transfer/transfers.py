@@ -25,7 +25,7 @@ from mllm_compile.transfer.opened import counted, key_of, opened
 from mllm_compile.transfer.table import read_table
 
 if TYPE_CHECKING:
-    from mllm_compile.engine.weight_updates import WeightUpdates
+    from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
 
 _JOIN_S = 300.0  # a trainer starts its side by hand, or loads a model first
 _SILENCE_S = 120.0  # of a sender

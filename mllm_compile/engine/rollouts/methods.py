@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Unpack
 
 from mllm_compile.engine.gate import EngineState, as_pause_mode
 from mllm_compile.engine.loop import EngineCore
-from mllm_compile.engine.pauses import pause, resume
+from mllm_compile.engine.rollouts.pauses import pause, resume
 from mllm_compile.files.user_path import user_path
 
 if TYPE_CHECKING:
     import torch
 
-    from mllm_compile.engine.sleep import EngineSleep
-    from mllm_compile.engine.weight_updates import Options, UpdateReport, WeightUpdates
+    from mllm_compile.engine.rollouts.sleep import EngineSleep
+    from mllm_compile.engine.rollouts.weight_updates import Options, UpdateReport, WeightUpdates
 
 
 class RolloutMethods:
@@ -52,7 +52,7 @@ class RolloutMethods:
         Raises:
             CheckpointError: it has none, or one is damaged.
         """
-        from mllm_compile.engine.folder_weights import tensors_of_folder
+        from mllm_compile.engine.rollouts.folder_weights import tensors_of_folder
 
         folder = user_path(os.fspath(path)).absolute()
         return self.weights.update(tensors_of_folder(folder, self.weights.device), version, **options)

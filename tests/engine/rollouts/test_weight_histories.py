@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import EnginePausedError
-from tests.engine.test_weight_updates import Lost, broken_off, following, live_weights, tensors_of
+from tests.engine.rollouts.test_weight_updates import Lost, broken_off, following, live_weights, tensors_of
 from tests.fakes import FakeStepRunner, all_pages_are_back, fake_engine, hashed_token
 
 NUM_EVENTS = 40

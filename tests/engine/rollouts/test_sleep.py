@@ -24,9 +24,9 @@ from mllm_compile.errors import (
 from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.device.sleep import SleepingMemory
 from mllm_compile.runtime.updates.live import LiveWeights
-from tests.engine.test_pauses import LONG, PROMPT, SHORT, WITHOUT_END, beside, rest, started
-from tests.engine.test_weight_histories import History, check
-from tests.engine.test_weight_updates import following, live_weights, tensors_of, with_key
+from tests.engine.rollouts.test_pauses import LONG, PROMPT, SHORT, WITHOUT_END, beside, rest, started
+from tests.engine.rollouts.test_weight_histories import History, check
+from tests.engine.rollouts.test_weight_updates import following, live_weights, tensors_of, with_key
 from tests.fakes import ROOM_FOR_ENDLESS, FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine
 from tests.hang_guard import HANG_S, until
 from tests.sleeping_arena import Machine

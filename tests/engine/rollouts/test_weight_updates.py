@@ -27,7 +27,7 @@ from mllm_compile.runtime.updates.names import TensorNames
 from mllm_compile.runtime.updates.places import Places
 from mllm_compile.runtime.weights.formats.base import StoredTensor
 from mllm_compile.runtime.weights.spec import Factor, WeightPart, WeightSpec
-from tests.engine.test_pauses import beside, rest, started
+from tests.engine.rollouts.test_pauses import beside, rest, started
 from tests.fakes import FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine, hashed_token
 from tests.hang_guard import HANG_S, until
 

@@ -16,8 +16,8 @@ from typing import Literal, TypeVar, get_args
 from mllm_compile.engine.gate import Gate, PauseMode
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
-from mllm_compile.engine.pauses import pause
-from mllm_compile.engine.weight_updates import WeightUpdates
+from mllm_compile.engine.rollouts.pauses import pause
+from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
 from mllm_compile.errors import DeviceMemoryError, RequestError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.runtime.device.ranked_sleep import RankedMemory, Send

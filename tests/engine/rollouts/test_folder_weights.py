@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mllm_compile.engine.folder_weights import tensors_of_folder
+from mllm_compile.engine.rollouts.folder_weights import tensors_of_folder
 from mllm_compile.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
