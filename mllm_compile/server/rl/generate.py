@@ -27,6 +27,7 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (-1,),
     "output_kind": (0, 1, 2),
 }
+_START = "routed_experts_prompt_start"
 _encode = msgspec.json.encode
 
 
@@ -41,7 +42,7 @@ class TokensFields(msgspec.Struct, kw_only=True):
     priority: Any = None
     stream: bool | None = None
     return_token_ids: bool | None = None  # they always are
-    routed_experts_prompt_start: int = 0  # tokens whose experts the client has
+    routed_experts_prompt_start: int = 0  # tokens whose experts the client has; also among sampling_params
 
     path: ClassVar[str] = "/inference/v1/generate"
 
@@ -69,9 +70,10 @@ class TokensRequest:
         )
 
     def plan(self, facts: EngineFacts) -> AnswerPlan:
-        params = tokens_params(self._given.sampling_params)
+        wanted = dict(self._given.sampling_params)
+        first = taken_start(wanted, self._given.routed_experts_prompt_start)
+        params = tokens_params(wanted)
         found = prompts.completion_prompts(facts, self.fields, [self._given.token_ids], params)
-        first = check_start("routed_experts_prompt_start", self._given.routed_experts_prompt_start)
         return AnswerPlan(found, params, lambda head: TokensAnswers(head, params, first), has_text=bool(params.stop))
 
 
@@ -97,6 +99,18 @@ def check_logprobs(params: SamplingParams) -> None:
     """
     if params.logprobs is not None and params.logprobs < 0:
         raise bad_request(f"logprobs: expected an integer from 0 to {MAX_LOGPROBS}, got {params.logprobs}")
+
+
+def taken_start(wanted: dict[str, Any], otherwise: int = 0) -> int:
+    """The first token whose experts a client has not, which vLLM has among the parameters; it is taken from there.
+
+    Raises:
+        ApiError: it is no place in a text.
+    """
+    first = wanted.pop(_START, None)
+    if not isinstance(first, int | None):
+        raise bad_request(f"{_START}: expected an integer, got {str(first)[:50]!r}", _START)
+    return check_start(_START, otherwise if first is None else first)
 
 
 def check_start(name: str, first: int) -> int:

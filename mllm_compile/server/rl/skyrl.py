@@ -18,10 +18,9 @@ from mllm_compile.server.flow.job import Job
 from mllm_compile.server.generate import generate_endpoint
 from mllm_compile.server.rl.endpoint import refused
 from mllm_compile.server.rl.extras import packed_experts, packed_support
-from mllm_compile.server.rl.generate import check_start, tokens_params
+from mllm_compile.server.rl.generate import taken_start, tokens_params
 from mllm_compile.server.rl.whole import WholeAnswers
 
-_START = "routed_experts_prompt_start"
 _NO_DELTAS = "SkyRL's checkpoint deltas are not read: send weights by /update_weights, or folders to --rl-folder"
 _NO_DRAFTS = "a draft model's weights are not updated: /start_weight_update begins an update of the model's own"
 
@@ -58,10 +57,7 @@ class SkyRLRequest:
             ApiError, RequestError: a parameter is refused, or what is asked for is not kept.
         """
         wanted = dict(self._given.sampling_params)
-        first = wanted.pop(_START, None) or 0
-        if not isinstance(first, int):
-            raise bad_request(f"{_START}: expected an integer, got {str(first)[:50]!r}", _START)
-        check_start(_START, first)
+        first = taken_start(wanted)
         width = wanted.get("top_k") if self._given.return_sample_support else 0
         if not isinstance(width, int) or (self._given.return_sample_support and width <= 1):
             raise bad_request(f"return_sample_support: expected top_k above 1 beside it, got {str(width)[:50]!r}")

@@ -50,5 +50,9 @@ def test_skyrls_form_is_of_the_smallest_type_that_holds_the_numbers(choice):
 def test_a_model_without_experts_refuses_to_tell_them(trainer):
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1, "return_routed_experts": True}}
     assert "return_routed_experts" in trainer.refused("/inference/v1/generate", body).error["message"]
-    wrong = {"token_ids": [1, 2], "routed_experts_prompt_start": -1}
-    assert "at least 0" in trainer.refused("/inference/v1/generate", wrong).error["message"]
+    wrong = {"routed_experts_prompt_start": -1}
+    for fields in (wrong, {"sampling_params": wrong}):  # vLLM has it among the parameters
+        body = {"token_ids": [1, 2], **fields}
+        assert "at least 0" in trainer.refused("/inference/v1/generate", body).error["message"]
+    of_params = {"max_tokens": 1, "routed_experts_prompt_start": 1}
+    assert trainer.post("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": of_params})["choices"]
