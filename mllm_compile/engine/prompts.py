@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -76,12 +76,16 @@ class MediaSource(Protocol):
     Attributes:
         why_not: the reason why the runtime takes none; None: it does.
         domains: hosts that images are fetched from.
+        placeholders: the tokens that stand for items of prompts; none where it takes none.
     """
 
     why_not: str | None
 
     @property
     def domains(self) -> AbstractSet[str]: ...
+
+    @property
+    def placeholders(self) -> Collection[int]: ...
 
     def check(self) -> None:
         """
@@ -147,8 +151,11 @@ class PromptReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size if decoder is None else decoder.source.vocab_size
-        if isinstance(tower, TileTower):  # its placeholder may be behind all that the head gives
-            self._vocab_size = max(vocab_size, tower.image_token_id + 1)
+        # Of images that layers attend to a placeholder may be behind all that the head gives. A front has no tower.
+        known: Collection[int] = tower.placeholders if isinstance(tower, TileTower) else ()
+        if isinstance(tower, str) and media is not None:
+            known = media.placeholders
+        self._vocab_size = max([self._vocab_size, *(token_id + 1 for token_id in known)])
         self._decoder = decoder
         self._media = media
         self._tower = tower

@@ -304,10 +304,11 @@ class RequestBuilder:
     def _refusal(self, prepared: Prepared, params: SamplingParams) -> tuple[Phrases, MllmError | None]:
         """The tokens of params.bad_words, and the reason why this prompt with these parameters is refused, if it is."""
         phrases, fault_of_words = self._bad_phrases(params)
-        if prepared.source is not None and prepared.source.images is not None and params.prompt_logprobs is not None:
+        ids = prepared.ids if prepared.decoder_ids is None else None
+        if params.prompt_logprobs is not None and ids is not None and ids.size and ids.max() >= self._vocab_size:
             fault_of_words = fault_of_words or RequestError(
-                "prompt_logprobs: expected none beside images that layers attend to: their placeholders are beyond "
-                "the vocabulary, and have no log-probability. Leave it out."
+                f"prompt_logprobs: expected none with the token {ids.max()}, which stands for an image and is beyond "
+                "the vocabulary: it has no log-probability. Leave it out."
             )
         return phrases, prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
 

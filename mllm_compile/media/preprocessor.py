@@ -99,15 +99,20 @@ class MediaPreprocessor:
         Raises:
             RequestError: some of them are placeholders of images.
         """
-        for kind, token_id in self._placeholders.items():
+        for kind, token_id in self._kinds_of_placeholders.items():
             if token_id in token_ids:
                 raise RequestError(
                     f"the prompt's text has the token {token_id}, which stands for {NOUNS[kind]}s, and none was given. "
                     f"Give as many {NOUNS[kind]}s as it has places, or leave these out."
                 )
 
+    @property
+    def placeholders(self) -> Collection[int]:
+        """The ids of tokens that stand for features or images; none of a model that takes none."""
+        return self._kinds_of_placeholders.values()
+
     @cached_property
-    def _placeholders(self) -> dict[MediaKind, int]:
+    def _kinds_of_placeholders(self) -> dict[MediaKind, int]:
         """Kind → the id of the token of its features; empty of a model that takes none."""
         if not self.has_processor or self.why_not is not None:
             return {}
@@ -118,7 +123,7 @@ class MediaPreprocessor:
     def _open(self, kinds: Collection[MediaKind]) -> MediaWorkers:
         self.check()
         for kind in kinds:
-            if kind != "video" and kind not in self._placeholders:  # frames may have images' token
+            if kind != "video" and kind not in self._kinds_of_placeholders:  # frames may have images' token
                 raise RequestError(
                     f"{self._model} takes no {NOUNS[kind]}s: its config.json names no token for them. Leave them out."
                 )

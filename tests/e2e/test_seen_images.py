@@ -3,15 +3,19 @@ recomputed prompt, and beside other features, as docs/images.md tells it."""
 
 from __future__ import annotations
 
+import base64
 import io
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
+import yaml
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.engine.assemble import assemble
@@ -20,6 +24,7 @@ from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.process.timeline import Timeline
 from tests.fakes import all_pages_are_back
 from tests.sample import slow_but_a_sample
+from tests.server.harness import running
 from tests.tiny_model import engine_of_pages
 from tests.tiny_seen_images import IMAGE_TOKEN, STATES, TILES, Tiled, add_processor, prompt_of, save_mllama, scores_of
 from tests.tiny_vision import vision_engine_config
@@ -148,8 +153,11 @@ def test_what_cannot_be_is_refused_alone(served: Served) -> None:
         for refused, (_, said) in zip(outputs[::2], wrong, strict=True):
             assert refused.finish_reason == "error" and re.search(said, refused.error or "")
         assert [list(output.token_ids) for output in outputs[1::2]] == [served.answers[2]] * len(wrong)
-        with pytest.raises(RequestError, match="prompt_logprobs: expected none beside images"):
-            engine.generate(ONE, replace(GREEDY, prompt_logprobs=0))
+        without = [5, IMAGE_TOKEN, 6]  # as Transformers takes it
+        assert tokens(engine, [without]) == [scores_of(served.model, without, COUNT)[0]]
+        for prompt in (ONE, without):
+            with pytest.raises(RequestError, match=f"prompt_logprobs: expected none with the token {IMAGE_TOKEN}"):
+                engine.generate(prompt, replace(GREEDY, prompt_logprobs=0))
         penalised = replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.2)
         assert len(tokens(engine, [ONE], penalised)[0]) == COUNT  # the placeholder has no count
 
@@ -232,3 +240,32 @@ def test_text_is_served_without_images_that_the_self_check_finds_wrong(
     with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
         assert "its text is served without images: with images in prompts its logits are off" in caplog.text
         assert tokens(engine, [TEXT]) == [scores_of(model, TEXT, COUNT)[0]]
+
+
+@pytest.mark.slow  # a server of its own
+def test_a_chat_over_http_is_the_engines(served: Served, tmp_path: Path) -> None:
+    pictures = pytest.importorskip("PIL.Image")
+    data = io.BytesIO()
+    pictures.fromarray(np.random.default_rng(1).integers(0, 256, (30, 70, 3)).astype(np.uint8)).save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    messages: list[Any] = [{"role": "user", "content": parts}]
+    with Engine(served.config()) as engine:
+        (expected,) = engine.chat(messages, SamplingParams(temperature=0, max_tokens=COUNT))
+        (text,) = engine.chat([{"role": "user", "content": parts[1:]}], SamplingParams(temperature=0, max_tokens=COUNT))
+    (tmp_path / "mllama.yaml").write_text(yaml.safe_dump(served.config().model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "mllm_compile", "serve", str(tmp_path / "mllama.yaml"), "--port", "0"]
+    asked: dict[str, Any] = {"model": served.folder.name, "temperature": 0, "max_tokens": COUNT}
+    with (
+        running(command, tmp_path / "log") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(messages=messages, **asked)
+        plain = client.chat.completions.create(messages=[{"role": "user", "content": parts[1:]}], **asked)
+        with pytest.raises(openai.BadRequestError, match="image"):
+            client.chat.completions.create(messages=[{"role": "user", "content": [{"type": "image"}]}], **asked)
+        again = client.chat.completions.create(messages=messages, stream=True, **asked)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in again if chunk.choices)
+    assert answer.choices[0].message.content == streamed == expected.text
+    assert plain.choices[0].message.content == text.text != expected.text
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
