@@ -24,7 +24,7 @@ NUM_STEPS, ROUNDS = 8, 4
 def test_a_trainer_learns_while_engines_beside_it_sleep_and_wake_in_turn(tmp_path):
     folder = tmp_path / "model"
     save_tiny_model(shape_of("qwen3", **WIDE), folder)
-    config = config_of(folder, tmp_path / "cache", "auto")
+    config = config_of(folder, tmp_path / "cache", "auto") | {"compile": {"backend": "eager"}}
     config["runtime"] |= {"enable_sleep_mode": True, "max_total_tokens": 4096}
     reference = Learner(folder, torch.bfloat16, "cuda")
     alone = [reference.step() for _ in range(2 * NUM_STEPS)]
