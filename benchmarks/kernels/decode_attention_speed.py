@@ -163,7 +163,7 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((case.head_dim,), (), ())]
     done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
     most = (OF_FEW if is_few else OF_MANY).most
-    options = {"sinks": None, "slopes": None, "page_size": PAGE_SIZE, "max_splits": most}
+    options = {"sinks": None, "slopes": None, "bias": None, "page_size": PAGE_SIZE, "max_splits": most}
     options |= {"sm_scale": case.head_dim**-0.5, "soft_cap": 0.0, "window_left": -1, "fetch_first": is_few, "chunk": 0}
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
