@@ -147,6 +147,7 @@ def kernels_of_answers(folder: Path, lora: dict[str, int]) -> list[str]:
     """The kernels and copies of some requests without adapters, in their order."""
     sections = {
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+        "compile": {"disable_passes": ["stream_linears"]},  # whose kernels take as long as all else
         "runtime": {"device": "cuda:0", "max_model_len": 256, "max_running_requests": 8},
         "lora": lora,
         "cache": {"dir": str(folder / "cache")},

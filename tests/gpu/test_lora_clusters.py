@@ -23,7 +23,7 @@ pytestmark = [
 
 SLOTS, EPS = 8, 1e-6
 NUM_TOKENS = (1, 16, 65, 256, 700, 2100)
-SHRINKS = [ShrinkKernel(4096, 16), ShrinkKernel(4096, 48), ShrinkKernel(12288, 16), ShrinkKernel(14336, 64)]
+SHRINKS = [ShrinkKernel(4096, 16), ShrinkKernel(4096, 48), ShrinkKernel(12288, 16), ShrinkKernel(14336, 32)]
 NORMS = [NormKernel(4096, 32, 16), NormKernel(4096, 48, 16), NormKernel(1024, 64, 32, plus_one=True)]
 DEVICE = torch.device("cuda:0")
 

@@ -138,12 +138,14 @@ class NormKernel(ClusterKernel):
 
 def takes_shrink(columns: int, rows: int) -> bool:
     """True if a kernel multiplies inputs of so many columns with so many rows of A."""
-    return any(_divides(columns, groups) for groups in _SHRINK_GROUPS) and _takes_rows(rows)
+    has_groups = any(_divides(columns, groups) for groups in _SHRINK_GROUPS)
+    return has_groups and _takes_rows(rows) and _fits(ShrinkKernel(columns, rows))
 
 
 def takes_norm(columns: int, rank: int, rows: int) -> bool:
     """True if there is a kernel for a norm of so many columns between adapters of this rank and so many rows of A."""
-    return _divides(columns, _NORM_GROUPS) and rank in _RANKS and _takes_rows(rows)
+    is_served = _divides(columns, _NORM_GROUPS) and rank in _RANKS and _takes_rows(rows)
+    return is_served and _fits(NormKernel(columns, rows, rank))
 
 
 def _divides(columns: int, groups: int) -> bool:
@@ -153,3 +155,7 @@ def _divides(columns: int, groups: int) -> bool:
 
 def _takes_rows(rows: int) -> bool:
     return rows % 8 == 0 and 0 < rows <= _MOST_ROWS
+
+
+def _fits(kernel: ClusterKernel) -> bool:
+    return kernel.shared_bytes + _BLOCK_BYTES <= _MULTIPROCESSOR_BYTES
