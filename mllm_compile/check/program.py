@@ -61,7 +61,8 @@ def self_check(
     """
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
-        by_name = quantise_weights(hf_model.model, materialise(hf_model, device), lowered.quantised)
+        quantised = {name: one for part in (lowered, *lowered.of_images) for name, one in part.quantised.items()}
+        by_name = quantise_weights(hf_model.model, materialise(hf_model, device), quantised)
         linked = linked_of_folder(program, folder, piece_suffix, torch.device(device))
         ranks = [
             linked.bind(program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)

@@ -22,6 +22,7 @@ def images_obstacle(config: ResolvedConfig) -> str | None:
         "speculative.method": config.speculative.method != "none",
         "lora.max_adapters": config.lora.max_adapters > 0,
         "runtime.kv_events_config": runtime.kv_events_config.enable_kv_cache_events,
+        "runtime.kv_transfer_config": bool(runtime.kv_transfer_config.kv_connector),
         **{f"runtime.{key}": getattr(runtime, key) for key in _SWITCHES},
     }
     return compile_obstacle(config) or next((f"{key} is set" for key, is_set in set_here.items() if is_set), None)
