@@ -63,7 +63,7 @@ def test_rows_have_the_same_bits_alone_together_and_among_any_blocks(heads, kv_h
     soft_cap = features.get("soft_cap", 0.0)
     one_block = decode(cache, q, 1, sinks, soft_cap)
     assert worst_head(one_block, in_float32(cache, q, soft_cap, sinks=sinks)) < 1e-2
-    for blocks in (2, 8, 16):
+    for blocks in (2, 4, 8, 16):
         assert torch.equal(decode(cache, q, blocks, sinks, soft_cap), one_block), f"{blocks} blocks"
     together, _ = inputs_of(cache, q)
     torch.ops.mllm.rows_decode(*together, sinks, None, cache.page_size, head_dim**-0.5, soft_cap)
@@ -77,7 +77,7 @@ def test_rows_have_the_same_bits_alone_together_and_among_any_blocks(heads, kv_h
 @pytest.mark.skipif(
     not torch.cuda.is_available() or not can_compile_kernels("cuda:0"), reason="needs a Hopper GPU and NVRTC"
 )
-@pytest.mark.parametrize("blocks", [1, 8, 16])
+@pytest.mark.parametrize("blocks", [1, 4, 16])
 @pytest.mark.parametrize("requests", [[(577, 1)], [(62, 8)], [(1, 9)], [(1020, 9), (64, 1), (2, 3)]], ids=str)
 def test_keys_of_the_same_step_are_read_when_the_kernel_ahead_has_ended(requests, blocks, monkeypatch):
     """In a graph: a step's keys are infinite until a kernel writes them that has let the next one begin before."""

@@ -280,7 +280,7 @@ def test_steps_of_any_number_of_rows_have_a_second_piece_for_rows_of_one_request
     with_variants, pieces = add_decode_attention(config, program(LAYER, WINDOWED, sunk))
 
     def alone(index: int) -> list[DecodeVariant]:
-        sizes = {32: 16, 128: 8, 2048: 1}
+        sizes = {32: 16, 64: 8, 128: 4, 2048: 1}
         return [DecodeVariant(most, f"decode_{index}_by_{blocks}", IN_ORDER) for most, blocks in sizes.items()]
 
     assert of_kind(with_variants.layer_kernels, "decode") == {
@@ -292,7 +292,7 @@ def test_steps_of_any_number_of_rows_have_a_second_piece_for_rows_of_one_request
     assert list(rows["decode_0_rows"].signature) == ["q", "keys", "values", "page_table", "seq_lens", "out"]
     assert list(rows["decode_2_rows"].signature)[5:] == ["out", "sinks", "slopes"]
     blocks = {name: piece.source for name, piece in rows.items() if "_by_" in name}
-    assert all(f"blocks={name.rpartition('_')[2]}" in source for name, source in blocks.items()) and len(blocks) == 6
+    assert all(f"blocks={name.rpartition('_')[2]}" in source for name, source in blocks.items()) and len(blocks) == 8
     assert "sinks=None" in rows["decode_0_rows"].source and "sinks=sinks" in rows["decode_2_rows"].source
 
 

@@ -35,4 +35,4 @@ OF_LATENTS = Splits(blocks=132, most=64)
 # Parts of a row's keys, whose sums have one order, whatever else is in the step (ops/attention/ordered_decode.py).
 IN_ORDER = Splits(blocks=None, most=16)
 # Blocks of a sequence among which these are divided, by the most sequences; with more a sequence has one.
-BLOCKS_IN_ORDER = {32: 16, 128: 8}
+BLOCKS_IN_ORDER = {32: 16, 64: 8, 128: 4}

@@ -27,6 +27,7 @@ from mllm_compile.runtime.ops.attention.split_decode import (
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _STAGES = 2  # with 3 registers keep a fourth block with many rows off a multiprocessor
+_MOST_IN_REGISTERS = 4  # query heads whose parts one block adds up in registers: with more, likewise
 _MOST_SUMS = 8192  # numbers of parts that a block has in registers at once, 64 a thread
 
 
@@ -147,6 +148,7 @@ def _ordered_decode_kernel(
     MOST_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -206,6 +208,7 @@ def _ordered_decode_kernel(
         top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((DOT_ROWS,), tl.float32)
         acc = tl.zeros((DOT_ROWS, D), tl.float32)
+        all_top, all_total, all_acc = top, total, acc  # of the parts that are added up in registers
         if BLOCKS > 1:
             # Not under a condition, and into the same registers: else a third block has no room on a multiprocessor.
             is_new = ((offsets >= written_before) & (offsets < end))[:, None]
@@ -230,17 +233,25 @@ def _ordered_decode_kernel(
             bias = slopes[:, None] * (offsets - (num_keys - 1))[None, :].to(tl.float32)
             top, total, acc = add_keys(q, k, v, is_key[None, :], bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
             next_key = offset + BLOCK
-            if (next_key % part_keys == 0) & (next_key < end):
+            if IN_REGISTERS:
+                if (next_key % part_keys == 0) | (next_key >= end):
+                    all_top, all_total, all_acc = add_part(all_top, all_total, all_acc, top, total, acc)
+                    top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+                    total = tl.zeros((DOT_ROWS,), tl.float32)
+                    acc = tl.zeros((DOT_ROWS, D), tl.float32)
+            elif (next_key % part_keys == 0) & (next_key < end):
                 _store_part(
                     its_partial, its_tops, its_totals, next_key // part_keys - 1, top, total, acc, GROUP, DOT_ROWS, D
                 )
                 top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
                 total = tl.zeros((DOT_ROWS,), tl.float32)
                 acc = tl.zeros((DOT_ROWS, D), tl.float32)
-        if num_parts == 1:
+        if IN_REGISTERS | (num_parts == 1):
+            if not IN_REGISTERS:
+                all_top, all_total, all_acc = add_part(all_top, all_total, all_acc, top, total, acc)
             if HAS_SINKS:
-                total += sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
-            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+                all_total += sink_weights(sinks_ptr + head * GROUP, group, all_top, GROUP)
+            out = (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + heads[:, None] * D + dims[None, :], out, mask=is_head)
         else:
             _store_part(its_partial, its_tops, its_totals, (end - 1) // part_keys, top, total, acc, GROUP, DOT_ROWS, D)
@@ -297,7 +308,7 @@ def ordered_decode(
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N is IN_ORDER.most.
         done: [R, Hk] int32, zeros, and zeros again in the end.
         sinks, slopes, page_size, sm_scale, soft_cap: as split_decode's.
-        blocks: of a row and KV head, at most N. No bit depends on it.
+        blocks: of a row and KV head, at most IN_ORDER.most. No bit depends on it.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -329,6 +340,7 @@ def ordered_decode(
         MOST_PARTS=IN_ORDER.most,
         AT_ONCE=min(IN_ORDER.most, _MOST_SUMS // (padded_group * head_dim)),
         BLOCKS=blocks,
+        IN_REGISTERS=blocks == 1 and group <= _MOST_IN_REGISTERS,
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None,
         STAGES=_STAGES,
