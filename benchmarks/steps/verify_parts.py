@@ -34,7 +34,7 @@ NAMES = 14
 
 
 def is_attention(event: DeviceEvent) -> bool:
-    return any(name in event.name for name in ("cluster_decode", "share_decode", "split_decode"))
+    return any(name in event.name for name in ("cluster_decode", "share_decode", "split_decode", "ordered_decode"))
 
 
 def parts_between(events: Sequence[DeviceEvent], is_first: Callable[[DeviceEvent], bool]) -> list[list[DeviceEvent]]:
