@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
@@ -91,7 +92,9 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
         return False
     given = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin)
     operands = tuple(node for node in given if node is not None)
-    if any(node.meta["val"].stride(-1) != 1 for node in operands):
+    # Angles of halves are copied, however they lie.
+    read = operands[:3] if q_rotation.are_halves else operands
+    if not all(statically_known_true(node.meta["val"].stride(-1) == 1) for node in read):
         return False
     first_user = _first_user(gm.graph, q, operands)
     if first_user is None:
