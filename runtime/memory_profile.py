@@ -62,6 +62,9 @@ class ProfiledModel(CapturableModel, Protocol):
     @property
     def max_source_len(self) -> int: ...
 
+    @property
+    def usual_source_len(self) -> int: ...
+
     def make_kv_pool(self, num_pages: int) -> KVPool: ...
 
     def init_attention_backend(self) -> None: ...
@@ -94,7 +97,7 @@ def count_pages(runner: ProfiledModel) -> int:
         budget = budget.without(runner.feature_bytes, "features of images")
         if runner.model.lora is not None:
             budget = budget.without(runner.model.lora.pool.nbytes, "adapters")
-    num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime, runner.max_source_len)
+    num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime, runner.usual_source_len)
     if runner.communicator is not None:
         num_pages = runner.communicator.least(num_pages)
     logger.debug("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)

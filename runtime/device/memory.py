@@ -102,16 +102,16 @@ class KVBudget:
             return self
         return KVBudget(self.kv_bytes - num_bytes, f"{self.explanation}, {what} {_gib(num_bytes)}")
 
-    def num_pages(self, bytes_per_page: int, runtime: RuntimeSection, max_source_len: int = 0) -> int:
+    def num_pages(self, bytes_per_page: int, runtime: RuntimeSection, source_len: int = 0) -> int:
         """Pages with the dummy page: what fits, at most what all requests can use together, or max_total_tokens.
 
         Args:
-            max_source_len: most states of a request's source, which are in pages of their own.
+            source_len: states of a request's source, which are in pages of their own.
 
         Raises:
             DeviceMemoryError: not even one request of max_model_len tokens fits.
         """
-        pages_per_request = sum(-(-most // runtime.page_size) for most in (runtime.max_model_len, max_source_len))
+        pages_per_request = sum(-(-most // runtime.page_size) for most in (runtime.max_model_len, source_len))
         useful = 1 + runtime.max_running_requests * pages_per_request
         # Without attention a page holds nothing: it is how the scheduler counts tokens.
         fitting = self.kv_bytes // bytes_per_page if bytes_per_page else useful

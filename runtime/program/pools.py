@@ -114,6 +114,13 @@ class RunnerPools(RunnerSizes, RunnerRanks):
         return facts.max_length if facts.is_sound else min(facts.max_length, self.config.runtime.max_model_len)
 
     @property
+    def usual_source_len(self) -> int:
+        """The states of a source that there is room for beside the longest text: all, or those of one image. More
+        images are refused where they do not fit."""
+        images = self.model.images
+        return self.max_source_len if images is None else images.facts.states_of_image
+
+    @property
     def feature_bytes(self) -> int:
         """Bytes of the features of images that are held; 0 of a model that takes none."""
         return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
