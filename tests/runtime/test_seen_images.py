@@ -6,7 +6,9 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
 from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.sources.images import AHEAD, SeenImages
@@ -58,3 +60,13 @@ def test_a_table_has_a_row_from_each_page() -> None:
     assert rows.shape == (7, 12)
     assert rows[4].tolist() == list(range(16, 28))  # row 1 from its second page on
     assert rows[6].tolist() == list(range(24, 36))
+
+
+def test_pages_of_a_row_that_begins_within_another_are_listed_without_a_copy_of_all() -> None:
+    pool = ReqToTokenPool(2, 12, "cpu")
+    pool.req_to_token.copy_((torch.arange(36, dtype=torch.int32) + 400).view(3, 12))  # pages 100 to 108
+    table = pool.from_each_page(4).req_to_token
+    lengths = torch.tensor([5, 1, 9], dtype=torch.int32)
+    view = make_paged_view(table, torch.tensor([4, 6, 0]), lengths, lengths - 1, -1, 4)
+    assert view.indices.tolist() == [104, 105, 106, 100, 101, 102]
+    assert view.indptr_cpu.tolist() == [0, 2, 3, 6]

@@ -55,7 +55,8 @@ def make_paged_view(
     kernel's mask depends on.
 
     Args:
-        table: [rows, max_context_len] int32: the slot of each position, max_context_len a multiple of page_size.
+        table: [rows, max_context_len] int32: the slot of each position, max_context_len a multiple of page_size; rows
+            may overlap.
         rows: [R] int64: the requests' rows of it.
         seq_lens_cpu: [R] int32, each at least 1.
         num_computed_cpu: [R] int32: position of each request's first query.
@@ -74,11 +75,12 @@ def make_paged_view(
     # Entry j of the list, in request i, is column (first_pages[i] + j - indptr[i]) * page_size of the table.
     columns = (first_pages - indptr[:-1]).astype(np.int64) * page_size
     offsets, counts = upload(np.stack((columns, num_pages.astype(np.int64))), table.device)
-    starts = rows * table.shape[1] + offsets
+    starts = rows * table.stride(0) + offsets
     entries = torch.repeat_interleave(starts, counts, output_size=total)
     entries += torch.arange(0, total * page_size, page_size, device=table.device)
     indices = torch.empty(total, dtype=torch.int32, device=table.device) if indices_out is None else indices_out[:total]
-    torch.floor_divide(table.flatten().index_select(0, entries), page_size, out=indices)
+    slots = table.as_strided(((len(table) - 1) * table.stride(0) + table.shape[1],), (1,))
+    torch.floor_divide(slots.index_select(0, entries), page_size, out=indices)
     return PagedView(
         indptr_cpu=torch.from_numpy(indptr),
         indices=indices,
