@@ -19,6 +19,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +33,7 @@ from mllm_compile.config.sources import with_runtime
 
 _VOCABULARY = 100
 _TURN = 5_700  # new tokens of an agent's call
+_REST_S = 0.2
 _DECODES = [[7, index + 1] for index in range(8)]
 
 
@@ -148,13 +150,17 @@ def beside(
 
 
 def measure_misses(engine: Engine, length: int, rounds: int) -> None:
-    """The cost of prompts that are nowhere, with the memory and without, by turns."""
+    """The cost of prompts that are nowhere, with the memory and without, by turns, each behind the same rest of the
+    GPU. The memory is emptied ahead of each, so that what is computed is stored."""
     with_them: list[float] = []
     without: list[float] = []
-    for _ in range(rounds):
-        with_them += [seconds(engine, prompt_of(length)) for _ in range(6)]
-        with without_tiers(engine):
-            without += [seconds(engine, prompt_of(length)) for _ in range(6)]
+    for number in range(2 * rounds):
+        has_memory = number % 4 in (0, 3)
+        engine.flush_prefix_cache()
+        with nullcontext() if has_memory else without_tiers(engine):
+            time.sleep(_REST_S)
+            found = [seconds(engine, prompt_of(length)) for _ in range(6)]
+        (with_them if has_memory else without).extend(found)
     ratio = statistics.median(with_them) / statistics.median(without)
     print(
         f"a miss of {length} tokens: {1e3 * statistics.median(with_them):.2f} ms with the memory, "
