@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _TRIES = 3  # to tell all callers that the engine has ended
 _IDLE_GRACE_S = 1e-3  # grace period before idle work
+_IDLE_STORES_S = 0.05  # likewise before stores, which the next prompt would run beside
 _CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
 
 
@@ -378,6 +379,9 @@ class EngineCore:
         if is_idle:
             self._steps.count()
             has_work = self._scheduler.has_idle_work and not self.gate.is_shut
+            if has_work:
+                with self._condition:
+                    has_work = not self._condition.wait_for(lambda: self._inbox or self._is_closing, _IDLE_STORES_S)
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
                 self._surely_could_go_on()

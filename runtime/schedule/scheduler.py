@@ -94,6 +94,7 @@ class Scheduler:
         self.tiers: Tiers | None = None
         self._tier_changes = 0
         self._had_none = False  # no step was in flight, and none could be planned
+        self._computes_prompts = False  # the last step that was planned does
         self._next_step = 0
         self._next_update = 0
         self._ahead_end = 0  # the step behind the last one that was planned by bounds
@@ -158,7 +159,7 @@ class Scheduler:
 
     @property
     def has_idle_work(self) -> bool:
-        """Pages to be stored: schedule() begins that, and no request waits for it."""
+        """Pages to be stored: schedule() begins that where nothing else is to be done, and no request waits for it."""
         return self.tiers is not None and self.tiers.has_more
 
     def session_state(self, key: Hashable) -> SessionState | None:
@@ -232,11 +233,12 @@ class Scheduler:
         if self.tiers is None:
             return self._plan_step()
         self._advance_tiers(self.tiers)
-        is_hidden = self._in_flight
-        if is_hidden or self._may_evict:
+        is_busy = self._in_flight
+        is_better_later = self._computes_prompts and self.tiers.may_wait
+        if self._may_evict or (is_busy and not is_better_later):
             self.tiers.begin_stores()
         batch = self._plan_step()
-        self._had_none = batch is None and not is_hidden
+        self._had_none = batch is None and not is_busy
         if self._had_none:
             self.tiers.begin_stores()
         return batch
@@ -318,6 +320,7 @@ class Scheduler:
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
         encoded = self.rows.sources.take_encoded()
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes, drafted=drafted, encoded=encoded)
+        self._computes_prompts = bool(chunks)
         if self.drafts is not None:
             self.drafts.planned(batch, is_ahead=self._in_flight)
         self._next_step += 1

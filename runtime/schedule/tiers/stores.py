@@ -34,6 +34,7 @@ class Stores:
         self._takes_slots = writes_through  # of others, for what is published
         self._most = max(1, int(shelves.pages.allocator.usable_pages * _MOST_LOCKED))
         self._fresh: dict[PageRun, None] = {}  # runs that were published, and are not stored
+        self._num_fresh = 0  # pages that were published since stores have begun
         self._fresh_states: dict[PageRun, None] = {}
         self._stores: dict[Ticket, PageRun] = {}
         self._storing: set[bytes] = set()  # keys of pages
@@ -51,6 +52,11 @@ class Stores:
     def has_more(self) -> bool:
         """A store would begin now."""
         return bool(self._fresh_states) or (bool(self._fresh) and len(self._storing) < self._most)
+
+    @property
+    def may_wait(self) -> bool:
+        """Fewer pages were published since the last stores than may be locked at once."""
+        return self._num_fresh < self._most
 
     def is_storing(self, run: PageRun | None, keys: Iterable[bytes]) -> bool:
         """True while a path's pages or states are on their way to the host's memory, or wait for it.
@@ -73,6 +79,7 @@ class Stores:
     def stored(self, run: PageRun) -> None:
         """Has a run stored that was published."""
         self._fresh[run] = None
+        self._num_fresh += run.pages.size
 
     def state_kept(self, run: PageRun) -> None:
         """Has a run's state stored."""
@@ -101,11 +108,13 @@ class Stores:
         self._takes_slots = self._writes_through
         self._fresh.clear()
         self._fresh_states.clear()
+        self._num_fresh = 0
 
     # --- to the host's memory -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begins to store what was published, as far as it may lock pages."""
+        self._num_fresh = 0
         while self._fresh and len(self._storing) < self._most:
             run = next(iter(self._fresh))
             del self._fresh[run]

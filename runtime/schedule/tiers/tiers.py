@@ -142,6 +142,12 @@ class Tiers:
         if self._room is not None:
             self._room.advance()
 
+    @property
+    def may_wait(self) -> bool:
+        """Stores are better begun when no prompt is computed: beside one they take 2 % of its time (docs/lab/tiers.md).
+        False where other engines wait for them, or many pages do."""
+        return self.handover is None and self._stores.may_wait
+
     def begin_stores(self) -> None:
         """Begins to store what was published, and learns from steps. No step waits for that: it is for when the device
         is busy, or idle."""

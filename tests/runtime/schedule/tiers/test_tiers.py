@@ -314,20 +314,22 @@ def test_a_device_that_is_lost_amid_copies_hinders_no_end(call: str, monkeypatch
     assert closed == [True]
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_stores_begin_behind_the_launch_of_a_step_unless_it_could_take_their_pages(is_full: bool) -> None:
-    sim, copies = simulation(Random(7), ends=0.0, num_pages=13 if is_full else 65, max_num_batched_tokens=32)
-    sim.steps_ahead = 0
+@pytest.mark.parametrize(("num_pages", "begun"), [(65, [0, 0, 5]), (41, [0, 5, 5]), (13, [5, 5, 5])])
+def test_stores_begin_beside_decodes_unless_they_are_many_or_the_step_could_take_their_pages(
+    num_pages: int, begun: list[int]
+) -> None:
+    sim, copies = simulation(Random(7), ends=0.0, num_pages=num_pages, max_num_batched_tokens=32)
     sim.add(make_request("first", prompt_of(20), max_tokens=1, **FREE))
     while sim.scheduler.has_work():
         sim.step()
-    sim.scheduler.finish_update()
     assert not copies.begun and sim.scheduler.has_idle_work
-    sim.add(make_request("next", prompt_of(20, first=5), max_tokens=1, **FREE))
-    assert sim.plan() is not None
-    assert bool(copies.begun) == is_full
-    assert sim.plan() is None  # the step is in flight
-    assert sum(len(ticket.entries) for ticket in copies.begun) == 5 and not sim.scheduler.has_idle_work
+    sim.add(make_request("next", prompt_of(20, first=5), max_tokens=3, **FREE))
+    found = []
+    for num_decodes in (0, 1, 1):  # the prompt's step, then one beside it, then one beside decodes alone
+        batch = sim.plan()
+        assert batch is not None and batch.num_decodes == num_decodes
+        found.append(sum(len(ticket.entries) for ticket in copies.begun))
+    assert found == begun and not sim.scheduler.has_idle_work
     copies.ends = 1.0
     settled(sim)
     sim.check_answers()
