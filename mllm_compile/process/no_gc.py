@@ -9,7 +9,6 @@ is read.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,24 +31,11 @@ def gc_paused() -> Iterator[None]:
 def imports_unseen() -> Iterator[None]:
     """The same around imports, whose objects stay: afterwards all that is there counts as old.
 
-    So no collection of new objects looks at it. On a CPU these took 0.25 s, until the first token. A look at all takes
-    0.6 s, and came amid a decode: none is taken where torch was not there before, and so little of a caller's. Threads
-    that numpy makes meanwhile sleep.
+    So no collection of new objects looks at it. On a CPU these took 0.25 s, until the first token. Threads that numpy
+    makes meanwhile sleep.
     """
-    is_first = "torch" not in sys.modules
     with sleeping_blas(), gc_paused():
         yield
-        if _Frozen.by_us:
-            if is_first:
-                gc.freeze()
-        elif not gc.get_freeze_count():  # a caller's frozen objects stay so
+        if not gc.get_freeze_count():  # a caller's frozen objects stay so
             gc.freeze()
-            _Frozen.by_us = is_first
-            if not is_first:
-                gc.unfreeze()  # to the oldest generation
-
-
-class _Frozen:
-    """True where imports have frozen what is frozen."""
-
-    by_us = False
+            gc.unfreeze()  # to the oldest generation: frozen, an engine that begins would be closed by no collection
