@@ -1,5 +1,5 @@
 """An encoder-decoder whose steps are captured, on a CPU: graphs are played, and attention to sources is by the backend
-of a GPU over kernels in plain torch. An engine without either gives the same tokens."""
+of a GPU over kernels in plain torch. An engine without either gives the same tokens. So is attention to images."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_F
 from mllm_compile.runtime.cuda_graph import graph_runner, piece_graphs
 from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program import sources
+from mllm_compile.runtime.program import seen_images, sources
 from mllm_compile.runtime.program.executor import ProgramExecutor
+from tests.e2e.test_seen_images import PROMPTS
 from tests.model.encoder_decoders import save_encoder_decoder, save_word_tokenizer, sources_of_ids
 from tests.runtime.attention.torch_flashinfer import Library, attended, library
 from tests.runtime.cuda_graph.played_cases import Capturer, capture_on_cpu, play_graphs
+from tests.tiny_seen_images import save_mllama
+from tests.tiny_vision import vision_engine_config
 
 __all__ = ["library"]
 pytestmark = pytest.mark.slow
@@ -48,9 +51,9 @@ def own_piece(scale: float) -> Callable[[list[torch.Tensor]], None]:
     return run
 
 
-def attend_by_flashinfer(patch: pytest.MonkeyPatch, has_own: bool) -> None:
-    """Gives attention to sources the backend of a GPU, with decodes of the program's own or FlashInfer's."""
-    make = sources.make_attention_backend
+def attend_by_flashinfer(patch: pytest.MonkeyPatch, has_own: bool, module: Any = sources) -> None:
+    """Gives attention to a module's sources the backend of a GPU, with decodes of the program's own or FlashInfer's."""
+    make = module.make_attention_backend
 
     def made(config: Any, model: Any, *rest: Any, **options: Any) -> Any:
         kernels = {}
@@ -61,7 +64,7 @@ def attend_by_flashinfer(patch: pytest.MonkeyPatch, has_own: bool) -> None:
         config = replace(config, runtime=replace(config.runtime, attention_backend="flashinfer"))
         return make(config, replace(model, layer_kernels=kernels), *rest, **options)
 
-    patch.setattr(sources, "make_attention_backend", made)
+    patch.setattr(module, "make_attention_backend", made)
 
 
 def capture_all(patch: pytest.MonkeyPatch) -> list[int]:
@@ -110,3 +113,18 @@ def test_captured_decodes_attend_to_their_own_sources(
         assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
         assert [output.token_ids for output in engine.generate(prompts[:2], GREEDY)] == expected[:2]
     assert bool(launched) is has_own, "FlashInfer's decodes are planned on the host, ahead of a replay"
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_layers_attend_to_images_from_any_page_on(
+    has_own: bool, library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_mllama(tmp_path / "model", hidden_size=256, intermediate_size=256)
+    config = vision_engine_config(tmp_path / "model", tmp_path / "cache", page_size=PAGE).model_dump(mode="json")
+    config["model"]["dtype"] = "bfloat16"
+    with Engine(config) as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+    attend_by_flashinfer(monkeypatch, has_own, seen_images)
+    with Engine(config) as engine:
+        assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+        assert [output.token_ids for output in engine.generate(PROMPTS[:2], GREEDY)] == expected[:2]
