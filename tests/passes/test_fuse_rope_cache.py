@@ -62,20 +62,6 @@ def test_every_layer_writes_its_cache_in_the_piece_before_attention(rope_on_cpu,
     assert Program.from_json(program.to_json()) == program
 
 
-def test_angles_of_half_a_head_may_lie_in_any_order(rope_on_cpu, tmp_path, monkeypatch):
-    """Transformers 5.17 makes them by a product that it transposes; 5.23 does not."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
-
-    def transposed(self, x, position_ids):
-        freqs = (self.inv_freq[None, :, None].float() @ position_ids[:, None, :].float()).transpose(1, 2)
-        return tuple((angles * self.attention_scaling).to(x.dtype) for angles in (freqs.cos(), freqs.sin()))
-
-    monkeypatch.setattr(GptOssRotaryEmbedding, "forward", transposed)
-    program = compiled_program(tmp_path, "gpt_oss")  # its self-check compares the logits with Transformers'
-    attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
-    assert layers_fused(program) == [step.layer for step in attentions] != []
-
-
 def test_a_bias_by_distance_stays(rope_on_cpu, tmp_path):
     save_encoder_decoder("t5", tmp_path / "model")
     save_word_tokenizer(tmp_path / "model")

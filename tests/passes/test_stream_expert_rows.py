@@ -5,6 +5,7 @@ The kernel needs a Hopper GPU; here its op is a stand-in in plain torch.
 
 from __future__ import annotations
 
+import json
 import operator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
+from mllm_compile.compiler import lowering, rewriting
+from mllm_compile.compiler.target import find_target
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.passes.base import (
     EXPERT_RANKS,
@@ -27,6 +32,7 @@ from mllm_compile.passes.base import (
 from mllm_compile.passes.match.linear import match_clamped_swiglu
 from mllm_compile.passes.match.nodes import is_call, is_op
 from mllm_compile.passes.stream_expert_rows import StreamExpertRows
+from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW
 from mllm_compile.runtime.ops.stream_expert_rows.kernel import ExpertRowsKernel
 from mllm_compile.runtime.program.spec import PieceVariant, Program
@@ -45,7 +51,8 @@ from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, FOR_GPUS, stand_in_ops, streamed_ops_on_cpu
 
 HIDDEN = 256
-PAGE = Path(__file__).parents[2] / "docs/lab/quantised.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/lab/quantised.md"
 OPS = ("order_experts", "quantised_grouped_linear", "stream_expert_rows")
 
 
@@ -115,6 +122,39 @@ def test_a_program_has_the_kernels_of_its_variants():
         ExpertRowsKernel(*sizes, 2 * EXPERT_FFN, HIDDEN, ONE_ROW, True, True, True, False),
         ExpertRowsKernel(*sizes, HIDDEN, EXPERT_FFN, ONE_ROW, False, False, True, True),
     )
+
+
+def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
+    """All passes go over layers of the published model's shape; none of them runs.
+
+    Angles are transposed, as Transformers 5.17 makes them; 5.23 does not.
+    """
+
+    def angles(self, x, position_ids):
+        freqs = (self.inv_freq[None, :, None].float() @ position_ids[:, None, :].float()).transpose(1, 2)
+        return tuple((one * self.attention_scaling).to(x.dtype) for one in (freqs.cos(), freqs.sin()))
+
+    monkeypatch.setattr(GptOssRotaryEmbedding, "forward", angles)
+    shape = json.loads((ROOT / "configs/shapes/gpt-oss-20b/config.json").read_text())
+    shape |= {"num_hidden_layers": 2, "layer_types": shape["layer_types"][:2], "vocab_size": 1024, "pad_token_id": 0}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(shape | {"eos_token_id": 1}))
+    real = rewriting.pass_target
+    facts = {"compiles_pieces": True, "compiles_cuda": True, "hopper_decode": True, "has_panels": False}
+    monkeypatch.setattr(rewriting, "pass_target", lambda config: replace(real(config), **facts))
+    model = {"path": str(tmp_path / "model"), "load_format": "dummy", "dtype": "bfloat16", "quantization": "keep"}
+    target = find_target(EngineConfig.from_dict({"model": model, "runtime": {"device": "cpu", "max_model_len": 4096}}))
+    (tmp_path / "graphs").mkdir()
+    with torch.no_grad():
+        built = lowering.build_model(target.config, target.model, Timeline())
+        gm = lowering.lower(target.config, built, tmp_path / "graphs", Timeline()).graph
+    middle = [gm.get_submodule(variants[1]) for variants in gm.meta[VARIANTS].values() if 1 in variants]
+    found = [
+        [str(node.target).split(".")[1] for node in piece.graph.nodes if "mllm." in str(node.target)]
+        for piece in middle
+    ]
+    experts = ["stream_linear_residual", "choose_experts", "stream_expert_rows", "stream_expert_rows"]
+    assert found == [[*experts, "stream_linear", "rope_and_cache"], experts]
 
 
 def test_modes_and_gpus_without_it_say_why():
