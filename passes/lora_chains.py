@@ -53,7 +53,7 @@ def _chain_norm(graph: fx.Graph, node: fx.Node) -> bool:
     """Joins a product with B, the residual and the norm behind it, and the product with A of what is normed."""
     operands: Any = node.args
     y, shrunk, b, slots, starts, rows, *last = operands
-    val, found = node.meta["val"], residual_of(node)
+    val, found = node.meta["val"], _residual(node)
     is_whole = (list(starts), list(rows)) == ([0], [val.shape[-1]])
     if found is None or last != [True, True] or not is_whole or val.dtype != torch.bfloat16:
         return False
@@ -98,7 +98,7 @@ def _chain_activation(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def residual_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _residual(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The sum that alone reads `node`, and the other operand, if that is of the same shape."""
     (total, *others) = node.users or [None]
     if total is None or others or not is_call(total, operator.add):

@@ -37,7 +37,6 @@ from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.launch_lora import LaunchLora
-from mllm_compile.passes.launch_lora_clusters import LaunchLoraClusters
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
@@ -109,7 +108,6 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
     QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
     LaunchLora,  # of a program for adapters: two kernels for what they add to a linear
-    LaunchLoraClusters,  # of many tokens: one kernel for A, and one for what is between two linears
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
     SumInOneOrder,  # linears of deterministic steps: kernels for few rows that have the bits of many
     FuseAddNorm,  # the norm ahead of such a linear, with its residual's sum, as one kernel

@@ -4,9 +4,9 @@
 
 Needs a Hopper GPU. The linears are Qwen3-8B's. Tokens have one adapter, or several: in turn of steps of few tokens, in
 stretches of prompts. Each cell is the time, and behind a slash what the bytes take at the rate of a sum. Factors come
-from the GPU's memory. The last lines are all kernels of a layer: each linear's two, and those that passes join, norms
-among them, for prompts without gates and ups (lora_chains.py, launch_lora_clusters.py). Of prompts they are a layer's
-linears, gates and ups with their activation in one kernel, without adapters and with them.
+from the GPU's memory. The last lines are all kernels of a layer: each linear's two, and, of few tokens, those that
+passes/lora_chains.py joins, norms among them. Of prompts they are a layer's linears as pieces have them, gates and ups
+with their activation in one kernel, without adapters and with them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
-from mllm_compile.runtime.ops.lora_clusters.kernel import ClusterKernel, NormKernel, ShrinkKernel
-from mllm_compile.runtime.ops.lora_clusters.ops import load_cluster_kernels
 
 OPS: Any = torch.ops.mllm
 HIDDEN, FFN, EPS = 4096, 12288, 1e-6
@@ -57,10 +55,7 @@ class Linear:
         return _random(adapters, rows, self.inputs) / self.inputs**0.5, _random(adapters, self.outputs, rank) / 50
 
     def shrink(self, x: torch.Tensor, factors: Factors, slots: torch.Tensor, *, is_few: bool) -> torch.Tensor:
-        if is_few:
-            shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, is_few, True)
-        else:
-            shrunk = OPS.lora_shrink_in_clusters(x, factors[0], slots, True)
+        shrunk: torch.Tensor = OPS.lora_shrink(x, factors[0], slots, is_few, True)
         return shrunk
 
     def expand(
@@ -133,16 +128,6 @@ def joined(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torc
     LINEARS["qkv"].expand(tensors["qkv y"], products, of["qkv"], slots, squares, EPS, HIDDEN, is_few=True)
 
 
-def joined_of_many(tensors: dict[str, torch.Tensor], of: dict[str, Factors], slots: torch.Tensor) -> None:
-    """All kernels of a layer of many tokens but gates and ups, as launch_lora_clusters leaves them."""
-    shrunk, h = None, tensors["o x"]
-    for name, following in (("o", "gate_up"), ("down", "qkv")):
-        shrunk = LINEARS[name].shrink(tensors[f"{name} x"], of[name], slots, is_few=False)
-        given = tensors[f"{name} y"], shrunk, of[name][1], slots, h, tensors["norm"], EPS, False, of[following][0]
-        h, _, shrunk = OPS.lora_norm_in_clusters(*given)
-    LINEARS["qkv"].expand(tensors["qkv y"], shrunk, of["qkv"], slots, is_few=False)
-
-
 class Products:
     """A layer's linears of prompts, as pieces have them."""
 
@@ -176,18 +161,14 @@ class Products:
         }
 
 
-def load_kernels(rank: int) -> None:
-    """Compiles and loads the kernels of gates and ups, and those of clusters."""
+def load_gated(rank: int) -> None:
+    """Compiles and loads the kernels of gates and ups."""
     (linear,) = (one for one in LINEARS.values() if one.is_gated)
     shape = linear.outputs, linear.inputs
-    gated = [*gated_kernels(*shape), *gated_kernels(*shape, rank)]
-    rows = {name: rank * len(one.parts) for name, one in LINEARS.items()}
-    clusters: list[ClusterKernel] = [ShrinkKernel(one.inputs, rows[name]) for name, one in LINEARS.items()]
-    clusters += [NormKernel(HIDDEN, rows[name], rank) for name in ("gate_up", "qkv")]
+    kernels = [*gated_kernels(*shape), *gated_kernels(*shape, rank)]
     with KernelCompiler() as compiler:
-        compiler.start([*gated, *clusters])
-        load(compiler, gated, load_gated_kernels)
-        load(compiler, clusters, load_cluster_kernels)
+        compiler.start(kernels)
+        load(compiler, kernels, load_gated_kernels)
 
 
 def column(tokens: int, used: int, is_few: bool, adapters: int, rank: int, rate: float) -> dict[str, str]:
@@ -214,9 +195,9 @@ def column(tokens: int, used: int, is_few: bool, adapters: int, rank: int, rate:
         cells[f"{name} expand"] = f"{expand_us:7.2f} /{(y.nbytes + written + b) / rate:6.2f}"
     layers = [{name: one.factors(adapters, rank) for name, one in LINEARS.items()} for _ in range(6)]
     cells["a layer"] = f"{each_us(partial(separate, tensors, is_few=is_few), layers, slots):15.2f}"
-    all_joined = joined if is_few else joined_of_many
-    cells["joined"] = f"{each_us(partial(all_joined, tensors), layers, slots):15.2f}"
-    if not is_few:
+    if is_few:
+        cells["joined"] = f"{each_us(partial(joined, tensors), layers, slots):15.2f}"
+    else:
         cells |= Products(tensors).times(layers[0], slots[0])
     return cells
 
@@ -229,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rank", type=positive, default=16)
     arguments = parser.parse_args()
     need_hopper()
-    load_kernels(arguments.rank)
+    load_gated(arguments.rank)
     from mllm_compile.runtime.ops.lora import chained, expand, shrink  # define the ops, with Triton
 
     for module in (shrink, expand, chained):

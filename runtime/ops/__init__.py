@@ -69,9 +69,7 @@ OPS = {
     "lora_expand_gated": "lora.expand",
     "lora_expand_gated_chained": "lora.chained",
     "lora_expand_norm": "lora.chained",
-    "lora_norm_in_clusters": "lora_clusters.ops",
     "lora_shrink": "lora.shrink",
-    "lora_shrink_in_clusters": "lora_clusters.ops",
     "matrix_memory": "states.trace",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
@@ -126,7 +124,6 @@ OPS = {
 FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
-    "lora_clusters": "lora_clusters.family",
     "one_order": "stream_linear.one_order_family",
     "ranks": "ranks.family",
     "scaled_linear": "scaled_linear.family",

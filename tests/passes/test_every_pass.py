@@ -31,7 +31,6 @@ from mllm_compile.passes.fuse_add_norm import FuseAddNorm
 from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.launch_lora import LaunchLora
-from mllm_compile.passes.launch_lora_clusters import LaunchLoraClusters
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
@@ -173,8 +172,7 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
 # They change graphs that are told of ranks, scales or adapters, or have layers with a state, in tests of their own.
 OF_STATES = (UnrepeatKeys, GateInRecurrences, NormInRecurrences)
 OF_ONE_ORDER = SumInOneOrder, FuseAddNorm
-OF_ADAPTERS = AddLora, LaunchLora, LaunchLoraClusters
-ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues, *OF_ADAPTERS, *OF_ONE_ORDER)
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues, AddLora, LaunchLora, *OF_ONE_ORDER)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in FOR_GPUS if one not in ELSEWHERE], ids=lambda one: one.name)

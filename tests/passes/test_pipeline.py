@@ -221,7 +221,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
             "float8_e4m3fn KV cache",
         ),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
-        ({"has_adapters": False}, {"add_lora", "launch_lora", "launch_lora_clusters"}, "no section lora"),
+        ({"has_adapters": False}, {"add_lora", "launch_lora"}, "no section lora"),
         ({"split_decode": False}, {"absorb_latents"}, "(split_decode), which do not serve"),
         ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),
     ],

@@ -27,7 +27,6 @@ from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference as add_lora
 from mllm_compile.runtime.ops.lora.shapes import chained_columns, num_splits
-from mllm_compile.runtime.ops.lora_clusters import ops as cluster_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_expert_rows import ops as expert_rows_ops  # noqa: F401  (defines the op)
@@ -133,16 +132,6 @@ def gated_linear_lora(x, weight, shrunk, b, slots):
     return silu(gate) * up
 
 
-def lora_norm_in_clusters(y, shrunk, b, slots, residual, norm_weight, eps, plus_one, next_a):
-    out = residual + lora_expand(y, shrunk, b, slots, [0], [y.shape[-1]], False, True)
-    normed = rms_norm(out, norm_weight, eps, plus_one)
-    return out, normed, lora_shrink(normed, next_a, slots, False, True)
-
-
-def lora_shrink_in_clusters(x, a, slots, early_slots):
-    return lora_shrink(x, a, slots, False, early_slots)
-
-
 def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """The weight in float32, of fp8 or four bits."""
     kind = "int4_lanes" if values.dtype == torch.uint8 else "fp8"
@@ -194,8 +183,6 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_linear_in_one_order", gated_linear, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
     library.impl("gated_linear_lora", gated_linear_lora, "CPU")
-    library.impl("lora_norm_in_clusters", lora_norm_in_clusters, "CPU")
-    library.impl("lora_shrink_in_clusters", lora_shrink_in_clusters, "CPU")
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
