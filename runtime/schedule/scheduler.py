@@ -153,9 +153,11 @@ class Scheduler:
             request.finish_reason, request.stop_reason = "stop", stop_string
 
     def has_work(self) -> bool:
-        """Requests that are not finished, or finished ones whose last step is still in flight."""
+        """Requests that are not finished, finished ones whose last step is still in flight, or pages to be stored that
+        another engine waits for."""
         self.finish_update()
-        return bool(self._lifecycle.unfinished or self.rows.leaving)
+        is_awaited = self.tiers is not None and self.tiers.is_awaited
+        return bool(self._lifecycle.unfinished or self.rows.leaving or is_awaited)
 
     @property
     def has_idle_work(self) -> bool:
@@ -237,6 +239,8 @@ class Scheduler:
         is_better_later = self._computes_prompts and self.tiers.may_wait
         if self._may_evict or (is_busy and not is_better_later):
             self.tiers.begin_stores()
+        elif is_busy:
+            self.tiers.begin_writes()
         batch = self._plan_step()
         self._had_none = batch is None and not is_busy
         if self._had_none:

@@ -81,7 +81,7 @@ class HandOver:
 
     @property
     def has_more(self) -> bool:
-        """`advance` would begin with a promise."""
+        """`begin` would begin with a promise."""
         return any(not one.has_begun for one in self._promises)
 
     def promise(self, request: Request, token_ids: np.ndarray, salt: Salt) -> None:

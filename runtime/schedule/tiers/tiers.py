@@ -132,6 +132,11 @@ class Tiers:
         return self._stores.has_more or (self.handover is not None and self.handover.has_more)
 
     @property
+    def is_awaited(self) -> bool:
+        """A store is to begin that another engine waits for."""
+        return self.handover is not None and self.handover.has_more
+
+    @property
     def changes(self) -> int:
         """Grows when pages changed hands."""
         return self._shelves.changes
@@ -149,17 +154,22 @@ class Tiers:
         return self.handover is None and self._stores.may_wait
 
     def begin_stores(self) -> None:
-        """Begins to store what was published, and learns from steps. No step waits for that: it is for when the device
-        is busy, or idle."""
-        for batch, ms in self._to_learn:
-            self._shelves.gain.computed(batch, ms)
-        self._to_learn.clear()
+        """Begins to store what was published, and writes below. No step waits for that: it is for when the device is
+        busy, or idle."""
         if self.handover is not None:
             self.handover.begin()
         self._stores.begin()
-        self._stores.begin_writes()
+        self.begin_writes()
         if self.handover is not None:
             self.handover.settle()
+
+    def begin_writes(self) -> None:
+        """Begins to write below what the host's memory has, and learns from steps: beside prompts too, of which neither
+        takes the device's time. Else both would have no end of what waits while prompts come."""
+        for batch, ms in self._to_learn:
+            self._shelves.gain.computed(batch, ms)
+        self._to_learn.clear()
+        self._stores.begin_writes()
 
     def settle(self) -> None:
         """Waits until nothing moves: then pages and memory may change hands in any way. Begins no writes below: they
@@ -216,7 +226,7 @@ class Tiers:
         self._shelves.below = {}
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
-        """Learns what computing a prompt takes, from a step without copies beside it, behind `begin_stores`."""
+        """Learns what computing a prompt takes, from a step without copies beside it, in `begin_writes`."""
         if batch.num_prompt_tokens and not self._loads and not self._stores:
             self._to_learn.append((batch, ms))
 

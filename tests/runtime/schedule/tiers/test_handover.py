@@ -92,6 +92,17 @@ def test_the_answer_says_where_the_pages_are_and_others_wait_until_they_are_stor
     assert [entry is not None and entry.until > 0 for entry in entries] == [False, True, True, True]
 
 
+def test_a_store_that_another_engine_waits_for_is_work_and_not_for_idle_times() -> None:
+    sim, copies = prefill(Random(1))
+    copies.ends = 0.0
+    request = computed(sim, "first", prompt_of(20))
+    while not (request.is_finished and not sim.in_flight):
+        sim.step()
+    while sim.scheduler.has_work():
+        sim.step()
+    assert sum(len(ticket.entries) for ticket in copies.begun) == 4
+
+
 def test_pages_that_are_there_are_handed_over_again_and_new_weights_end_it() -> None:
     sim, _ = prefill(Random(2))
     for name in ("first", "again"):

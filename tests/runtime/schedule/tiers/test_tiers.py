@@ -335,6 +335,27 @@ def test_stores_begin_beside_decodes_unless_they_are_many_or_the_step_could_take
     sim.check_answers()
 
 
+def test_writes_below_begin_and_steps_are_learnt_from_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, copies = simulation(Random(7), ends=0.0, num_below=64, num_pages=129, max_num_batched_tokens=8)
+    sim.ms_of = lambda batch: 1.0
+    sim.add(make_request("first", prompt_of(20), max_tokens=1, **FREE))
+    sim.run()
+    learnt = []
+    monkeypatch.setattr(Gain, "computed", lambda gain, batch, ms: learnt.append(batch.step_id))
+    sim.add(make_request("next", prompt_of(40, first=5), max_tokens=1, **FREE))
+    assert [ticket.kind for ticket in copies.begun] == ["store"] * len(copies.begun)
+    copies.wait()
+    for _ in range(4):
+        batch = sim.plan()
+        assert batch is not None and batch.num_prompt_tokens
+        if len(sim.in_flight) > 1:
+            sim.collect()
+    assert {ticket.kind for ticket in copies.begun} == {"write"} and learnt
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+
+
 def test_pages_of_an_answer_are_stored_though_nobody_asks_for_more() -> None:
     sim, copies = simulation(Random(7), ends=0.0)
     sim.add(make_request("first", prompt_of(8), max_tokens=9, **FREE))
