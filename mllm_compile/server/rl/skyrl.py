@@ -21,6 +21,7 @@ from mllm_compile.server.rl.extras import packed_experts, packed_support
 from mllm_compile.server.rl.generate import taken_start, tokens_params
 from mllm_compile.server.rl.whole import WholeAnswers
 
+_MOST_SUPPORT = 1 << 24  # ids of an answer's rows: 64 MiB
 _NO_DELTAS = "SkyRL's checkpoint deltas are not read: send weights by /update_weights, or folders to --rl-folder"
 _NO_DRAFTS = "a draft model's weights are not updated: /start_weight_update begins an update of the model's own"
 
@@ -68,8 +69,22 @@ class SkyRLRequest:
         if not width or facts.keeps_routes:
             wanted["return_routed_experts"] = True
         params = tokens_params(wanted)
+        _check_rows(width, params.max_tokens, facts.hello.max_model_len)
         found = prompts.completion_prompts(facts, self.fields, [self._given.token_ids], params)
         return AnswerPlan(found, params, lambda head: SkyRLAnswers(first, width), has_text=bool(params.stop))
+
+
+def _check_rows(width: int, max_tokens: int | None, max_model_len: int) -> None:
+    """
+    Raises:
+        ApiError: rows of that width may take too much memory: they are filled up, whatever filters keep.
+    """
+    num_tokens = max_model_len if max_tokens is None else min(max_tokens, max_model_len)
+    if width * num_tokens > _MOST_SUPPORT:
+        raise bad_request(
+            f"return_sample_support: expected up to {_MOST_SUPPORT:,} ids in an answer, got top_k {width:,} for up to "
+            f"{num_tokens:,} tokens. Lower top_k or max_tokens."
+        )
 
 
 class SkyRLAnswers(WholeAnswers):
