@@ -13,7 +13,7 @@ import sys
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from benchmarks.script import greedy, mistake, parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.measure.harness import probe_machine
 from mllm_compile.bench.timing.clock import Stopwatch
@@ -43,7 +43,7 @@ def main() -> int:
     first_end = min((found.total_time or 0.0 for found in others if found is not None), default=new[-1][1])
     together = [(count, at) for count, at in answered if at <= first_end]
     if len(together) <= LEAST_STEPS:
-        sys.exit(f"--tokens {args.tokens}: requests end before the last one has begun; give answers of more tokens")
+        mistake(f"--tokens {args.tokens}: requests end before the last one has begun; give answers of more tokens")
     (first, prefill), (last, end) = together[0], together[-1]
     step, done = (end - prefill) / (last - first), args.prompt + (first + last) / 2
     limit = probe.figures.decode_seconds(probe.ceilings, [done] * args.requests)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.script import greedy, need_gpu, parser_of, positive, told_in_one_line
+from benchmarks.script import greedy, mistake, need_gpu, parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.gpu_meter import GpuMeter, Nvml
 
@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     need_gpu()
     if args.tokens == 1:
-        sys.exit("--tokens 1: the first token is the prefill's; expected two at least")
+        mistake("--tokens 1: the first token is the prefill's; expected two at least")
     sections = EngineConfig.from_yaml(args.config).model_dump()
     sections["runtime"]["enable_prefix_cache"] = False
     meter = Meter()

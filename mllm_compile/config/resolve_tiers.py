@@ -93,7 +93,7 @@ def _is_any(address: str) -> bool:
 
 
 def write_policy(asked: RuntimeConfig) -> WritePolicy | None:
-    """The policy that a config asks for; `auto`: a tier below may outlive a crash, so it gets all at once. None without
+    """The policy that a config asks for; `auto`: a tier below may outlive a crash, so it gets all. None without
     memory behind the KV cache, where check_tiers refuses any."""
     if not asked.kv_offloading_size:
         return None

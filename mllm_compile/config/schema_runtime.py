@@ -184,9 +184,9 @@ class RuntimeConfig(Section):
     """GiB of files in it."""
 
     kv_offloading_write_policy: Auto | WritePolicy | None = "auto"
-    """The host's memory and the folder get what is computed at once, so that a crash loses nothing (write_through); or
-    each gets what the one above is about to give up, and the rest at the end (write_back): together they hold more, and
-    a drive is worn less. auto, null: write_through where a folder, a store or other engines are behind that memory."""
+    """The host's memory and the folder get all that is computed, and a crash loses little (write_through); or each gets
+    what the one above is about to give up, and the rest at the end (write_back): together they hold more, and a drive
+    is worn less. auto, null: write_through where a folder, a store or other engines are behind that memory."""
 
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     """A store of your own in place of that folder: {kv_connector: package.module.Class, trust_local_code: true}."""

@@ -41,7 +41,7 @@ _GAUGES: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("kv_usage", "kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", lambda s: _share(s)),
     ("prefix_hit_rate", "gpu_prefix_cache_hit_rate", "Share of prompt tokens found, 0 to 1.", lambda s: _hit_rate(s)),
     ("sessions", None, "Sessions that are known.", lambda s: s["sessions"]),
-    ("held_seconds", None, "Since when a pause, an update or sleep holds all steps.", lambda s: s["held_seconds"]),
+    ("held_seconds", None, "How long a pause, an update or sleep has held all steps.", lambda s: s["held_seconds"]),
     ("tokens_per_second", None, "Generated tokens a second, of the last ten.", lambda s: s["tokens_per_second"]),
     ("inter_token_latency_longest_seconds", None, "The longest such gap since the start.", lambda s: _longest_gap(s)),
 )

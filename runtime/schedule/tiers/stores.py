@@ -1,7 +1,7 @@
 """Stores: what is published goes to the host's memory, and from there to the tier below.
 
-Written through, it goes there at once, and others' pages for it. Written back, it goes at once into slots that are
-free; the rest when the tier above is about to give it up (room.py). Free of torch.
+Written through, it goes there soon, and others' pages for it. Written back, it goes soon into slots that are free; the
+rest when the tier above is about to give it up (room.py). Free of torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A request that waits may find more of its prompt here than the prefix cache has. Then its pages are loaded while it
 waits on, and steps of others run (loads.py). A load ends as pages of the prefix cache, which the request finds there as
-any other. What does not arrive is computed. Stores begin when pages are published, and lock their path meanwhile
+any other. What does not arrive is computed. Stores begin after pages are published, and lock their path meanwhile
 (stores.py), or when the prefix cache is about to give pages up (room.py). Behind the host's memory there may be a tier
 below, whose content comes and goes through the host's.
 
@@ -164,8 +164,8 @@ class Tiers:
             self.handover.settle()
 
     def begin_writes(self) -> None:
-        """Begins to write below what the host's memory has, and learns from steps: beside prompts too, of which neither
-        takes the device's time. Else both would have no end of what waits while prompts come."""
+        """Begins to write below what the host's memory has, and learns from steps. Neither takes the device's time, so
+        they go on beside prompts: both queues stay short while prompts come without a break."""
         for batch, ms in self._to_learn:
             self._shelves.gain.computed(batch, ms)
         self._to_learn.clear()

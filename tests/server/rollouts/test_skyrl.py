@@ -48,7 +48,10 @@ def test_a_greedy_token_has_an_empty_row(trainer):
         ({}, "return_routed_experts: expected false: experts are not kept"),
         ({"return_sample_support": True}, "expected top_k above 1 beside it, got 'None'"),
         ({"return_sample_support": True, "sampling_params": {"top_k": 1}}, "above 1 beside it, got '1'"),
-        ({"return_sample_support": True, "sampling_params": {"top_k": 1 << 40, "max_tokens": 2}}, "up to 16,777,216 ids"),
+        (
+            {"return_sample_support": True, "sampling_params": {"top_k": 1 << 40, "max_tokens": 2}},
+            "up to 16,777,216 ids",
+        ),
         ({"return_sample_support": True, "sampling_params": {"top_k": 1 << 24}}, "Lower top_k or max_tokens"),
         ({"sampling_params": {"routed_experts_prompt_start": -1}}, "at least 0, got -1"),
         ({"sampling_params": {"routed_experts_prompt_start": "a"}}, "expected an integer, got 'a'"),
