@@ -281,7 +281,7 @@ class WeightUpdate:
         """The place of a part, which `name` fills now."""
         self._claim(use.box, name)
         self._specs[use.spec.name] = use.spec
-        return place_of(self._weight(use.spec.name), use.part)
+        return place_of(self._weight(use.spec), use.part)
 
     def _claim(self, box: Box, name: str) -> None:
         """Notes that `name` fills a box.
@@ -293,14 +293,18 @@ class WeightUpdate:
         if other != name:
             raise WeightUpdateError(f"tensors {other!r} and {name!r} fill one place of the model. Send one of them.")
 
-    def _weight(self, name: str) -> torch.Tensor:
+    def _weight(self, spec: WeightSpec) -> torch.Tensor:
         """The weight to write: a copy beside the one that serves, unless the update is direct."""
+        name = spec.name
         if self._is_direct and name not in self._live.panels:
             self._has_written = True
             return self._live.tensors[name]
         if name not in self._staged:
-            is_kept = self.is_partial
-            self._staged[name] = self._live.in_rows(name) if is_kept else torch.empty_like(self._live.tensors[name])
+            if self.is_partial:
+                self._staged[name] = self._live.in_rows(name)
+            else:
+                new = torch.zeros_like if spec.has_zeros else torch.empty_like
+                self._staged[name] = new(self._live.tensors[name])
         return self._staged[name]
 
     def _scale(self, part: WeightPart, place: torch.Tensor) -> None:

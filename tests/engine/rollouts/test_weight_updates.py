@@ -195,6 +195,19 @@ def test_a_scale_of_the_kv_cache_is_the_loaded_one():
     assert live.tensors["key"].tolist() == [4.0, 8.0]
 
 
+@pytest.mark.parametrize("options", [{}, {"direct": True}, {"partial": True}], ids=str)
+def test_what_the_tensors_leave_of_a_vector_stays_zeros(options, monkeypatch):
+    """Memory of a copy that is to be filled may hold anything."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: torch.full_like(tensor, torch.nan))
+    parts = WeightPart("q.bias", "w.safetensors", 0, (2,)), WeightPart("v.bias", "w.safetensors", 3, (1,))
+    specs = (WeightSpec("q+k+v.bias", (4,), torch.float32, parts),)
+    names = TensorNames((specs,), None, (), {})
+    live = LiveWeights(specs, {"q+k+v.bias": torch.zeros(4)}, {}, {}, lambda rank: Places(names, (specs,), rank))
+    with fake_engine(live=live) as engine:
+        engine.update_weights([("q.bias", torch.tensor([1.0, 2.0])), ("v.bias", torch.tensor([3.0]))], **options)
+    assert live.tensors["q+k+v.bias"].tolist() == [1.0, 2.0, 0.0, 3.0]
+
+
 def test_a_sum_of_the_sender_is_compared(engine):
     engine.weights.start()
     with pytest.raises(WeightUpdateError, match="'key' is not what was sent: its sum differs"):
