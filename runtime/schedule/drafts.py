@@ -186,7 +186,8 @@ class Drafts:
             del draft[wrong:]
         if self._speculation.fills:
             # By how the text begins: other tokens, that choose other experts.
-            draft += asked.request.prompt_token_ids[: asked.most - len(draft)]
+            begin = asked.request.prompt_token_ids[: asked.most - len(draft)]
+            draft += [token for token in begin if 0 <= token < vocab_size]  # an image's place may have another id
             draft += [asked.request.output_token_ids[-1]] * (asked.most - len(draft))
         return draft
 

@@ -67,3 +67,18 @@ def test_wrong_drafts_by_cost_become_rare():
         "wrong", lambda batch: 3.0 + 0.3 * batch.num_tokens, True, 200, max_model_len=256, num_pages=300
     )
     assert sum(batch.has_drafts for batch in batches[100:]) < 20
+
+
+def test_what_fills_a_draft_is_of_the_vocabulary():
+    """A prompt's ids need not be, where images are."""
+    drafter = TextDrafter(GuessingDrafter(Random(0), ["none"]))
+    simulation = Simulation(
+        make_config(), 1, speculation=Speculation(drafter=drafter, num_tokens=3, vocab_size=VOCAB, fills=True)
+    )
+    simulation.add(make_request("r", [VOCAB, 3, -1, 4], max_tokens=5, **FREE))
+    drafts = []
+    while simulation.scheduler.has_work():
+        batch = simulation.step()
+        if batch is not None and batch.has_drafts:
+            drafts.append(batch.verify_token_ids.tolist())
+    assert drafts and drafts[0][1:] == [3, drafts[0][0], drafts[0][0]]
