@@ -137,7 +137,7 @@ def match_clamped_swiglu(node: object) -> ClampedSwiglu | None:
                     continue
                 pairs, limit = found
                 alpha: Any = scaled.args[1]
-                return ClampedSwiglu(pairs, float(alpha), limit)
+                return ClampedSwiglu(pairs, float(alpha), limit) if isinstance(alpha, int | float) else None
     return None
 
 

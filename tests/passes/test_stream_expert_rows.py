@@ -168,7 +168,7 @@ def test_modes_and_gpus_without_it_say_why():
 def activation(change: str) -> fx.Node:
     """A clamped swiglu of neighbours, or one that is another thing."""
     decoder = Decoder(dtype=torch.bfloat16)
-    pairs = decoder.weight("pairs", 4, 16, dtype=torch.bfloat16)
+    pairs, factor = (decoder.weight(name, 4, 16, dtype=torch.bfloat16) for name in ("pairs", "factor"))
     starts = (1, None) if change == "ups first" else (None, 1)
     gate, up = (decoder.call(operator.getitem, pairs, (Ellipsis, slice(start, None, 2))) for start in starts)
     out = clamped_swiglu(decoder, gate, up)
@@ -181,13 +181,17 @@ def activation(change: str) -> fx.Node:
         decoder.call(operator.add, clamps[0], 1)
     elif change == "another sum":
         next(node for node in decoder.graph.nodes if is_call(node, operator.add)).args = (clamps[1], 2)
+    elif change == "a learned factor":
+        sigmoid = next(node for node in decoder.graph.nodes if is_call(node, torch.sigmoid))
+        sigmoid.args[0].args = (clamps[0], factor)
     return out
 
 
 def test_the_activation_is_told_from_others():
     found = match_clamped_swiglu(activation(""))
     assert found is not None and (found.alpha, found.limit) == (1.702, 0.5)
-    for change in ("ups first", "another bound of ups", "a lower bound of gates", "another reader", "another sum"):
+    changes = "ups first", "another bound of ups", "a lower bound of gates", "another reader", "another sum"
+    for change in (*changes, "a learned factor"):
         assert match_clamped_swiglu(activation(change)) is None, change
 
 
