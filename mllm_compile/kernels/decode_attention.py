@@ -85,8 +85,8 @@ def _variants(
     """A layer's variants and their pieces; `has_many`: batches may have more than MOST_REQUESTS rows.
 
     In deterministic mode there is one for any batch, and where steps may have any number of rows several with the same
-    numbers. A step may hold many tokens of one request, so no key can be fetched before the previous kernel has ended.
-    And a request's numbers must not depend on the number of others.
+    numbers. A step may hold many tokens of one request, so split_decode fetches no key before the previous kernel has
+    ended. And a request's numbers must not depend on the number of others.
     """
     if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
         return _variants_in_order(config, layer, index)

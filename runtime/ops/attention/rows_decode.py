@@ -1,8 +1,8 @@
 """Decodes whose neighbours may be of one request: rows of a prompt in the deterministic mode, a token each.
 
-A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request are attended
-together, where their keys have parts alike: these are read once. A row's bits are as by ordered_decode. Keys are in the
-same order, and a key that a row does not see adds zeros.
+A program takes as many neighbouring rows as a product has room for beside each other. Rows of one request whose parts
+are of as many keys are attended together: their keys are read once. A row's bits are as by ordered_decode. Keys are in
+the same order, and a key that a row does not see adds zeros.
 
 Registered and packaged as split_decode.py's. Shape legend: as there.
 """
