@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server import adapters
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.errors import bad_request, openai_refusal
@@ -21,7 +22,7 @@ from mllm_compile.server.rl.extras import packed_experts, packed_support
 from mllm_compile.server.rl.generate import taken_start, tokens_params
 from mllm_compile.server.rl.whole import WholeAnswers
 
-_MOST_SUPPORT = 1 << 24  # ids of an answer's rows: 64 MiB
+_MOST_SUPPORT = 1 << 24  # ids of a request's rows: 64 MiB
 _NO_DELTAS = "SkyRL's checkpoint deltas are not read: send weights by /update_weights, or folders to --rl-folder"
 _NO_DRAFTS = "a draft model's weights are not updated: /start_weight_update begins an update of the model's own"
 
@@ -69,21 +70,21 @@ class SkyRLRequest:
         if not width or facts.keeps_routes:
             wanted["return_routed_experts"] = True
         params = tokens_params(wanted)
-        _check_rows(width, params.max_tokens, facts.hello.max_model_len)
+        _check_rows(width, params, facts.hello.max_model_len)
         found = prompts.completion_prompts(facts, self.fields, [self._given.token_ids], params)
         return AnswerPlan(found, params, lambda head: SkyRLAnswers(first, width), has_text=bool(params.stop))
 
 
-def _check_rows(width: int, max_tokens: int | None, max_model_len: int) -> None:
+def _check_rows(width: int, params: SamplingParams, max_model_len: int) -> None:
     """
     Raises:
         ApiError: rows of that width may take too much memory: they are filled up, whatever filters keep.
     """
-    num_tokens = max_model_len if max_tokens is None else min(max_tokens, max_model_len)
-    if width * num_tokens > _MOST_SUPPORT:
+    num_tokens = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    if params.n * width * num_tokens > _MOST_SUPPORT:
         raise bad_request(
-            f"return_sample_support: expected up to {_MOST_SUPPORT:,} ids in an answer, got top_k {width:,} for up to "
-            f"{num_tokens:,} tokens. Lower top_k or max_tokens."
+            f"return_sample_support: expected up to {_MOST_SUPPORT:,} ids in all answers, got top_k {width:,} for "
+            f"{params.n} of up to {num_tokens:,} tokens. Lower top_k, max_tokens or n."
         )
 
 
