@@ -59,12 +59,11 @@ class StreamLinears(GraphPass):
     A linear with mllm.add_lora behind it becomes `mllm.stream_linear_lora…` likewise, in a variant for up to 64
     tokens of pieces whose weights are all large (adapted.py).
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py), but for
-        a router of few experts. Variants
-        are for up to 208 tokens with a large weight, 128 with an fp8 weight with scales of groups, and 64 with a head
-        or an fp8 weight with a scale a row (quantise_activations may make it 32). The pass is left out where the
-        kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none here; the variant of
-        `fuse_single_token` is dropped where this one is faster.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears are all taken by a kernel (shapes.py),
+        but for a router of few experts. Variants are for up to 208 tokens with a large weight, 128 with an fp8 weight
+        with scales of groups, and 64 with a head or an fp8 weight with a scale a row (quantise_activations may make it
+        32). The pass is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces
+        that have none here; the variant of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 

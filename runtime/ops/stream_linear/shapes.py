@@ -33,7 +33,8 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
     With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not. In steps
     of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms. With 256 these are faster,
-    and for Qwen3-4B's layers with 240. A head whose rows do not divide (Whisper's 51,866) is left to tiles.cu.
+    and for Qwen3-4B's layers with 240. A large head of even rows that 64 does not divide
+    (Whisper's 51,866) is tiles.cu's.
     """
     if columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False
