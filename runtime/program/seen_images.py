@@ -1,7 +1,7 @@
 """Runs the tower of a model whose layers attend to images, and plans that attention.
 
-As of an encoder-decoder's sources (program/sources.py), keys and values lie in pages of a row behind those of requests,
-and to a backend each token is a decode behind the states that it sees. These begin at some page of the row.
+Keys and values lie in pages of a row behind those of requests, as an encoder-decoder's (program/sources.py). To a
+backend each token is a decode behind the states that it sees. These begin at some page of the row.
 
 Shape legend: T tokens, N states that are written.
 """

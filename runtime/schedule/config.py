@@ -151,10 +151,11 @@ class SchedulerConfig:
         wanted = rest if max_tokens is None else min(max_tokens, self.max_model_len - prompt_len)
         if wanted > rest or rest < 1:
             num_written = prompt_len + max(wanted, 1) - 1
+            attended = f" ({source_pages} of them for images, sound or text that it attends to)" if source_pages else ""
             raise RequestError(
                 f"a prompt of {prompt_len} tokens with max_tokens {max_tokens} needs "
-                f"{source_pages - (-num_written // self.page_size)} KV pages of {self.page_size} tokens, but only "
-                f"{self.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
+                f"{source_pages - (-num_written // self.page_size)} KV pages of {self.page_size} tokens{attended}, "
+                f"but only {self.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
             )
         return wanted
 

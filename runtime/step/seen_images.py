@@ -69,7 +69,7 @@ class ImageSteps:
             if images is not None:
                 part = slice(at, at + count)
                 kinds[part], firsts, lens[part] = images.of_tokens(int(batch.prefix_lens[place]), count)
-                rows[part] = self._table_row(request.row, firsts)
+                rows[part] = self._table_row(int(batch.rows[place]), firsts)
             at += count
         return SeenByTokens(kinds, rows, lens)
 

@@ -118,6 +118,29 @@ def test_the_tower_runs_once_for_requests_with_the_same_images(served: Served) -
         assert len(several.outputs) == 3 and images.num_encoded == 6
 
 
+def test_the_same_text_beside_other_images_is_no_prefix_hit(served: Served) -> None:
+    texts = [5] * 20, [6] * 20
+    alike = [prompt_of(texts[0], image, texts[1]) for image in (Tiled(1, 2), Tiled(11, 2), Tiled(1, 3))]
+    expected = [scores_of(served.model, prompt, COUNT)[0] for prompt in alike]
+    assert expected[0] != expected[1] and expected[0] != expected[2]
+    with Engine(served.config()) as engine:
+        for place, (prompt, answer) in enumerate(zip(alike, expected, strict=True)):
+            assert tokens(engine, [prompt]) == [answer], place
+        assert engine.stats().prefix_hit_tokens == 0
+        assert tokens(engine, alike) == expected
+        assert engine.stats().prefix_hit_tokens == 3 * 32
+
+
+def test_requests_whose_images_fit_into_no_pages_are_refused_alone(served: Served) -> None:
+    apart = prompt_of(*(part for seed in range(4) for part in (Tiled(seed + 20, 4), [5])))
+    with engine_of_pages(served.config(), 9) as engine:
+        refused, text = engine.generate([apart, TEXT], GREEDY)
+        said = r"needs 12 KV pages of 16 tokens \(11 of them for images, sound or text .*\), but only 8 exist"
+        assert refused.finish_reason == "error" and re.search(said, refused.error or "")
+        assert list(text.token_ids) == served.answers[2]
+        assert all_pages_are_back(engine)
+
+
 def test_requests_in_few_pages_are_preempted_and_go_on(served: Served) -> None:
     params, asked = replace(GREEDY, max_tokens=40), [ONE, FIRST, TEXT]
     expected = [scores_of(served.model, prompt, 40)[0] for prompt in asked]

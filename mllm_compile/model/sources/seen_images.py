@@ -1,7 +1,7 @@
 """Models some of whose layers attend to the states of images (Mllama): a text without images passes over these layers.
 
-Such a model is known by the arguments of its parts: a `vision_model` that takes aspect ratios of tiles, and a
-`language_model` that takes `cross_attention_states` and a mask of tokens that see none. Three functions are traced.
+Such a model is known by `cross_attention_states` among its forward's arguments. It has a `vision_model`, whose config
+says `max_num_tiles`, a `multi_modal_projector` and a `language_model`. Three functions are traced.
 The text alone is the model as any. The images' gives the keys and values that each layer attends to. The text with
 images attends to these by an op of queries alone, as an encoder-decoder's decoder does.
 

@@ -167,7 +167,7 @@ def test_a_broken_request_takes_a_source_that_it_found_out_of_the_cache() -> Non
     ("length", "max_tokens", "said"),
     [
         (21, 4, "encoder's prompt has 21 tokens; expected at most 20"),
-        (20, 40, "needs 15 KV pages of 4 tokens, but only 8"),
+        (20, 40, r"needs 15 KV pages of 4 tokens \(5 of them for images, .* that it attends to\), but only 8"),
     ],
 )
 def test_what_could_never_run_is_refused(length: int, max_tokens: int, said: str) -> None:
