@@ -22,6 +22,7 @@ from mllm_compile.runtime import ops
 from mllm_compile.runtime.program.pieces import piece_class
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.weights.spec import WeightSpec
+from mllm_compile.store.artifact import Artifact
 from mllm_compile.store.source import load_constants
 
 Piece = Callable[..., Sequence[torch.Tensor]]
@@ -56,7 +57,13 @@ def load_plain_program(config: ResolvedConfig, device: torch.device, timeline: T
         source = data.decode()
         ops.define(source)
         pieces[name] = piece_class(source, Path(name))()
-    return PlainProgram(artifact.program, pieces, artifact.weights, load_constants(artifact, device))
+    return PlainProgram(artifact.program, pieces, weights_of_text(artifact), load_constants(artifact, device))
+
+
+def weights_of_text(artifact: Artifact) -> tuple[WeightSpec, ...]:
+    """The weights of an artifact's text: where layers of it attend to images, other programs have more."""
+    own = set(artifact.program.weights)
+    return tuple(spec for spec in artifact.weights if spec.name in own)
 
 
 def _plain(config: ResolvedConfig) -> EngineConfig:

@@ -27,7 +27,7 @@ from mllm_compile.store.source import ArtifactSource, runner_config
 from mllm_compile.train.experts import define_gradients
 from mllm_compile.train.gradients import Gradients
 from mllm_compile.train.parameters import ParameterPlaces
-from mllm_compile.train.plain_program import load_plain_program
+from mllm_compile.train.plain_program import load_plain_program, weights_of_text
 from mllm_compile.train.refusals import check_artifact, check_config
 from mllm_compile.train.routes import routes_of, with_routes
 from mllm_compile.train.scoring import Scorer, Scores, pages_needed
@@ -52,7 +52,7 @@ class Trainable(nn.Module):
         artifact, weights = compiled.artifact, runner.model.executor.weights  # type: ignore[attr-defined]
         plain = load_plain_program(compiled.config, runner.device, timeline)
         define_gradients()
-        self._places = ParameterPlaces(plain.weights, artifact.weights, weights, artifact.program.panels)
+        self._places = ParameterPlaces(plain.weights, weights_of_text(artifact), weights, artifact.program.panels)
         for name, data in self._places.parameters.items():
             _register(self, name, nn.Parameter(data))
         if compiled.config.runtime.routed_experts:

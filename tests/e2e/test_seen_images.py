@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine, SamplingParams, trainable
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.errors import RequestError
 from mllm_compile.media.prompt import MediaPrompt
@@ -244,6 +244,16 @@ def test_where_text_alone_is_served_an_image_is_refused(served: Served, name: st
         with pytest.raises(RequestError, match=rf"{name} is set, under which text alone is served|takes text alone"):
             engine.generate(ONE, GREEDY)
         assert tokens(engine, [TEXT]) == [served.answers[2]]
+
+
+def test_of_such_a_model_the_text_alone_is_trained(served: Served) -> None:
+    trained = trainable(served.config(deterministic=True))
+    try:
+        trained(TEXT, [len(TEXT)]).sum().backward()
+        assert all(parameter.grad is not None for parameter in trained.parameters())
+        assert not any("vision" in name or "cross_attn" in name for name, _ in trained.named_parameters())
+    finally:
+        trained.close()
 
 
 @pytest.mark.slow  # pieces of three programs
