@@ -419,23 +419,31 @@ class Scheduler:
         ends: that step's token would take the lost one's place. A request that was admitted with the step but has no
         token in it goes back to the queue: its pages, state and parameters may not have reached its row. (Its
         images were too many for the step.) So no request holds a page that the step was to clear; the next one clears
-        it.
+        it. What attends to a source that the encoder was to read in it begins anew, or ends with its later step.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
         self._step_over(batch)
         self.rows.end_step(batch.rows)
         self._settle_tiers()
-        self.rows.sources.forget(batch.encoded)
         ended = [
             request
             for request in batch.requests
-            if request.status is RequestStatus.RUNNING
-            or (request.status is RequestStatus.WAITING and request.row >= 0 and self.rows.in_flight[request.row])
+            if request.status is RequestStatus.RUNNING or self._is_in_a_step(request)
         ]
+        begun = list(batch.admitted)
+        if batch.encoded:
+            self.rows.flush_prefix_cache()  # of sources too, by whatever salt
+            lost = {request.source.digest for request in batch.encoded if request.source is not None}
+            begun += [
+                request
+                for request in self._lifecycle.unfinished
+                if request.source is not None and request.source.digest in lost
+            ]
+        ended += [request for request in dict.fromkeys(begun) if request not in ended and self._is_in_a_step(request)]
         for request in ended:
             self._lifecycle.end(request, "abort", None)
-        for request in batch.admitted:
+        for request in begun:
             if request.status is RequestStatus.RUNNING:
                 self._lifecycle.preempt(request)
         self._states.drop(batch.step_id)
@@ -444,6 +452,10 @@ class Scheduler:
             self.rows.flush_prefix_cache()  # a load may have filled some of these since
         self.pages.clear_again(batch.cleared_pages)
         return ended
+
+    def _is_in_a_step(self, request: Request) -> bool:
+        """True if a step of an unfinished request is in flight: of one that was preempted too."""
+        return not request.is_finished and request.row >= 0 and bool(self.rows.in_flight[request.row])
 
     def _step_over(self, batch: ScheduledBatch) -> None:
         if batch.step_id != self._next_update:

@@ -97,6 +97,35 @@ def test_a_lost_step_takes_its_sources_out_of_the_cache() -> None:
     assert encoded(run(scheduler, request_of("again", 12))) == ["again"]
 
 
+def test_a_source_of_a_lost_step_is_read_again_for_a_request_that_was_preempted_since() -> None:
+    scheduler = scheduler_of()
+    preempted = request_of("preempted", 12)
+    scheduler.add(preempted)
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.retract()
+    assert not scheduler.fail(batch)
+    assert encoded(run(scheduler)) == ["preempted"]
+    assert len(preempted.output_token_ids) == preempted.max_new_tokens
+
+
+def test_who_shares_a_source_of_a_lost_step_ends_with_its_later_step_or_begins_anew() -> None:
+    scheduler = scheduler_of()
+    lost, shares, other = request_of("lost", 12), request_of("shares", 12), request_of("other", 12, first=50)
+    scheduler.add(lost)
+    first = scheduler.schedule()
+    scheduler.add(shares)
+    scheduler.add(other)
+    second = scheduler.schedule()
+    assert first is not None and second is not None
+    assert shares in second.requests and encoded([first, second]) == ["lost", "other"]
+    assert scheduler.fail(first) == [lost, shares]
+    scheduler.update(second, np.full(second.num_requests, TOKEN, dtype=np.int64))
+    assert not shares.output_token_ids and len(other.output_token_ids) == 1
+    assert encoded(run(scheduler, request_of("again", 12))) == ["again"]
+    assert len(other.output_token_ids) == other.max_new_tokens
+
+
 def test_a_broken_request_takes_its_source_out_of_the_cache() -> None:
     scheduler = scheduler_of()
     scheduler.add(request_of("broken", 12))
