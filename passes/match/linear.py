@@ -128,7 +128,7 @@ def match_clamped_swiglu(node: object) -> ClampedSwiglu | None:
     for more, glu in _products(node):
         for ups, one in _products(more, operator.add):
             for gates, sigmoid in _products(glu):
-                scaled: Any = sigmoid.args[0] if is_call(sigmoid, torch.sigmoid, "sigmoid") else None
+                scaled: Any = sigmoid.args[0] if is_call(sigmoid, torch.sigmoid) else None
                 if one != 1 or not is_call(scaled, operator.mul) or scaled.args[0] is not gates:
                     continue
                 between = {more: 1, glu: 1, sigmoid: 1, scaled: 1, gates: 2, ups: 1}

@@ -333,7 +333,7 @@ def test_requests_that_wait_hear_of_the_engine_s_end(engine, device, tmp_path):
 
 def test_weights_whose_norms_adapters_have_are_not_updated():
     pool = SimpleNamespace(scaled=frozenset({"q_proj.weight"}))
-    model = SimpleNamespace(live=object(), sources=None, lora=SimpleNamespace(pool=pool))
+    model = SimpleNamespace(live=object(), images=None, sources=None, lora=SimpleNamespace(pool=pool))
     runner: Any = SimpleNamespace(model=model, pipeline=None)
     assert str(_live_weights(runner, None)).startswith("lora.dora is set")
     pool.scaled = frozenset()
