@@ -54,9 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     width = 1 + args.drafted
     most_tokens = args.prompt + tokens_of(width, args.steps)
-    print("requests | rows | experts of a layer that are read | independently")
     parts = counting_engine(EngineConfig.from_yaml(args.config), args.drafted, max(args.requests), most_tokens)
     try:
+        print("requests | rows | experts of a layer that are read | independently")
         for count in args.requests:
             sets = [prompts_of(count, args.prompt, seed) for seed in range(args.steps)]
             plain = [read(parts, prompts, 1, 1) for prompts in sets]
