@@ -32,30 +32,29 @@ _MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the we
 def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Tensor]:
     """The tensors of `weight` [N, K], or [E, N, K], by role. One with NaN or inf gets scales that are not finite."""
     if weight.dim() > 2:
-        of_experts = [quantised(one, scheme) for one in weight]
-        return {role: torch.stack([tensors[role] for tensors in of_experts]) for role in scheme.roles}
+        flat = quantised(weight.flatten(0, -2), scheme)
+        return {role: tensor.unflatten(0, weight.shape[:-1]) for role, tensor in flat.items()}
     rows, columns = weight.shape
-    groups = functional.pad(weight.float(), (0, -columns % scheme.group)).view(rows, -1, scheme.group)
-    if scheme.kind == "fp8":
-        scales = _scales(groups.abs().amax(-1), FP8_MAX, scheme)
-        scaled = (groups / scales.float().unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
-        values = scaled.view(rows, -1)[:, :columns].to(torch.float8_e4m3fn)
-        return {VALUES: values, SCALES: scales}
-    if scheme.kind == "int8":
-        scales = _scales(groups.abs().amax(-1), INT8_MAX, scheme)
-        scaled = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-INT8_MAX, INT8_MAX)
-        return {VALUES: scaled.view(rows, -1)[:, :columns].to(torch.int8), SCALES: scales}
+    missing = -columns % scheme.group
+    groups = (functional.pad(weight, (0, missing)) if missing else weight).unflatten(1, (-1, scheme.group))
+    sizes = groups.abs().amax(-1).float()  # sizes and quotients need no copy in float32 beside the weight
+    if scheme.kind in ("fp8", "int8"):
+        largest = FP8_MAX if scheme.kind == "fp8" else INT8_MAX
+        scales = _scales(sizes, largest, scheme)
+        scaled = groups / scales.float().unsqueeze(-1)
+        scaled = (scaled if scheme.kind == "fp8" else scaled.round_()).clamp_(-largest, largest)
+        return {VALUES: scaled.view(rows, -1)[:, :columns].to(scheme.dtype(VALUES)), SCALES: scales}
+    groups = groups.float()
     if third_role(scheme.kind) == OFFSETS:
         return _with_offsets(groups, columns, scheme)
     if scheme.kind == "mxfp4":
-        sizes = groups.abs().amax(-1)
         parts, powers = torch.frexp(sizes * (1 / E2M1[7]))
         powers = torch.where(parts == 0.5, powers - 1, powers).clamp(-E8M0_BIAS, E8M0_BIAS)
         codes = _e2m1_codes(torch.ldexp(groups, -powers.unsqueeze(-1))).view(rows, -1)[:, :columns]
         scales = torch.where(sizes.isfinite(), powers + E8M0_BIAS, E8M0_NAN).to(torch.uint8)
         return {VALUES: paired(codes), SCALES: scales}
     if scheme.kind == "nvfp4":
-        sizes = groups.abs().amax(-1) * (1 / E2M1[7])
+        sizes = sizes * (1 / E2M1[7])
         factors = (sizes.amax(-1, True) * (1 / FP8_MAX)).clamp(min=SMALLEST_SCALE)
         scales = (sizes / factors).clamp(max=FP8_MAX).to(scheme.scale_dtype)
         by = (scales.float() * factors).clamp(min=SMALLEST_SCALE)
@@ -68,7 +67,7 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         zeros = (-low / scales.float()).round().clamp(0, 15)
         found[ZEROS] = zeros.to(torch.uint8)
     else:
-        scales = _scales(groups.abs().amax(-1), 7.5, scheme)
+        scales = _scales(sizes, 7.5, scheme)
         zeros = torch.full_like(scales, INT4_ZERO, dtype=torch.float32)
     numbers = (groups / scales.float().unsqueeze(-1)).round_() + zeros.unsqueeze(-1)
     numbers = numbers.clamp_(0, 15).view(rows, -1)[:, :columns].to(torch.uint8)
@@ -128,7 +127,7 @@ def in_lanes(values: torch.Tensor) -> torch.Tensor:
     of the inputs behind them, one a product; its low number is of the product's first eight inputs.
     """
     found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    step = max(_MOST_VALUES // max(2 * values.shape[1], 1), 1)
+    step = max(4 * _MOST_VALUES // max(2 * values.shape[1], 1), 1)  # a byte each, not four
     for start in range(0, values.shape[0], step):
         rows = values[start : start + step]
         of_inputs = (one.unflatten(-1, (-1, 2, 2, 4)) for one in (rows & 15, rows >> 4))  # product, eight, lane

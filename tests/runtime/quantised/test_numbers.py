@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile.runtime.quantised.numbers import dequantised, in_lanes, paired, quantised
 from mllm_compile.runtime.quantised.scheme import VALUES, WeightScheme, quantised_as
@@ -89,20 +92,52 @@ def test_nan_shows_in_the_scales(name, value):
     assert not quantised(weight, SCHEMES[name])["scales"][2].isfinite().all()
 
 
+@pytest.mark.parametrize("most", [1000, 10_000, 100_000])
+@pytest.mark.parametrize("shape", [(24, 200), (5, 24, 200)])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_few_rows_at_a_time_are_the_same(name, monkeypatch):
+def test_a_few_rows_at_a_time_are_the_same(name, shape, most, monkeypatch):
     from mllm_compile.runtime.quantised import numbers
     from mllm_compile.runtime.weights.formats import registry
 
-    scheme, weight = SCHEMES[name], weight_of(24, 200)
+    scheme, weight = SCHEMES[name], weight_of(120, 200)[-math.prod(shape[:-1]) :].view(shape)
     whole = quantised(weight, scheme)
-    monkeypatch.setattr(registry, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(registry, "_MOST_VALUES", most)
     places = {role: torch.empty_like(tensor) for role, tensor in whole.items()}
     fill_quantised(places, weight, scheme, dict.fromkeys(places, lambda tensor: tensor))
     assert all(torch.equal(places[role].view(torch.uint8), whole[role].view(torch.uint8)) for role in whole)
     expected = stands_for(whole, scheme, 200)
-    monkeypatch.setattr(numbers, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(numbers, "_MOST_VALUES", most)
     assert torch.equal(stands_for(whole, scheme, 200), expected)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_stays_as_it_is(name, dtype):
+    weight = weight_of(24, 200).to(dtype)
+    before = weight.clone()
+    quantised(weight, SCHEMES[name])
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("shape", [(4096, 2048), (128, 64, 1024)])
+def test_a_device_launches_few_kernels_for_a_weight(name, shape):
+    """A launch takes some 5 us, as long as a GPU takes to quantise 200,000 values."""
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.count += not op.is_view
+            return op(*args, **(kwargs or {}))
+
+    scheme, weight = SCHEMES[name], torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    places = {
+        role: torch.empty(scheme.shape(role, *shape), dtype=scheme.dtype(role), device="meta") for role in scheme.roles
+    }
+    with Counted() as counted:
+        fill_quantised(places, weight, scheme, dict.fromkeys(places, lambda tensor: tensor))
+    assert 8 <= counted.count <= 40
 
 
 def test_four_bits_are_stored_the_low_one_first():
