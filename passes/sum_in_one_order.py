@@ -15,7 +15,7 @@ from mllm_compile.runtime.ops.stream_linear.undivided import is_taken
 
 
 class SumInOneOrder(GraphPass):
-    """Makes each linear an op that takes a kernel of ours for up to FEW_ROWS rows, and the library's for more.
+    """Makes each linear an op that takes a kernel of ours for up to LEAST_ROWS rows, and the library's for more.
 
     Why: the library adds up few rows in another order than many, or slowly, so that a step had 64 rows. And its kernels
         wait for the one ahead, while ours load their weight (figures in docs/lab/serving.md).

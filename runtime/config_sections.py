@@ -28,10 +28,9 @@ Switch = Literal[
     "any_rows",
 ]
 # Of a product of the library in steps of any number of rows. For one row of 1024 x 3072 it adds up in another order;
-# and without dividing its sums 1 to 16 rows of 4096 x 12288 take 290 µs on an H200, where 64 take 28.
+# and without dividing its sums 1 to 16 rows of 4096 x 12288 take 290 µs on an H200, where 64 take 28. Steps of fewer
+# have all products by kernels of ours (ops/stream_linear/undivided.py), in the library's order, or are padded.
 LEAST_ROWS = 64
-# Steps of no more rows have all products by kernels of ours (ops/stream_linear/undivided.py), in the library's order.
-FEW_ROWS = 32
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 # The scores whose softmax log-probabilities are of: the model's logits, those over the temperature, what the draw has.
 LogprobsMode = Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mllm_compile.runtime.config_sections import FEW_ROWS, LEAST_ROWS
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.device.open import sum_in_one_order
 from mllm_compile.runtime.ops import Kernels, load_kernels, op
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
@@ -54,7 +54,7 @@ def _unlike(kind: LinearKind, ahead_bytes: int, device: str) -> str | None:
         product, operands = op("gated_linear_in_one_order"), (weight / kind.columns**0.5,)
     whole = product(x, *operands)
     for count in _COUNTS:
-        for rows in (slice(count), slice(FEW_ROWS, FEW_ROWS + count)):
+        for rows in (slice(count), slice(LEAST_ROWS, LEAST_ROWS + count)):
             if not torch.equal(product(x[rows], *operands), whole[rows]):
                 return f"a product of {count} rows with a weight of {kind.rows} x {kind.columns}"
     return None

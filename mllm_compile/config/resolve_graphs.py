@@ -13,7 +13,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError
-from mllm_compile.runtime.config_sections import FEW_ROWS, LEAST_ROWS, CudaGraphSection, GraphMode, RuntimeSection
+from mllm_compile.runtime.config_sections import LEAST_ROWS, CudaGraphSection, GraphMode, RuntimeSection
 
 # A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
 PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
@@ -78,16 +78,13 @@ def resolve_graphs(
             mode if mode in _PIECEWISE_MODES else None,
             choices,
         ),
-        decode_requests=_check_rows(
-            _graph_sizes(
-                "decode_requests",
-                asked.decode_requests,
-                _decode_requests(runtime.max_running_requests, least),
-                ("runtime.max_running_requests", max(least, runtime.max_running_requests)),
-                mode if mode in _FULL_MODES else None,
-                choices,
-            ),
-            least,
+        decode_requests=_graph_sizes(
+            "decode_requests",
+            asked.decode_requests,
+            _decode_requests(runtime.max_running_requests, least),
+            ("runtime.max_running_requests", max(least, runtime.max_running_requests)),
+            mode if mode in _FULL_MODES else None,
+            choices,
         ),
         mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
@@ -98,24 +95,7 @@ def resolve_graphs(
 
 def _decode_requests(most: int, least: int) -> list[int]:
     """The sizes of decodes; the largest possible batch has a graph of its own, and steps by tensors have `least`."""
-    sizes = [size for size in DECODE_REQUESTS if size <= most]
-    return [least, *(_rows_of(size, least) for size in (*sizes, most))]
-
-
-def _rows_of(size: int, least: int) -> int:
-    """The rows of a decode of so many requests: products have few, or `least`."""
-    return size if size <= FEW_ROWS else max(least, size)
-
-
-def _check_rows(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """The sizes of decodes; refuses one that no product has."""
-    between = [size for size in sizes if _rows_of(size, least) != size]
-    if between:
-        raise CaptureSizeError(
-            f"cudagraph.decode_requests holds {between[0]}, but with runtime.deterministic a product has up to "
-            f"{FEW_ROWS} rows, or {least} or more. Set it to auto."
-        )
-    return sizes
+    return [least, *(size for size in DECODE_REQUESTS if size <= most), most]
 
 
 def _mixed_tokens(

@@ -16,7 +16,7 @@ from mllm_compile.compiler.build import _with_alike_rows
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.process.timeline import timeline_of
-from mllm_compile.runtime.config_sections import FEW_ROWS
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.stream_linear import one_order_ops  # noqa: F401  (defines the ops)
@@ -39,7 +39,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 def divided(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Few rows are the sum of two halves, each rounded."""
-    if len(x) > FEW_ROWS:
+    if len(x) > LEAST_ROWS:
         return exact(x, weight, bias)
     half = weight.shape[1] // 2
     return exact(x[:, :half], weight[:, :half]) + exact(x[:, half:], weight[:, half:], bias)

@@ -12,7 +12,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import CaptureSizeError, UnlikeRowsError
+from mllm_compile.errors import UnlikeRowsError
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import (
     LEAST_ROWS,
@@ -126,13 +126,13 @@ def test_weights_in_fp8_with_scales_of_rows_have_steps_of_any_number_of_rows(kin
     assert resolve(EngineConfig.from_dict(sections), folder, H200).runtime.any_rows is expected
 
 
-def test_products_of_any_rows_have_at_least_so_many():
-    few = 1, 2, 4, 8, 16, 24, 32
+def test_decodes_of_any_rows_have_a_graph_of_the_least_rows_of_products():
+    few = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56
     for most, sizes in ((4, (*few[:3], 64)), (11, (*few[:4], 11, 64)), (64, (*few, 64)), (90, (*few, 64, 80, 90))):
         config = resolved(H200, runtime={"deterministic": True, "max_running_requests": most})
         assert config.cudagraph.decode_requests == sizes and config.cudagraph.piecewise_tokens[0] == 64
-    with pytest.raises(CaptureSizeError, match=r"holds 40, but with .* a product has up to 32 rows, or 64 or more"):
-        resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 40, 96]})
+    config = resolved(H200, runtime={"deterministic": True}, cudagraph={"decode_requests": [8, 40, 96]})
+    assert config.cudagraph.decode_requests == (8, 40, 96)
 
 
 def test_a_layer_without_a_kernel_of_the_program_is_no_surprise_of_any_rows():

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar
 
-from mllm_compile.runtime.config_sections import FEW_ROWS
+from mllm_compile.runtime.config_sections import LEAST_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling, divided, with_panels
 
 # 64 rows too: for each linear of 8B the library takes 2 to 16 % longer (H200, 6c547630).
-BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= 2 * FEW_ROWS)
+BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= LEAST_ROWS)
 _UNIT = 64  # what rows and columns are multiples of
 # A narrow tile's products take less time than a wait for a stage: with four panels of 64 inputs in place of two 8B's o
 # takes 9.6 µs in place of 10.7 (1 row), 0.6B's down 4.8 in place of 5.7 (H200, ef29fe60).

@@ -44,8 +44,8 @@ FORMATS: dict[str, Format] = {
         *GGUF_CHANGES,
     )
 }
-# Computed at once: bounds what that takes beside the weight. A CPU's caches hold the first. On a GPU a launch takes longer
-# than so few are computed: an update of 8B into fp8 was 293,000 launches in 2.5 s, and is 5,000.
+# Computed at once: bounds what that takes beside the weight. A CPU's caches hold the first. On a GPU a launch takes
+# longer than so few are computed: an update of 8B into fp8 was 293,000 launches in 2.5 s, and is 5,000.
 _MOST_VALUES, _MOST_VALUES_OF_GPU = 1 << 18, 1 << 24
 _ROWS_ALIGNED = 128
 
