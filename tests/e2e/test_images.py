@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine
 from mllm_compile.compiler import build
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
@@ -29,20 +29,14 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.store.artifact import WEIGHTS
 from tests.fakes import all_pages_are_back
+from tests.image_prompts import GREEDY, GROUPS, MAX_TOKENS, MODELS, SMALL, SMALL_TOO, TEXT, Prompts, shown, tokens
 from tests.sample import sample_of
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
     CROP_MODELS,
-    IMAGE_MODELS,
     IMAGE_TOKEN,
-    PACKED_MODELS,
-    PLACED_MODELS,
     VIDEO_TOKEN,
     VISION_MODELS,
-    OfPlaces,
-    OfRows,
-    OfSize,
-    crop_tower,
     image,
     media_prompt,
     picture,
@@ -52,46 +46,7 @@ from tests.tiny_vision import (
     vision_engine_config,
 )
 
-MAX_TOKENS = 6
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-TEXT = [3, 4, 5, 6, 7]
-GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, IMAGE_MODELS)  # a protocol each
-MODELS = tuple(name for group in GROUPS for name in group)
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen4_exp", "glm4v", "llava_onevision")
-# The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
-# columns of features, or pixels.
-SMALL, WIDE, SMALL_TOO, LARGE, LARGE_TOO = range(1, 6)
-SIZES = {
-    "patches": {1: (4, 6), 2: (8, 14), 3: (4, 6), 4: (16, 22)},
-    "rows": {1: (2, 3), 2: (3, 6), 3: (1, 4), 4: (5, 8)},
-    "crops": {1: (32, 64), 2: (60, 40), 3: (20, 21), 4: (64, 60)},
-}
-
-
-def shown(kind: str, seed: int) -> Any:
-    """A part of a prompt: an image as the model's processor gives it. Those of seeds above LARGE are as large."""
-    size = min(seed, LARGE)
-    if kind in CROP_MODELS:
-        return OfSize(seed, *SIZES["crops"][size], crop_tower(kind))
-    if kind in PACKED_MODELS:
-        return OfRows(seed, *SIZES["rows"][size])
-    if kind in PLACED_MODELS:
-        return OfPlaces(seed, *SIZES["rows"][size])
-    return image(seed, (1, *SIZES["patches"][size])) if kind in VISION_MODELS else picture(seed)
-
-
-class Prompts:
-    """The prompts of one kind of model."""
-
-    def __init__(self, kind: str) -> None:
-        small, wide, small_too, large, large_too = (shown(kind, seed) for seed in range(SMALL, LARGE_TOO + 1))
-        self.one = media_prompt([5, 6, 92], small, [93, 7, 8])
-        self.two = media_prompt([5, 6, 92], wide, [93, 7, 8, 92], small_too, [93, 9])
-        self.long = media_prompt([11, 92], large, [93] * 9, wide, [93, 12, 92], small_too, [4] * 5)  # than a step
-        self.last = media_prompt([4, 3], small)  # the first token follows a feature
-        self.like_long = media_prompt([11, 92], large_too, [93] * 9)  # with another image
-        self.large_again = media_prompt([7, 92], large, [93, 20])
-        self.every: list[Any] = [self.one, self.two, TEXT, self.long, self.last]
 
 
 @dataclass(frozen=True)
@@ -134,10 +89,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = save_vision_model(request.param, folder)
     answers = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts.every]
     return Served(request.param, folder, model, prompts, answers)
-
-
-def tokens(engine: AnyEngine, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [list(output.token_ids) for output in engine.generate(prompts, params)]
 
 
 def test_every_protocol_has_models_among_these() -> None:
@@ -424,7 +375,7 @@ def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(kind
     places = [str(tmp_path / name) for name in ("model", "cache")]
     code = (
         "import sys; from pathlib import Path; from mllm_compile import Engine\n"
-        "from tests.e2e.test_images import Prompts, tokens, vision_engine_config\n"
+        "from tests.image_prompts import Prompts, tokens\nfrom tests.tiny_vision import vision_engine_config\n"
         f"config = vision_engine_config(*map(Path, {places}), 'inductor')\n"
         f"with Engine(config) as engine: print(tokens(engine, Prompts({kind!r}).every))\n"
         "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"

@@ -9,7 +9,7 @@ import pytest
 
 from mllm_compile import Engine
 from tests.adapters.folders import matrices, peft_fields, write_adapter
-from tests.e2e.test_images import GREEDY, GROUPS, MAX_TOKENS, TEXT, Prompts, tokens
+from tests.image_prompts import GREEDY, GROUPS, MAX_TOKENS, TEXT, Prompts, tokens
 from tests.lora_factors import Factors, merged
 from tests.sample import sample_of
 from tests.tiny_vision import save_vision_model, transformers_greedy, vision_engine_config
