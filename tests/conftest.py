@@ -71,7 +71,7 @@ def graphs_of_traces() -> dict[str, Any]:
 def auto_is_float32() -> Iterator[None]:
     """On a CPU with AMX too, where `auto` is bfloat16: tests compare tokens of float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mllm_compile.config.resolve.has_amx", lambda device: False)
+        patch.setattr("mllm_compile.config.resolution.resolve.has_amx", lambda device: False)
         yield
 
 

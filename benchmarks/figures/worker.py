@@ -26,7 +26,7 @@ def probe(job: Message) -> Iterator[Message]:
     from mllm_compile.bench.measure.environment import describe_environment
     from mllm_compile.bench.measure.setting import Setting
     from mllm_compile.bench.measure.worker import figures_of
-    from mllm_compile.config.device import is_hopper
+    from mllm_compile.config.resolution.device import is_hopper
 
     settings = {
         source: Setting.from_config(source, job["largest_batch"], job["longest_request"]) for source in job["sources"]

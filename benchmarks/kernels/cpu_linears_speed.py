@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.script import parser_of, positive, positives, told_in_one_line
 from mllm_compile.bench.timing.rounds import by_turns
-from mllm_compile.config.device import has_panels
+from mllm_compile.config.resolution.device import has_panels
 from mllm_compile.kernels.cpu import compiled
 from mllm_compile.runtime.cpu.load import load_library
 from mllm_compile.runtime.ops.panels import ops  # noqa: F401  (defines the ops)

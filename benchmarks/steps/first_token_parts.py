@@ -34,7 +34,7 @@ from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
 from mllm_compile.bench.timing.rounds import with_range
 from mllm_compile.bench.trace.device_events import Occupancy, device_events, times_by_name
-from mllm_compile.config.resolve_graphs import MIXED_TOKENS
+from mllm_compile.config.resolution.graphs import MIXED_TOKENS
 from mllm_compile.engine.live_requests import LiveRequests
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.requests import RequestBuilder

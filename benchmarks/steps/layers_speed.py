@@ -28,7 +28,7 @@ from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.bench.trace.chrome_trace import STEP_RANGE, TracedKernel, read_steps, short_name
 from mllm_compile.bench.trace.step_trace import trace_step
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine_parts import EngineParts

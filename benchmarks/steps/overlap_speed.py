@@ -24,7 +24,7 @@ from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.measure.workloads import random_prompts
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import repeated
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 
 CALLS = 4
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import EngineConfig, trainable
 from mllm_compile.bench.timing.record import machine_line
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.sources import with_runtime
 
 _ROWS_OF_LOGITS = 2048

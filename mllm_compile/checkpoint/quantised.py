@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from mllm_compile.checkpoint.planned_tensor import PlannedTensor
-from mllm_compile.config.quantisation import Scheme
+from mllm_compile.config.folders.quantisation import Scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor, lacks
 from mllm_compile.runtime.weights.formats.registry import FORMATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mllm_compile.checkpoint.gguf import read_gguf_tensors
 from mllm_compile.checkpoint.quantised import CheckpointTensors, read_tensors
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mllm_compile.config.hub import CONFIG_FILE
+from mllm_compile.config.folders.hub import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
@@ -71,7 +71,7 @@ def check_takes_forms(source: EngineConfig | Path) -> None:
     Raises:
         ConfigError: no library is installed that a form of the answer takes.
     """
-    from mllm_compile.config.resolve import STRUCTURE_BACKENDS
+    from mllm_compile.config.resolution.resolve import STRUCTURE_BACKENDS
     from mllm_compile.structured.backend import check_installed
 
     if isinstance(source, EngineConfig):

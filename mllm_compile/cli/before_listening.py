@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer
+from mllm_compile.config.resolution.tiers import check_tiers, kv_transfer
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import runtime_settings
 from mllm_compile.errors import ConfigError

@@ -44,7 +44,7 @@ from mllm_compile.compiler.sources import with_source
 from mllm_compile.compiler.target import Target
 from mllm_compile.compiler.weight_plan import plan_lowered_weights
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, CompileError, UnsupportedModelError
 from mllm_compile.files.json_file import read_file

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.hub import CONFIG_FILE
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.prediction_layer import num_prediction_layers
-from mllm_compile.config.resolve import longest_text
+from mllm_compile.config.folders.hub import CONFIG_FILE
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.prediction_layer import num_prediction_layers
+from mllm_compile.config.folders.speculators import KINDS_OF_METHODS, head_type, read_head
+from mllm_compile.config.resolution.resolve import longest_text
+from mllm_compile.config.resolution.sparse_keys import full_length
 from mllm_compile.config.resolved import LAST_HIDDEN_STATE, ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, LoraConfig, ModelConfig
 from mllm_compile.config.schema_speculative import SpeculativeConfig
-from mllm_compile.config.sparse_keys import full_length
-from mllm_compile.config.speculators import KINDS_OF_METHODS, head_type, read_head
 from mllm_compile.errors import ConfigError, MllmError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.program.spec import ModelSizes, Program

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.speculators import head_type
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.speculators import head_type
 from mllm_compile.runtime.weights.file_names import name_from
 from mllm_compile.runtime.weights.header import read_header
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mllm_compile.compiler.target import Target, alike_steps, alike_target, find_target, has_alike_steps
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.device import check_ranks, detect_device
-from mllm_compile.config.layer_checks import check_cascade_layers, check_state_dtype
+from mllm_compile.config.resolution.device import check_ranks, detect_device
+from mllm_compile.config.resolution.layer_checks import check_cascade_layers, check_state_dtype
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, UnlikeRowsError

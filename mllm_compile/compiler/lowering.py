@@ -24,12 +24,12 @@ from mllm_compile.compiler.pieces import layers_with_made_constants, state_opera
 from mllm_compile.compiler.program_checks import check_cut, check_layers, check_program
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.compiler.weight_schemes import weight_schemes
-from mllm_compile.config.layer_checks import check_any_rows
-from mllm_compile.config.model_folder import ModelFolder, check_remote_code
+from mllm_compile.config.folders.model_folder import ModelFolder, check_remote_code
+from mllm_compile.config.folders.speculators import head_type
+from mllm_compile.config.folders.token_map import read_token_map
+from mllm_compile.config.resolution.layer_checks import check_any_rows
+from mllm_compile.config.resolution.sparse_keys import chooses_keys
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.sparse_keys import chooses_keys
-from mllm_compile.config.speculators import head_type
-from mllm_compile.config.token_map import read_token_map
 from mllm_compile.kernels import of_every_kind
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.piece import WrittenPiece

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
-from mllm_compile.config.own_adapters import CONFIG_FILE, HAS_OWN
+from mllm_compile.config.folders.own_adapters import CONFIG_FILE, HAS_OWN
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.refusals import refusing

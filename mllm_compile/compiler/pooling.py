@@ -11,9 +11,9 @@ from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import lower
 from mllm_compile.compiler.pieces import packed_operands
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.sentence_files import read_sentence_files
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.sentence_files import read_sentence_files
 from mllm_compile.kernels.text_attention import add_text_attention
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused

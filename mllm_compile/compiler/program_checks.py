@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mllm_compile.config.layer_checks import check_cascade_layers, check_state_dtype
+from mllm_compile.config.resolution.layer_checks import check_cascade_layers, check_state_dtype
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ConfigError
 

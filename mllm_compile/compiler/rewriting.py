@@ -11,7 +11,7 @@ import torch
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.pieces import size_symbols
 from mllm_compile.compiler.program_builder import build_program
-from mllm_compile.config.device import has_amx, has_panels
+from mllm_compile.config.resolution.device import has_amx, has_panels
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of

@@ -13,8 +13,8 @@ from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.compiler.sources import sharing_pages
+from mllm_compile.config.resolution.seen_images import compile_obstacle
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.seen_images import compile_obstacle
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused

@@ -19,12 +19,12 @@ from mllm_compile.compiler.draft_model import (
 )
 from mllm_compile.compiler.lent_weights import with_lender
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.device import check_ranks, detect_device
-from mllm_compile.config.model_folder import ModelFolder, open_model_folder
-from mllm_compile.config.resolve import METHOD_KEY, METHOD_WITHOUT_WEIGHTS, resolve
+from mllm_compile.config.folders.model_folder import ModelFolder, open_model_folder
+from mllm_compile.config.folders.speculators import head_type
+from mllm_compile.config.resolution.device import check_ranks, detect_device
+from mllm_compile.config.resolution.resolve import METHOD_KEY, METHOD_WITHOUT_WEIGHTS, resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.config.speculators import head_type
 from mllm_compile.errors import ArtifactError, ConfigError, UnsupportedModelError
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.store.artifact import DRAFTER, MANIFEST, Artifact, read_manifest

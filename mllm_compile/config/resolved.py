@@ -1,4 +1,4 @@
-"""The resolved config: no `auto` left, and nothing changes after it (resolve.py makes it)."""
+"""The resolved config: no `auto` left, and nothing changes after it (resolution/resolve.py makes it)."""
 
 from __future__ import annotations
 

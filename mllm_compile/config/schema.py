@@ -1,6 +1,6 @@
 """The user's config: the YAML file, validated and frozen.
 
-Owns the keys, their ranges and their defaults. `auto` is left as it is: `resolve.py` replaces it once, when the model's
+Owns the keys, their ranges and their defaults. `auto` is left: `resolution/` replaces it once, when the model's
 folder and the device are known. Nothing here imports torch, so that a mistake in a file is reported at once.
 """
 

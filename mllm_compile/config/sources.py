@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.hub import CONFIG_FILE
+from mllm_compile.config.folders.hub import CONFIG_FILE
+from mllm_compile.config.folders.other_formats import told_of_file
 from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, show
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
-from mllm_compile.config.other_formats import told_of_file
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.schema_runtime import RuntimeConfig

@@ -159,7 +159,7 @@ def _load(
             if compiled.config.runtime.kv_offloading_size:
                 from mllm_compile.engine.tier_parts import put_tiers_behind
 
-                assert isinstance(scheduler, Scheduler), "resolve_tiers.py refuses other ranks"
+                assert isinstance(scheduler, Scheduler), "resolution/tiers.py refuses other ranks"
                 with timeline.stage("take host memory"):
                     tell = None if group is None else group.tell
                     put_tiers_behind(scheduler, runner, compiled.artifact.factors, timeline, tell)

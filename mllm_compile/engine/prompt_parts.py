@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mllm_compile.config.resolution.seen_images import images_obstacle
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.seen_images import images_obstacle
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.json_file import HeldFiles

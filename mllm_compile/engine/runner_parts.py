@@ -147,7 +147,7 @@ def _launcher_and_nodes(
     launcher = LocalLauncher(early.take)
     if runtime.nnodes == 1:
         return launcher, timeline, None
-    from mllm_compile.config.device import detect_device
+    from mllm_compile.config.resolution.device import detect_device
     from mllm_compile.ranks.admission import node_secret
     from mllm_compile.ranks.node import hello_of
     from mllm_compile.ranks.nodes import Nodes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.config.device import is_hopper
+from mllm_compile.config.resolution.device import is_hopper
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.process.progress import Reporter

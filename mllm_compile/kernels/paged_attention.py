@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.config.device import has_libraries
+from mllm_compile.config.resolution.device import has_libraries
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.kernels.piece import WrittenPiece, with_kernels
 from mllm_compile.runtime.attention.paged.library import DTYPES, PAGED_ATTENTION, serves

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mllm_compile.config.speculators import HeadConfig
+from mllm_compile.config.folders.speculators import HeadConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.head import Head
 from mllm_compile.runtime.program.spec import HiddenProjection

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.hidden_state)
-from mllm_compile.config.speculators import Eagle3Config
+from mllm_compile.config.folders.speculators import Eagle3Config
 from mllm_compile.model.head import OWN_HIDDEN_STATE, Head
 from mllm_compile.runtime.program.spec import HiddenProjection
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mllm_compile.config.hub import CONFIG_FILE
-from mllm_compile.config.speculators import Eagle3Config, read_head
+from mllm_compile.config.folders.hub import CONFIG_FILE
+from mllm_compile.config.folders.speculators import Eagle3Config, read_head
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook

@@ -60,7 +60,7 @@ class EarlyRanks:
             return
         import torch
 
-        from mllm_compile.config.device import check_gpus, detect_device
+        from mllm_compile.config.resolution.device import check_gpus, detect_device
         from mllm_compile.ranks.group import RankGroup
         from mllm_compile.ranks.launch_local import LocalLauncher
 

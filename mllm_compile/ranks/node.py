@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.resolution.device import detect_device
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.timeline import Timeline

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from mllm_compile.checkpoint.files import WeightFiles
-from mllm_compile.config.device import has_libraries
-from mllm_compile.config.hub import CONFIG_FILE
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.hub import CONFIG_FILE
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.sentence_files import read_sentence_files
+from mllm_compile.config.folders.token_map import read_token_map
+from mllm_compile.config.resolution.device import has_libraries
+from mllm_compile.config.resolution.sparse_keys import chooses_keys
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.sentence_files import read_sentence_files
-from mllm_compile.config.sparse_keys import chooses_keys
-from mllm_compile.config.token_map import read_token_map
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
 from mllm_compile.files.served_part import served_part
@@ -41,13 +41,13 @@ from mllm_compile.version import __version__
 # are launched (threads, shared memory, arguments).
 FORMAT_VERSION = 40
 # Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
-# passes/ is a factor of its own. config/device.py says which GPUs have kernels.
+# passes/ is a factor of its own. config/resolution/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
     "check",
     "checkpoint",
     "compiler",
-    "config/device",
-    "config/sentence_files",
+    "config/resolution/device",
+    "config/folders/sentence_files",
     "gguf",
     "inductor",
     "kernels",

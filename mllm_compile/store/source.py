@@ -13,8 +13,8 @@ from weakref import ReferenceType, ref
 import torch
 
 from mllm_compile.checkpoint.quantised import lines_on_weights
+from mllm_compile.config.resolution.seen_images import images_obstacle
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.seen_images import images_obstacle
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.device.arena import Arena, arena_on

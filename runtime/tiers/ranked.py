@@ -45,7 +45,7 @@ def sums_of(runner: ModelRunner) -> list[dict[str, int]]:
     """The sums of the weights of all models of a rank."""
     sums = []
     for one in (runner, *runner.drafters):
-        assert isinstance(one.model.live, LiveWeights), "resolve_tiers.py refuses models without"
+        assert isinstance(one.model.live, LiveWeights), "resolution/tiers.py refuses models without"
         sums.append(weight_sums(one.model.live.tensors))
     return sums
 

@@ -9,7 +9,7 @@ import pytest
 
 from mllm_compile.check.adapters import AdapterCase
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.config import resolve
+from mllm_compile.config.resolution import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.config_sections import LoraSection

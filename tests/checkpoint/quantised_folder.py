@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mllm_compile.checkpoint.plan import plan_weights
 from mllm_compile.checkpoint.quantised import read_tensors
-from mllm_compile.config.quantisation import read_scheme
+from mllm_compile.config.folders.quantisation import read_scheme
 from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json

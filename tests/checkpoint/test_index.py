@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mllm_compile.checkpoint.plan import line_on_unlisted, read_checkpoint
 from mllm_compile.checkpoint.quantised import CheckpointTensors, read_tensors
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta

@@ -47,7 +47,7 @@ CHANGED = {
         (_IMPORT, f"from mllm_compile.runtime.weights.formats.log_rows import LogRows\n{_IMPORT}"),
         ("        Nf4(),\n", "        Nf4(),\n        LogRows(),\n"),
     ],
-    "mllm_compile/config/quantisation.py": (
+    "mllm_compile/config/folders/quantisation.py": (
         '    "awq": _Section.awq,\n',
         '    "awq": _Section.awq,\n    "log-rows": lambda section: Scheme("log rows", ("log rows",), kinds=_FP8),\n',
     ),
@@ -63,9 +63,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from mllm_compile.checkpoint.plan import plan_weights, scheme_of
 from mllm_compile.checkpoint.quantised import read_tensors
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.quantisation import read_scheme
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.quantisation import read_scheme
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import QuantisedTensor

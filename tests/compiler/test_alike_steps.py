@@ -7,8 +7,8 @@ import pytest
 from mllm_compile.cli.explain import _of_config, _of_runtime
 from mllm_compile.compiler import build, lowering
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
-from mllm_compile.config import resolve
 from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.config.resolution import resolve
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, UnlikeRowsError
 from mllm_compile.process.progress import NullReporter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mllm_compile.config.device import DeviceInfo
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.device import DeviceInfo
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 

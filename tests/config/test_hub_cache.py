@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import huggingface_hub.errors
 import pytest
 
-from mllm_compile.config.model_folder import ModelFolder, open_model_folder
+from mllm_compile.config.folders.model_folder import ModelFolder, open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import ModelNotFoundError
 from tests.tiny_model import TINY

@@ -8,8 +8,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from mllm_compile.config.hub_gguf import chosen_files
-from mllm_compile.config.model_folder import locate_model_folder
+from mllm_compile.config.folders.hub_gguf import chosen_files
+from mllm_compile.config.folders.model_folder import locate_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError, ModelNotFoundError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mllm_compile.config.model_folder import check_remote_code, open_model_folder
+from mllm_compile.config.folders.model_folder import check_remote_code, open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.media.files import PROCESSOR_FILES

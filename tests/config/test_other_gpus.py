@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mllm_compile.config.device import detect_device
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.device import detect_device
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import DeviceError
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.own_adapters import adapter_of_sounds
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.own_adapters import adapter_of_sounds
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CheckpointError
 from tests.config.resolving import CPU, QWEN

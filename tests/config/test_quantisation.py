@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.config.quantisation import Scheme, read_scheme
+from mllm_compile.config.folders.quantisation import Scheme, read_scheme
 from mllm_compile.errors import CheckpointError
 from tests.quantised_checkpoints import LINEARS, MXFP4, compressed
 

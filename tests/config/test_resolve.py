@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
+from mllm_compile.config.resolution.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.config.schema_runtime import KVEventsConfig, RuntimeConfig
@@ -335,7 +335,8 @@ def test_the_cache_folder_follows_xdg(monkeypatch):
 
 
 def test_the_cpu_is_detected_without_torch():
-    code = "import sys; from mllm_compile.config.device import detect_device as d; import mllm_compile.config.resolve"
+    code = "import sys; from mllm_compile.config.resolution.device import detect_device as d\n"
+    code += "import mllm_compile.config.resolution.resolve"
     code += "; print(d('cpu').device, 'torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["cpu", "False", "False"]

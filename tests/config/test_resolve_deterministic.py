@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.config.layer_checks import check_any_rows
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.quantisation import Scheme
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.quantisation import Scheme
+from mllm_compile.config.resolution.layer_checks import check_any_rows
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnlikeRowsError
 from mllm_compile.runtime.attention.layer import LayerSpec

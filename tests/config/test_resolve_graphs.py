@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mllm_compile.config.layer_checks import check_cascade_layers
-from mllm_compile.config.resolve_graphs import MIXED_TOKENS
+from mllm_compile.config.resolution.graphs import MIXED_TOKENS
+from mllm_compile.config.resolution.layer_checks import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError
 from mllm_compile.runtime.attention.layer import LayerSpec

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.config.device import DeviceInfo
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.quantisation import Scheme
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.quantisation import Scheme
+from mllm_compile.config.resolution.device import DeviceInfo
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
@@ -90,8 +90,8 @@ GGUF = Scheme("gguf Q4_1", ("gguf q4_1",), kinds=("int4", "int8"), is_for_cpus=T
     ],
 )
 def test_linears_compute_from_blocks_of_gguf_on_a_cpu(device, sections, vectors, becomes, why, monkeypatch):
-    monkeypatch.setattr("mllm_compile.config.resolve_quantisation.has_panels", lambda device: vectors)
-    monkeypatch.setattr("mllm_compile.config.resolve.has_amx", lambda device: False)
+    monkeypatch.setattr("mllm_compile.config.resolution.quantisation.has_panels", lambda device: vectors)
+    monkeypatch.setattr("mllm_compile.config.resolution.resolve.has_amx", lambda device: False)
     found = resolved_of(GGUF, device, **sections)
     assert found.model.quantization == becomes
     assert why in next(choice.why for choice in found.choices if choice.key == "model.quantization")
@@ -120,7 +120,7 @@ def test_what_cannot_be_kept_is_refused(scheme, asked, device, message):
 
 
 def test_a_cpu_without_float32_dequantises_integers_unless_it_is_asked_to_keep_them(monkeypatch):
-    monkeypatch.setattr("mllm_compile.config.resolve_quantisation.has_panels", lambda device: True)
+    monkeypatch.setattr("mllm_compile.config.resolution.quantisation.has_panels", lambda device: True)
     for asked, becomes in (("auto", "dequantize"), ("keep", "keep"), ("keep_a8", "keep_a8")):
         found = resolved_of(INT4, CPU, model={"dtype": "bfloat16", "quantization": asked})
         assert found.model.quantization == becomes
@@ -142,7 +142,7 @@ def test_int8_is_for_cpus():
 
 @pytest.mark.parametrize(("amx", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_a_cpu_computes_in_what_it_is_fast_in_and_says_so(amx, dtype, monkeypatch):
-    monkeypatch.setattr("mllm_compile.config.resolve.has_amx", lambda device: amx)
+    monkeypatch.setattr("mllm_compile.config.resolution.resolve.has_amx", lambda device: amx)
     config = resolved(CPU, model={"path": "m", "quantization": "int8"})
     assert config.model.dtype == dtype
     line = config.line_on_cpu()

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from mllm_compile.config import schema, schema_runtime, schema_speculative
-from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.folders.model_folder import CONFIG_FILE
 from mllm_compile.config.names import source_name
 from mllm_compile.config.schema import EngineConfig, RuntimeConfig
 from mllm_compile.config.sources import config_or_runtime, unknown_argument, unknown_option, with_speculative

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.config.sentence_files import read_sentence_files
+from mllm_compile.config.folders.sentence_files import read_sentence_files
 from mllm_compile.errors import CheckpointError, MllmError, UnsupportedModelError
 from tests.pooling_folder import save_module_files
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from mllm_compile.config.device import DeviceInfo, detect_device
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.device import DeviceInfo, detect_device
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.errors import ConfigError, RequestError, UnsupportedModelError, WeightUpdateError
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.runtime.program.sources import SourceEncoder

@@ -20,7 +20,7 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.checkpoint.files import weight_files
 from mllm_compile.compiler.target import find_target
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, MllmError
 from mllm_compile.files.sealed_json import write_sealed

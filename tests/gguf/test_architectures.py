@@ -8,7 +8,7 @@ import torch
 
 from mllm_compile.checkpoint.plan import as_linear, plan_weights, read_checkpoint, scheme_of
 from mllm_compile.checkpoint.tensors import read_model_tensors
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.architectures import ARCHITECTURES

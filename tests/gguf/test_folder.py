@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from mllm_compile import Engine
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import CheckpointError, ConfigError, ModelNotFoundError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.config.device import has_panels
+from mllm_compile.config.resolution.device import has_panels
 from tests.gguf.test_architectures import mixed
 from tests.gguf.writer import MODELS, tiny_model, write_model
 from tests.sample import slow_but_a_sample

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from tests.gguf.smollm2 import NUM_LAYERS, PACKAGE, PROMPTS, packaged_file, write_first_layers
 from tests.gguf.test_architectures import loaded

@@ -56,7 +56,9 @@ def config_of(folder: Path, cache: Path, mode: str, longest: int) -> dict[str, A
 @pytest.fixture
 def unrefused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A call that lets a GPU serve T5Gemma, which the config refuses until its test has been seen to pass."""
-    return lambda: monkeypatch.setattr("mllm_compile.config.resolve.check_encoder_decoder", lambda *of_config: None)
+    return lambda: monkeypatch.setattr(
+        "mllm_compile.config.resolution.resolve.check_encoder_decoder", lambda *of_config: None
+    )
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.config.model_folder import open_model_folder
+from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import MllmError
 from mllm_compile.files.sealed_json import write_sealed

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mllm_compile.config.device import has_libraries
+from mllm_compile.config.resolution.device import has_libraries
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import cpu
 from mllm_compile.kernels.paged_attention import add_paged_attention

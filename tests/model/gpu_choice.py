@@ -14,9 +14,9 @@ import torch
 
 from mllm_compile.compiler.lowered import BuiltModel
 from mllm_compile.compiler.lowering import rewrite
-from mllm_compile.config.device import DeviceInfo
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.device import DeviceInfo
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.kernels import decode_attention

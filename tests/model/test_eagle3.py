@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile.config.speculators import read_head
+from mllm_compile.config.folders.speculators import read_head
 from mllm_compile.errors import CheckpointError, MllmError, UnsupportedModelError
 from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.heads import build_head_on_meta

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import longest_text
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.resolve import longest_text
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model import rope_hook
 from mllm_compile.model.hf_model import build_config_on_meta

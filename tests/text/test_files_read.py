@@ -11,7 +11,7 @@ import transformers
 from transformers.utils import hub
 
 import mllm_compile.model
-from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.folders.model_folder import CONFIG_FILE
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.text.tokenizer_files import EXPORTED_FILES, NAMED_TEMPLATES, OLDER_FILES, tokenizer_files

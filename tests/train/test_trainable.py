@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile import ConfigError, Engine, EngineConfig, RequestError, RequestOutput, SamplingParams, trainable
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.resolve import resolve
 from mllm_compile.train.refusals import check_config
 from mllm_compile.train.trainable import Trainable
 from tests.config.resolving import CPU, QWEN

@@ -63,9 +63,9 @@ class Setting:
             ConfigError: the work does not fit the model or the config.
             MllmError: what else is wrong with the config, the model or the device.
         """
-        from mllm_compile.config.device import detect_device
-        from mllm_compile.config.model_folder import open_model_folder
-        from mllm_compile.config.resolve import resolve
+        from mllm_compile.config.folders.model_folder import open_model_folder
+        from mllm_compile.config.resolution.device import detect_device
+        from mllm_compile.config.resolution.resolve import resolve
 
         config = asked_config(source)
         model = open_model_folder(config.model, config.cache.dir)
@@ -143,7 +143,7 @@ def _room_for(config: EngineConfig, largest_batch: int) -> Changes:
     """Makes room for all requests of a batch at once, unless the config limits them; by default a CPU takes fewer."""
     runtime: dict[str, Any] = {}
     if config.runtime.max_running_requests == "auto":
-        from mllm_compile.config.resolve import MAX_RUNNING_REQUESTS
+        from mllm_compile.config.resolution.resolve import MAX_RUNNING_REQUESTS
 
         runtime["max_running_requests"] = max(MAX_RUNNING_REQUESTS["cuda"], largest_batch)
     return {"runtime": runtime}

@@ -46,7 +46,7 @@ EXIT_MISTAKE = 2
 
 def device(job: dict[str, Any]) -> dict[str, Any]:
     """Say which kind of device an engine of the config would use."""
-    from mllm_compile.config.device import detect_device
+    from mllm_compile.config.resolution.device import detect_device
 
     return {"is_cpu": not detect_device(asked_config(job["config"]).runtime.device).is_cuda}
 
@@ -55,7 +55,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
     longest = job["longest_request"]
     if job.get("image_side") is not None:
-        from mllm_compile.config.model_folder import open_model_folder
+        from mllm_compile.config.folders.model_folder import open_model_folder
 
         asked = asked_config(job["config"])
         folder = open_model_folder(asked.model, asked.cache.dir).path
@@ -66,7 +66,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
 
     from mllm_compile.bench.limits.ceilings import measure_ceilings
     from mllm_compile.bench.measure.environment import describe_environment
-    from mllm_compile.config.device import is_hopper
+    from mllm_compile.config.resolution.device import is_hopper
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
@@ -228,7 +228,7 @@ def compile_runtime(job: dict[str, Any]) -> dict[str, Any]:
 def switches(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
-    from mllm_compile.config.device import detect_device
+    from mllm_compile.config.resolution.device import detect_device
     from mllm_compile.store.artifact import open_artifact
 
     target = find_target(Setting(**job["setting"]).engine_config())

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, Seq2SeqModelOutput
 
-from mllm_compile.config.sentence_files import Dense
+from mllm_compile.config.folders.sentence_files import Dense
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.pooling.build import body_of, reads_decoder

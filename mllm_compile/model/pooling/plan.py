@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mllm_compile.config.sentence_files import SentenceFiles
+from mllm_compile.config.folders.sentence_files import SentenceFiles
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import NO_LIMIT, HFModel
 from mllm_compile.model.pooling.build import body_of, kinds_of_tokens, labels_of, reads_decoder

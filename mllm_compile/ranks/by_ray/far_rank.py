@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.resolution.device import detect_device
 from mllm_compile.ranks.follower import serve
 from mllm_compile.ranks.node import hello_of, meet_node_0
 from mllm_compile.runtime.ranks.sealed import SealedConnection

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.resolution.device import detect_device
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.config.device import has_panels
+from mllm_compile.config.resolution.device import has_panels
 from mllm_compile.runtime.ops.panels.expert_ops import (
     integer_panel_expert_linear_reference,
     rounded_panel_expert_linear_reference,

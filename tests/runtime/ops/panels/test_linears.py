@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.config.device import has_panels
+from mllm_compile.config.resolution.device import has_panels
 from mllm_compile.runtime.ops.panels.layout import VALUES_UNIT, fits_panels, put_in_panels
 from mllm_compile.runtime.ops.panels.ops import (
     integer_panel_linear_reference,

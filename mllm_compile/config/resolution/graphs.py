@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mllm_compile.config.device import DeviceInfo
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.resolution.device import DeviceInfo
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mllm_compile.config.device import DeviceInfo, has_panels
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.quantisation import Scheme
-from mllm_compile.config.resolve_task import has_encoder
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.quantisation import Scheme
+from mllm_compile.config.resolution.device import DeviceInfo, has_panels
+from mllm_compile.config.resolution.task import has_encoder
 from mllm_compile.config.resolved import (
     AutoChoices,
     Quantization,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.other_formats import mlx_section
+from mllm_compile.config.folders.other_formats import mlx_section
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.short_repr import short_repr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.config.device import DeviceInfo
+from mllm_compile.config.resolution.device import DeviceInfo
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import CompileConfig
 from mllm_compile.config.schema_runtime import RuntimeConfig

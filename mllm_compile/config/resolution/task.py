@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mllm_compile.config.device import DeviceInfo
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.sentence_files import MODULES, has_sentence_files
+from mllm_compile.config.resolution.device import DeviceInfo
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.config.sentence_files import MODULES, has_sentence_files
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
 from mllm_compile.runtime.short_repr import short_repr

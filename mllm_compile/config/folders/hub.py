@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
-from mllm_compile.config.hub_gguf import chosen_files
+from mllm_compile.config.folders.hub_gguf import chosen_files
 from mllm_compile.config.names import nearest_path, repository_and_tag
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError

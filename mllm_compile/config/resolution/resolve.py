@@ -10,27 +10,28 @@ import math
 import os
 from dataclasses import replace
 
-from mllm_compile.config.device import DeviceInfo, has_amx
-from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.own_adapters import OF_SOUNDS, adapter_of_sounds
-from mllm_compile.config.prediction_layer import num_prediction_layers
-from mllm_compile.config.resolve_attention import (
+from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.folders.own_adapters import OF_SOUNDS, adapter_of_sounds
+from mllm_compile.config.folders.prediction_layer import num_prediction_layers
+from mllm_compile.config.resolution.attention import (
     has_hopper_decode,
     has_split_decode,
     resolve_attention_backend,
     resolve_cascade_attention,
     resolve_kv_cache_dtype,
 )
-from mllm_compile.config.resolve_deterministic import (
+from mllm_compile.config.resolution.deterministic import (
     DETERMINISTIC_ANY_TOKENS,
     deterministic_tokens,
     has_any_rows,
     resolve_max_step_ms,
 )
-from mllm_compile.config.resolve_graphs import resolve_graphs
-from mllm_compile.config.resolve_quantisation import resolve_quantization
-from mllm_compile.config.resolve_task import check_encoder_decoder, has_encoder, resolve_task
-from mllm_compile.config.resolve_tiers import check_tiers, kv_transfer, write_policy
+from mllm_compile.config.resolution.device import DeviceInfo, has_amx
+from mllm_compile.config.resolution.graphs import resolve_graphs
+from mllm_compile.config.resolution.quantisation import resolve_quantization
+from mllm_compile.config.resolution.sparse_keys import check_chosen_keys, full_length
+from mllm_compile.config.resolution.task import check_encoder_decoder, has_encoder, resolve_task
+from mllm_compile.config.resolution.tiers import check_tiers, kv_transfer, write_policy
 from mllm_compile.config.resolved import (
     AutoChoices,
     ResolvedCache,
@@ -43,7 +44,6 @@ from mllm_compile.config.resolved import (
 from mllm_compile.config.schema import EngineConfig, LoraConfig, StructuredOutputsConfig
 from mllm_compile.config.schema_runtime import RuntimeConfig
 from mllm_compile.config.schema_speculative import SpeculativeConfig
-from mllm_compile.config.sparse_keys import check_chosen_keys, full_length
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path

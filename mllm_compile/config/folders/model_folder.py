@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE, download
+from mllm_compile.config.folders.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE, download
+from mllm_compile.config.folders.other_formats import told_of_file, told_of_folder
+from mllm_compile.config.folders.quantisation import Scheme, read_scheme, scheme_of_random
+from mllm_compile.config.folders.speculators import LAYER_CONFIG_KEY
 from mllm_compile.config.names import is_hub_id, nearest_path
-from mllm_compile.config.other_formats import told_of_file, told_of_folder
-from mllm_compile.config.quantisation import Scheme, read_scheme, scheme_of_random
 from mllm_compile.config.schema import ModelConfig
-from mllm_compile.config.speculators import LAYER_CONFIG_KEY
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.served_part import served_part

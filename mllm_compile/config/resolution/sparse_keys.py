@@ -6,7 +6,7 @@ A config that asks for more gets the indexer, in plain torch.
 
 from __future__ import annotations
 
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.config.schema_runtime import RuntimeConfig
 from mllm_compile.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import count
 
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.runtime.weights.file_names import is_gguf
 
 _COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
