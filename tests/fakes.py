@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.engine.engine import Engine
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, TokenRuns
 from mllm_compile.runtime.schedule.scheduler import Scheduler

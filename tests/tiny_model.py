@@ -47,7 +47,7 @@ def shallow_tiny(folder: Path) -> Path:
 
 def engine_of_pages(config: EngineConfig, num_pages: int | None) -> Engine:
     """An engine with `num_pages` in its KV cache, the dummy page included; None: as many as fit."""
-    from mllm_compile.engine.assemble import assemble
+    from mllm_compile.engine.start.assemble import assemble
 
     return Engine.from_parts(assemble(config, Timeline(), num_pages=num_pages))
 

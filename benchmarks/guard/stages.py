@@ -257,7 +257,7 @@ def warm_start(tree: Tree) -> Round:
 def decode_step(tree: Tree) -> Round:
     """8 decode steps of 8 requests of the embedded model, from the scheduler to the tokens."""
     from mllm_compile import EngineConfig
-    from mllm_compile.engine.assemble import assemble
+    from mllm_compile.engine.start.assemble import assemble
     from mllm_compile.process.progress import NullReporter
     from mllm_compile.runtime.sampling.params import SamplingParams
     from mllm_compile.runtime.schedule.request import Request

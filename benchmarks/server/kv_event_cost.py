@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from benchmarks.script import parser_of, positive, positives
-from mllm_compile.engine.page_events import PageEvents
+from mllm_compile.engine.core.page_events import PageEvents
 from mllm_compile.kv_events.news import News
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from mllm_compile.server.wire import messages

@@ -30,8 +30,8 @@ from mllm_compile.adapters.base_model import BaseModel, module_of
 from mllm_compile.adapters.peft_folder import TENSOR_FILE, read_adapter
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.schema import LoraConfig
-from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.core.adapter_queue import AdapterParts
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.process.timeline import Timeline
 
 _NAME = "a"

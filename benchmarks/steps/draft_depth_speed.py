@@ -24,7 +24,7 @@ from itertools import takewhile
 from benchmarks.script import greedy, parser_of, positive, positives, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.config.sources import config_or_runtime
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import NullReporter
 

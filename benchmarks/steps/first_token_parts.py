@@ -35,10 +35,10 @@ from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
 from mllm_compile.bench.timing.rounds import with_range
 from mllm_compile.bench.trace.device_events import Occupancy, device_events, times_by_name
 from mllm_compile.config.resolution.graphs import MIXED_TOKENS
-from mllm_compile.engine.live_requests import LiveRequests
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.live_requests import LiveRequests
+from mllm_compile.engine.core.loop import EngineCore
+from mllm_compile.engine.core.steps import Steps
 from mllm_compile.engine.requests import RequestBuilder
-from mllm_compile.engine.steps import Steps
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.captured.mixed import CapturedMixed

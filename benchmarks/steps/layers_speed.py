@@ -30,8 +30,8 @@ from mllm_compile.bench.trace.chrome_trace import STEP_RANGE, TracedKernel, read
 from mllm_compile.bench.trace.step_trace import trace_step
 from mllm_compile.config.folders.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.schedule.request import Request
 

@@ -29,7 +29,7 @@ from benchmarks.replies.reciter import reciting_weights, script_of
 from benchmarks.script import existing_file, greedy, names_of, parser_of, positive, positives, told_in_one_line
 from mllm_compile import Engine, EngineConfig, EngineStats
 from mllm_compile.bench.timing.record import machine_line
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import WeightUpdateError
 from mllm_compile.process.progress import NullReporter
 

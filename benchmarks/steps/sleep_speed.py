@@ -21,7 +21,7 @@ from benchmarks.update_sender import random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.config.sources import with_runtime
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import DeviceError, WeightUpdateError
 from mllm_compile.process.timeline import Timeline
 

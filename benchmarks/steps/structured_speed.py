@@ -22,8 +22,8 @@ from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.rounds import by_turns, quantile, spread
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.structured.backend import Backend
 from mllm_compile.structured.grammars import Grammars

@@ -30,7 +30,7 @@ from benchmarks.script import greedy, names_of, need_gpu, parser_of, positive, t
 from benchmarks.update_sender import GROUP, random_tensors
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.record import machine_line
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import WeightUpdateError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device.memory import memory_bytes

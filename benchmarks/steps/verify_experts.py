@@ -23,8 +23,8 @@ from benchmarks.steps.verify_speed import config_of
 from mllm_compile import EngineConfig
 from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.trace.decode_steps import model_runner
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch

@@ -1,7 +1,7 @@
 """An engine without a model and its memory behind the KV cache, on one clock: the real scheduler, prefix cache and
 tiers; steps that take what was measured; copies that take their bytes over a link's rate.
 
-One step is in flight while the next is scheduled, as engine/steps.py has it.
+One step is in flight while the next is scheduled, as engine/core/steps.py has it.
 """
 
 from __future__ import annotations

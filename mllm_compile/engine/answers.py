@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.engine import end_errors
+from mllm_compile.engine.core import end_errors
 from mllm_compile.engine.outputs import (
     CompletionOutput,
     Logprob,

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
+from mllm_compile.engine.core.gate import EngineState
 from mllm_compile.engine.engine import Engine
-from mllm_compile.engine.gate import EngineState
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission

@@ -14,9 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
-from mllm_compile.engine.beside_core import adapter_registry, engine_sleep, event_publisher, in_order, weight_updates
-from mllm_compile.engine.engine_parts import EngineParts
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.pooling.methods import PoolingMethods
 from mllm_compile.engine.pooling.parts import PoolingParts
@@ -26,6 +24,14 @@ from mllm_compile.engine.rollouts.methods import RolloutMethods
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.sessions import SessionArg, SessionArgs, session_key
 from mllm_compile.engine.speech.methods import SpeechMethods
+from mllm_compile.engine.start.beside_core import (
+    adapter_registry,
+    engine_sleep,
+    event_publisher,
+    in_order,
+    weight_updates,
+)
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream, wait_for_all
 from mllm_compile.engine.unknown_arguments import unknown_of_a_call, unknown_of_an_engine
@@ -43,7 +49,7 @@ from mllm_compile.runtime.unknown_names import tells_unknown
 if TYPE_CHECKING:
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.sources import EngineSource
-    from mllm_compile.engine.page_events import TellNews
+    from mllm_compile.engine.core.page_events import TellNews
     from mllm_compile.engine.pooling.core import PoolingCore
 
 
@@ -90,7 +96,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         publish_kv_events: bool = True,
     ) -> None:
         from mllm_compile.config.sources import config_or_runtime
-        from mllm_compile.engine.early_context import early_context
+        from mllm_compile.engine.start.early_context import early_context
         from mllm_compile.ranks.early_start import early_ranks
 
         self.timeline = timeline_of(reporter or reporter_for())
@@ -102,7 +108,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
             early_ranks(source) as early,
         ):
             with self.timeline.stage("import torch"), imports_unseen():
-                from mllm_compile.engine.assemble import assemble_any
+                from mllm_compile.engine.start.assemble import assemble_any
             parts = assemble_any(source, self.timeline, forward_times=forward_times, early=early)
         if isinstance(parts, PoolingParts):
             self._start_pooling(parts)
@@ -428,7 +434,7 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
         Args:
             tell: takes a rank and the news of a step, on the engine's thread; it does not wait.
         """
-        from mllm_compile.engine.page_events import PageEvents
+        from mllm_compile.engine.core.page_events import PageEvents
 
         adapters = tuple if self.adapters is None else self.adapters.all
         self.core.watch_pages(lambda caches, tiers: PageEvents(caches, tiers, adapters, tell).flush)

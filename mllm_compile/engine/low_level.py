@@ -17,15 +17,15 @@ from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
-from mllm_compile.engine.prompt_parts import (
+from mllm_compile.engine.prompts import Message, Prepared, Prompt, PromptReader
+from mllm_compile.engine.start.prompts import (
     ends_of_answers,
     load_text_parts,
     media_preprocessor,
     text_files,
     tower_of,
 )
-from mllm_compile.engine.prompts import Message, Prepared, Prompt, PromptReader
-from mllm_compile.engine.runner_parts import model_source
+from mllm_compile.engine.start.runner import model_source
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of

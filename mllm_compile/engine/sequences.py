@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mllm_compile.engine import end_errors
 from mllm_compile.engine.cache_salt import request_salt
+from mllm_compile.engine.core import end_errors
 from mllm_compile.engine.outputs import FinishReason
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.schedule.request import Request

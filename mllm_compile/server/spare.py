@@ -23,8 +23,8 @@ _MODULE = "mllm_compile.server.backend.spare"
 ENGINE_IMPORTS = (
     "mllm_compile.server.backend.process",
     "mllm_compile.engine.engine",
-    "mllm_compile.engine.assemble",
-    "mllm_compile.engine.tier_parts",
+    "mllm_compile.engine.start.assemble",
+    "mllm_compile.engine.start.tiers",
     "mllm_compile.engine.rollouts.sleep",
     "safetensors.torch",
     "tokenizers",

@@ -16,7 +16,7 @@ from torch import nn
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.sources import EngineSource, config_or_runtime
-from mllm_compile.engine.cpu_threads import prepare_threads
+from mllm_compile.engine.start.cpu_threads import prepare_threads
 from mllm_compile.errors import RequestError
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of

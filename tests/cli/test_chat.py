@@ -11,7 +11,7 @@ import pytest
 
 from mllm_compile.cli import run
 from mllm_compile.cli.chat import _engine, _params, converse
-from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.core.adapter_queue import AdapterParts
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice, adapter_folder
 from tests.fakes import FakeStepRunner, fake_engine, recite
 from tests.server.harness import Server, fake_server

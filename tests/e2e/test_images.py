@@ -21,8 +21,8 @@ from mllm_compile import Engine
 from mllm_compile.compiler import build
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine import Engine as AnyEngine
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import RequestError
 from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline

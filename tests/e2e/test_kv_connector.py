@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.engine import assemble
+from mllm_compile.engine.start import assemble
 from mllm_compile.errors import ConfigError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.process import _hello
@@ -131,7 +131,7 @@ def test_a_start_that_fails_lets_the_folder_behind_the_memory_go(
     with pytest.raises(DeviceMemoryError, match="kv_offloading_size needs"):
         started(60_000.0)
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match="no end of answers"):
-        patched.setattr("mllm_compile.engine.assemble.ends_of_answers", refused)
+        patched.setattr("mllm_compile.engine.start.assemble.ends_of_answers", refused)
         started(0.05)
     assert not [one for one in set(threading.enumerate()) - threads if one.name.startswith("mllm-tier")]
     with started(0.05) as engine:

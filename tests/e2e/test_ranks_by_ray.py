@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.engine import assemble
+from mllm_compile.engine.start import assemble
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from mllm_compile.ranks.by_ray import installed
 from tests.hang_guard import until

@@ -205,7 +205,7 @@ def test_whoever_swaps_the_folder_after_the_check_changes_nothing(packed, tmp_pa
             path.write_text("{}")
         return checked
 
-    monkeypatch.setattr("mllm_compile.engine.assemble.open_runtime", check_then_swap)
+    monkeypatch.setattr("mllm_compile.engine.start.assemble.open_runtime", check_then_swap)
     with Engine(folder) as engine:
         assert engine.default_params == params
         answer = engine.generate(PROMPT, GREEDY)[0].outputs[0]

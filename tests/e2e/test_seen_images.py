@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from mllm_compile import Engine, SamplingParams, trainable
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import RequestError
 from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.process.timeline import Timeline

@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import MllmError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams

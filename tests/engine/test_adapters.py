@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mllm_compile import Engine, RequestError, SamplingParams
-from mllm_compile.engine.adapter_parts import PoolWriter
-from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.engine.assemble import _live_weights
+from mllm_compile.engine.core.adapter_queue import AdapterParts
+from mllm_compile.engine.start.adapters import PoolWriter
+from mllm_compile.engine.start.assemble import _live_weights
 from mllm_compile.errors import CheckpointError, EngineDeadError, MllmError
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name

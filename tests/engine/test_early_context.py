@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine import early_context as module
-from mllm_compile.engine.early_context import early_context
+from mllm_compile.engine.start import early_context as module
+from mllm_compile.engine.start.early_context import early_context
 from mllm_compile.process.timeline import Timeline
 from tests.config.resolving import H200, resolved
 
@@ -157,5 +157,5 @@ def test_a_start_that_fails_ends_behind_the_driver_s_start_and_gives_the_context
 
 
 def test_the_module_imports_no_torch():
-    code = "import mllm_compile.engine.early_context, sys; sys.exit('torch' in sys.modules)"
+    code = "import mllm_compile.engine.start.early_context, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

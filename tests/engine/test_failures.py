@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mllm_compile.engine import loop, steps
+from mllm_compile.engine.core import loop, steps
 from mllm_compile.errors import DeviceError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED
 from tests.engine.cases import params, start, until

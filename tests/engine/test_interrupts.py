@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from mllm_compile.engine import assemble
 from mllm_compile.engine.async_engine import AsyncEngine
+from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.engine.engine import Engine
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.start import assemble
 from mllm_compile.runtime.model_runner import ModelRunner
 from tests.engine.cases import params, start, until
 from tests.fakes import ENDLESS, FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.engine.start.memory_plan import MemoryPlan, situation
 from mllm_compile.runtime.runner_config import RunnerConfig
 from tests.runtime.runner_cases import DEFAULTS
 

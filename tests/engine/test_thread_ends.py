@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from mllm_compile.engine import end_errors, loop
 from mllm_compile.engine.async_engine import AsyncEngine
+from mllm_compile.engine.core import end_errors, loop
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, start, until
 from tests.fakes import ENDLESS, ROOM_FOR_ENDLESS, FakeStepRunner, fake_engine

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mllm_compile import open_model
 from mllm_compile.bench.trace.device_events import device_events
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.adapter_parts import PoolWriter
+from mllm_compile.engine.start.adapters import PoolWriter
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name, b_name
 from tests.lora_factors import greedy_of, logprobs_of, random_factors

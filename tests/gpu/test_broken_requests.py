@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from tests.tiny_model import TINY

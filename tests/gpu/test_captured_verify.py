@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
-from mllm_compile.engine import assemble
-from mllm_compile.engine.memory_plan import MemoryPlan
+from mllm_compile.engine.start import assemble
+from mllm_compile.engine.start.memory_plan import MemoryPlan
 from mllm_compile.runtime.cuda_graph.verifies import VerifyGraphs
 from mllm_compile.runtime.schedule.lifecycle import Lifecycle
 from mllm_compile.runtime.schedule.trial_budget import TrialBudget

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 _CODE = """
 import ctypes, sys
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.early_context import early_context
+from mllm_compile.engine.start.early_context import early_context
 from mllm_compile.process.timeline import Timeline
 
 timeline = Timeline()

@@ -14,7 +14,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner

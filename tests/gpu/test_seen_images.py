@@ -47,7 +47,7 @@ def test_they_are_as_near_to_float32_as_transformers_in_bfloat16(
 ) -> None:
     for place in ("compiler.seen_images.compile_obstacle", "store.source.images_obstacle"):
         monkeypatch.setattr(f"mllm_compile.{place}", lambda config: None)
-    monkeypatch.setattr("mllm_compile.engine.prompt_parts.images_obstacle", lambda config: None)
+    monkeypatch.setattr("mllm_compile.engine.start.prompts.images_obstacle", lambda config: None)
     model = save_mllama(tmp_path / "model", **WIDE)
     with Engine(config_of(tmp_path)) as engine:
         outputs = engine.generate(PROMPTS, SCORED)

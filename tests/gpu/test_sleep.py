@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.errors import WeightsTornError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device.arena import arena_on

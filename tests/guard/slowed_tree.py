@@ -27,7 +27,7 @@ SLOWED = {
     "sampler": Slowed("runtime/sampling/sampler.py", "__call__", 0.05),
     "detokenizer": Slowed("mllm_compile/text/detokenizer.py", "push", 0.00001),
     "server front": Slowed("mllm_compile/server/generate.py", "endpoint", 0.003),
-    "warm start": Slowed("mllm_compile/engine/assemble.py", "_load", 1.5),
+    "warm start": Slowed("mllm_compile/engine/start/assemble.py", "_load", 1.5),
     "decode step": Slowed("runtime/step/runner.py", "submit", 0.02),
     "launches": Slowed("runtime/ops/stream_linear/streamed_ops.py", "_launch", 0.0001),
 }

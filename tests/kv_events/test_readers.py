@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.engine.cache_salt import at_epoch, request_salt
-from mllm_compile.engine.page_events import PageEvents
+from mllm_compile.engine.core.page_events import PageEvents
 from mllm_compile.kv_events.blocks import Blocks
 from mllm_compile.kv_events.wire import Batch, encode
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache

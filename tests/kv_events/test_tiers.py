@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from mllm_compile.engine.page_events import PageEvents
+from mllm_compile.engine.core.page_events import PageEvents
 from mllm_compile.kv_events.blocks import Blocks, name_of
 from mllm_compile.kv_events.news import Gone
 from mllm_compile.kv_events.wire import AllBlocksCleared, Batch, encode

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.engine.engine import Engine
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import mllm_compile.model
-from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.core.adapter_queue import AdapterParts
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import HeldFiles

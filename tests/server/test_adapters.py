@@ -20,7 +20,7 @@ import pytest
 from mllm_compile.cli.serve_options import check_adapters, lora_keys
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import with_lora
-from mllm_compile.engine.adapter_queue import AdapterParts
+from mllm_compile.engine.core.adapter_queue import AdapterParts
 from mllm_compile.errors import ConfigError, EngineDeadError, MllmError
 from mllm_compile.server.adapter_changes import AdapterChanges
 from mllm_compile.server.api.errors import ApiError, of_kind

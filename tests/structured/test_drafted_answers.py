@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import regex
 
-from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.start.assemble import assemble
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams

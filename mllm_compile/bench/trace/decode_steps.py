@@ -11,7 +11,7 @@ from typing import Any
 from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import random_prompts
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.ranks.steps import RankedStepRunner
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.request import Request

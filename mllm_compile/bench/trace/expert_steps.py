@@ -13,8 +13,8 @@ import torch
 
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 
 

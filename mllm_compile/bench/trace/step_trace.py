@@ -27,8 +27,8 @@ from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.bench.trace.chrome_trace import LAYER_RANGE, PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
 from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
-from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine_parts import EngineParts
+from mllm_compile.engine.start.assemble import assemble
+from mllm_compile.engine.start.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.linked_steps import PieceFunction

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mllm_compile.engine.end_errors import closed, forked, step_failed, stopped
+from mllm_compile.engine.core.end_errors import closed, forked, step_failed, stopped
 from mllm_compile.engine.stats import EngineStats, Histogram, RateMeter
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.pooling.queue import Call, TextQueue

@@ -8,8 +8,8 @@ import os
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Unpack
 
-from mllm_compile.engine.gate import EngineState, as_pause_mode
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.gate import EngineState, as_pause_mode
+from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.engine.rollouts.pauses import pause, resume
 from mllm_compile.files.user_path import user_path
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mllm_compile.engine.gate import PauseMode
-from mllm_compile.engine.live_requests import LiveRequests
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.gate import PauseMode
+from mllm_compile.engine.core.live_requests import LiveRequests
+from mllm_compile.engine.core.loop import EngineCore
 
 
 def pause(core: EngineCore, mode: PauseMode) -> None:

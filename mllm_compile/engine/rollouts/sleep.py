@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
-from mllm_compile.engine.gate import Gate, PauseMode
-from mllm_compile.engine.live_requests import LiveRequests
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.gate import Gate, PauseMode
+from mllm_compile.engine.core.live_requests import LiveRequests
+from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.engine.rollouts.pauses import pause
 from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
 from mllm_compile.errors import DeviceMemoryError, RequestError

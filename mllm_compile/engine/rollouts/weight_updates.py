@@ -15,9 +15,9 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from mllm_compile.engine import end_errors
-from mllm_compile.engine.live_requests import LiveRequests
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core import end_errors
+from mllm_compile.engine.core.live_requests import LiveRequests
+from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.errors import MllmError, UpdateConflictError, WeightUpdateError
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Vocabulary

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mllm_compile.engine import cpu_threads
-from mllm_compile.engine.cpu_threads import prepare_threads, try_threads
+from mllm_compile.engine.start import cpu_threads
+from mllm_compile.engine.start.cpu_threads import prepare_threads, try_threads
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.device import thread_trial
 from mllm_compile.runtime.device.cpu_threads import CpuThreads

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.engine.core.steps import StepSubmitter
 from mllm_compile.engine.decoder_prompts import DecoderPrompts
 from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
 from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
-from mllm_compile.engine.steps import StepSubmitter
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from mllm_compile.engine.adapter_queue import AdapterParts
+    from mllm_compile.engine.core.adapter_queue import AdapterParts
     from mllm_compile.runtime.device.sleep import SleepingMemory  # torch, which an engine imports when it starts
     from mllm_compile.runtime.updates.live import LiveWeights
 

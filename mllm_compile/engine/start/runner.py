@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.engine.start.memory_plan import MemoryPlan, situation
 from mllm_compile.errors import DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks.early_start import EarlyRanks

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mllm_compile.engine import end_errors
 from mllm_compile.engine.cache_salt import at_epoch
+from mllm_compile.engine.core import end_errors
 from mllm_compile.engine.outputs import FinishReason
 from mllm_compile.engine.sequences import Sequence, Submission
 from mllm_compile.engine.stats import StatsRecorder
@@ -23,7 +23,7 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, Update
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from mllm_compile.engine.adapter_queue import AdapterParts, AdapterQueue
+    from mllm_compile.engine.core.adapter_queue import AdapterParts, AdapterQueue
 
 logger = logging.getLogger("mllm_compile.engine")
 
@@ -61,7 +61,7 @@ class LiveRequests:
         self._version: str | None = None
 
     def _adapter_queue(self, parts: AdapterParts, post: Callable[[Callable[[], None]], None]) -> AdapterQueue:
-        from mllm_compile.engine.adapter_queue import AdapterQueue  # an engine without adapters does not import it
+        from mllm_compile.engine.core.adapter_queue import AdapterQueue  # an engine without adapters does not import it
 
         return AdapterQueue(parts, post, self._schedule, self.fail)
 

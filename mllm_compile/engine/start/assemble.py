@@ -18,13 +18,13 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime, runtime_settings
-from mllm_compile.engine.adapter_parts import adapter_parts
-from mllm_compile.engine.cpu_threads import prepare_threads
-from mllm_compile.engine.engine_parts import EngineParts
-from mllm_compile.engine.memory_plan import MemoryPlan
 from mllm_compile.engine.pooling.assemble import pooling_parts
 from mllm_compile.engine.pooling.parts import PoolingParts
-from mllm_compile.engine.prompt_parts import (
+from mllm_compile.engine.start.adapters import adapter_parts
+from mllm_compile.engine.start.cpu_threads import prepare_threads
+from mllm_compile.engine.start.memory_plan import MemoryPlan
+from mllm_compile.engine.start.parts import EngineParts
+from mllm_compile.engine.start.prompts import (
     decoder_prompts,
     ends_of_answers,
     grammars,
@@ -33,7 +33,7 @@ from mllm_compile.engine.prompt_parts import (
     text_files,
     tower_of,
 )
-from mllm_compile.engine.runner_parts import device_check, make_step_runner, shut_down, start_runner
+from mllm_compile.engine.start.runner import device_check, make_step_runner, shut_down, start_runner
 from mllm_compile.errors import ConfigError, DamagedWeightsError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.media.files import PROCESSOR_FILES
@@ -157,7 +157,7 @@ def _load(
             scheduler = _make_scheduler(compiled.config, runner, speculation)
             end = partial(_in_turn, scheduler.close, end)
             if compiled.config.runtime.kv_offloading_size:
-                from mllm_compile.engine.tier_parts import put_tiers_behind
+                from mllm_compile.engine.start.tiers import put_tiers_behind
 
                 assert isinstance(scheduler, Scheduler), "resolution/tiers.py refuses other ranks"
                 with timeline.stage("take host memory"):

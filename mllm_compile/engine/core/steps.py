@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mllm_compile.engine import end_errors
-from mllm_compile.engine.live_requests import LiveRequests
+from mllm_compile.engine.core import end_errors
+from mllm_compile.engine.core.live_requests import LiveRequests
 from mllm_compile.engine.sequences import StepSink
 from mllm_compile.engine.stats import StatsRecorder
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler

@@ -70,7 +70,7 @@ def put_tiers_behind(
     # Sums of weights are made where needed.
     namespace = cache(partial(_namespace, runner, (pages, states), factors, () if shared is None else shared.sums))
     if runtime.kv_transfer_config.names_peers:
-        from mllm_compile.engine.peer_parts import put_peers_behind
+        from mllm_compile.engine.start.peers import put_peers_behind
 
         put_peers_behind(scheduler, runner, (pages, states), (num_slots, num_states), namespace())
         return

@@ -11,8 +11,8 @@ import torch
 from mllm_compile.adapters.base_model import BaseModel, RowsOf, StackedExperts, pageable_bytes
 from mllm_compile.adapters.peft_folder import Matrices
 from mllm_compile.adapters.stored_weights import StoredWeights
-from mllm_compile.engine.adapter_queue import AdapterParts
-from mllm_compile.engine.end_errors import closed
+from mllm_compile.engine.core.adapter_queue import AdapterParts
+from mllm_compile.engine.core.end_errors import closed
 from mllm_compile.runtime.device.cpu_threads import one_thread
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraTarget, TargetKind

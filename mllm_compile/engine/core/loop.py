@@ -19,12 +19,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mllm_compile.engine import end_errors
-from mllm_compile.engine.gate import Gate
-from mllm_compile.engine.live_requests import LiveRequests
+from mllm_compile.engine.core import end_errors
+from mllm_compile.engine.core.gate import Gate
+from mllm_compile.engine.core.live_requests import LiveRequests
+from mllm_compile.engine.core.steps import Steps, StepSubmitter
 from mllm_compile.engine.sequences import StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
-from mllm_compile.engine.steps import Steps, StepSubmitter
 from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
@@ -34,7 +34,7 @@ from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.schedule.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
-    from mllm_compile.engine.adapter_queue import AdapterParts, AdapterQueue
+    from mllm_compile.engine.core.adapter_queue import AdapterParts, AdapterQueue
 
 logger = logging.getLogger("mllm_compile.engine")
 

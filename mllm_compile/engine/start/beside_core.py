@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mllm_compile.engine.engine_parts import EngineParts
-from mllm_compile.engine.loop import EngineCore
+from mllm_compile.engine.core.loop import EngineCore
+from mllm_compile.engine.start.parts import EngineParts
 
 if TYPE_CHECKING:
     from mllm_compile.adapters.peft_folder import Matrices
     from mllm_compile.adapters.registry import Adapter, AdapterRegistry
     from mllm_compile.config.resolved import ResolvedConfig
-    from mllm_compile.engine.adapter_queue import AdapterParts
+    from mllm_compile.engine.core.adapter_queue import AdapterParts
     from mllm_compile.engine.rollouts.sleep import EngineSleep
     from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
     from mllm_compile.kv_events.publisher import KVEventPublisher

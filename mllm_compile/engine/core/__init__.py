@@ -1,0 +1,1 @@
+"""The engine's thread, and everything that it alone touches while it runs."""
