@@ -13,10 +13,13 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW
 
 _ROWS, _EIGHT = 16, 8  # of a weight and of x that a product takes
-_WARPS = 8  # that multiply; one more asks for weights
+_WARPS = (8, 12)  # that may multiply
+_OTHER_WARPS = 2  # one adds up, one asks for weights
+_BUFFERS = 3  # of sums
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MOST_STAGES = 16
 _SCALED = 32  # inputs of a scale
+_QUAD = 4 * _SCALED  # inputs of a warp at once
 _MOST_COLUMNS = 3072  # a warp has its inputs of 16 rows in registers
 _BLOCKS = (ONE_ROW, 16)
 _MOST_BLOCKS = 512
@@ -61,7 +64,19 @@ class ExpertRowsKernel(CudaKernel):
 
     @property
     def num_threads(self) -> int:
-        return 32 * (_WARPS + 1)
+        return 32 * (self._warps + _OTHER_WARPS)
+
+    @property
+    def _warps(self) -> int:
+        """Warps that multiply: of 16 rows as many as have fewest turns each; of one row a block leaves registers."""
+        if self.block == ONE_ROW:
+            return _WARPS[0]
+        return min(_WARPS, key=lambda warps: -(-self.columns // (_QUAD * warps)))
+
+    @property
+    def _resident(self) -> int:
+        """Blocks that a multiprocessor has room for."""
+        return 2 if self.block == ONE_ROW else 1
 
     @property
     def _stage_bytes(self) -> int:
@@ -70,14 +85,14 @@ class ExpertRowsKernel(CudaKernel):
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes beside stages and barriers: sums, counts of warps, blocks that an expert has."""
+        """Bytes beside stages and their barriers: sums and theirs, counts of warps, blocks that an expert has."""
         eights = 1 if self.block == ONE_ROW else self.block // _EIGHT
-        sums = 2 * _WARPS * eights * _EIGHT * (_ROWS + 4) * 4
-        return -(-(sums + (_WARPS + 2) * 4 + 3 * 2 * _MOST_BLOCKS) // 8) * 8
+        buffer = self._warps * eights * _EIGHT * _ROWS * 4 + 2 * 8
+        return -(-(_BUFFERS * buffer + (self._warps + _OTHER_WARPS + 1) * 4 + 3 * 2 * _MOST_BLOCKS) // 8) * 8
 
     @cached_property
     def stages(self) -> int:
-        room = _MULTIPROCESSOR_BYTES - _RESERVED_BYTES - self._other_bytes
+        room = _MULTIPROCESSOR_BYTES // self._resident - _RESERVED_BYTES - self._other_bytes
         return min(_MOST_STAGES, room // (self._stage_bytes + 2 * 8))
 
     @property
@@ -96,7 +111,10 @@ class ExpertRowsKernel(CudaKernel):
             "BIAS": int(self.bias),
             "EARLY": int(self.early),
             "FACTORS": 0,
+            "WARPS": self._warps,
+            "RESIDENT": self._resident,
             "STAGES": self.stages,
+            "BUFFERS": _BUFFERS,
             "MOST_BLOCKS": _MOST_BLOCKS,
             "SHARED_BYTES": self.shared_bytes,
         }
