@@ -35,6 +35,9 @@ def parse(arguments: list[str]) -> Order:
     parser.add_argument("--batch", type=_numbers, default=BATCHES, help="requests at once, comma-separated")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="samples of each figure; a cold start has one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many, with what is measured")
+    parser.add_argument(
+        "--own-caches", action="store_true", help="take runtimes that were compiled before; there is no cold start"
+    )
     parser.add_argument("--commit", help="the commit of these sources, where they are a copy without a repository")
     options = parser.parse_args(arguments)
     if options.commit:
@@ -50,6 +53,7 @@ def parse(arguments: list[str]) -> Order:
         ),
         folder=options.into,
         deadline=time.monotonic() + options.seconds,
+        own_caches=options.own_caches,
     )
 
 

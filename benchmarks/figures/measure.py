@@ -53,7 +53,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Order:
-    """The things to measure, the folder of their files, and until when (time.monotonic)."""
+    """The things to measure, the folder of their files, and until when (time.monotonic). With `own_caches` engines
+    start from the user's caches, and no start is a cold one."""
 
     shapes: Sequence[Shape]
     engines: Sequence[str]
@@ -61,6 +62,7 @@ class Order:
     work: Work
     folder: Path
     deadline: float
+    own_caches: bool = False
 
 
 def measure(order: Order) -> list[str]:
@@ -121,30 +123,40 @@ class _One:
     def measure(self) -> None:
         """All that the file lacks."""
         if self._batches() or self._throughputs() or self._lacks_warm():
-            with tempfile.TemporaryDirectory(prefix="mllm-figures-") as folder:
-                self._measure_engine(Path(folder))
+            if self._order.own_caches:
+                self._measure_engine(None)
+            else:
+                with tempfile.TemporaryDirectory(prefix="mllm-figures-") as folder:
+                    self._measure_engine(Path(folder))
         if self._lacks_experts():
             self._count_experts()
 
-    def _measure_engine(self, caches: Path) -> None:
+    def _measure_engine(self, caches: Path | None) -> None:
         batches, throughputs = self._batches(), self._throughputs()
         for message in self._start(caches, batches=batches, parts=throughputs):
             if "ready" in message:
-                self._take_start("cold", message)
+                self._sheet.begin(message["version"], message["settings"])
+                if caches is not None:
+                    self._take_start("cold", message)
             elif "left out" in message:
                 self._left_out.add(message["left out"])
             else:
                 self._take([measurement_from_json(line) for line in message["lines"]])
         while self._lacks_warm():
             for message in self._start(caches, batches=[], parts=[]):
+                self._sheet.begin(message["version"], message["settings"])
                 self._take_start("warm", message)
 
-    def _start(self, caches: Path, **job: Any) -> Iterator[dict[str, Any]]:
-        setting = self._setting.changed("cache", dir=str(caches / "mllm_compile"))
+    def _start(self, caches: Path | None, **job: Any) -> Iterator[dict[str, Any]]:
+        """None: the user's caches."""
+        setting, environment = self._setting, None
+        if caches is not None:
+            setting = setting.changed("cache", dir=str(caches / "mllm_compile"))
+            environment = cache_environment(caches)
         work = self._order.work
         sizes = {"latency": asdict(work.latency), "throughput": asdict(work.throughput)}
         job |= {"task": "engine", "engine": self._engine, "setting": asdict(setting)} | sizes
-        return findings(job, self._order.deadline, cache_environment(caches))
+        return findings(job, self._order.deadline, environment)
 
     def _count_experts(self) -> None:
         latency = self._order.work.latency
@@ -162,7 +174,6 @@ class _One:
             _say(f"{self._shape.name}: {', '.join(map(str, counted))}; batches of too few: {few}")
 
     def _take_start(self, kind: str, message: dict[str, Any]) -> None:
-        self._sheet.begin(message["version"], message["settings"])
         seconds = {f"start {kind}": message["first token"], f"ready {kind}": message["ready"]}
         self._take([Measurement.of(name, "s", [value]) for name, value in seconds.items()])
 

@@ -49,11 +49,12 @@ class StandIn:
     """A worker's results, without an engine; a part of `over` is when the time is over."""
 
     def __init__(self, commit: str = "feedbeef", experts: int = 1, over: str = "") -> None:
-        self.commit, self.over, self.jobs = commit, over, []
+        self.commit, self.over, self.jobs, self.environments = commit, over, [], []
         self.figures = replace(FIGURES, num_experts=experts, num_chosen=1, expert_params=10 * (experts > 1))
 
     def __call__(self, job: dict[str, Any], deadline: float, environment: Any = None) -> Iterator[dict[str, Any]]:
         self.jobs.append(job)
+        self.environments.append(environment)
         if job["task"] == "probe":
             yield {
                 "environment": {"commit": self.commit, "device": "Some CPU", "date": "2020-01-01 00:00 UTC"},
@@ -111,6 +112,15 @@ def test_what_was_measured_when_the_time_was_over_is_kept_and_the_rest_follows(t
     assert (first["batches"], first["parts"]) == ([], ["prompts", "mixed"])
     assert len(warm) == 2
     assert read(tmp_path)["start cold", None].samples == (2.5, 2.5), "each process began with empty caches"
+
+
+def test_from_the_users_own_caches_no_start_is_a_cold_one(tmp_path, stand_in):
+    made = stand_in()
+    assert measure(replace(order(tmp_path), own_caches=True)) == []
+    lines = read(tmp_path)
+    assert ("tpot", 2) in lines and ("start cold", None) not in lines and len(lines["start warm", None].samples) == 2
+    assert made.environments == [None] * len(made.jobs), "no cache is another than the user's"
+    assert all(job["setting"] == asdict(SETTING) for job in made.jobs if job["task"] == "engine")
 
 
 def test_figures_of_another_commit_are_not_mixed_with_new_ones(tmp_path, stand_in, capsys):
@@ -195,7 +205,7 @@ def test_the_command_line_says_what_is_measured(tmp_path, monkeypatch):
     monkeypatch.delenv("MLLM_COMPILE_COMMIT", raising=False)
     monkeypatch.setenv("MLLM_COMPILE_COMMIT", "old")
     given = ["--only", "8b,0.6b", "--batch", "1,64", "--parts", "tpot,warm", "--commit", "feedbeef"]
-    asked = command.parse([*given, "--into", str(tmp_path), "--repeats", "1"])
-    assert [shape.name for shape in asked.shapes] == ["0.6b", "8b"]
+    asked = command.parse([*given, "--into", str(tmp_path), "--repeats", "1", "--own-caches"])
+    assert asked.own_caches and [shape.name for shape in asked.shapes] == ["0.6b", "8b"]
     assert (asked.work.latency.batches, asked.work.latency.repeats, asked.work.warm_starts) == ((1, 64), 1, 1)
     assert json.dumps(asked.parts) == '["tpot", "warm"]'
