@@ -4,8 +4,8 @@
 // A block takes groups of 16 outputs, from one block of `order` to the next. One warp asks for a group's values, scales
 // and biases (by cp.async.bulk, a ring of STAGES). WARPS warps divide its inputs. Each holds its inputs of x in
 // registers for as long as rows stay the same, and makes weights bfloat16 there, once for all rows. A lane multiplies 32
-// inputs, which share a scale. One more warp adds up their sums: those that multiply wait for no other, and are up to BUFFERS
-// groups ahead of it.
+// inputs, which share a scale. One more warp adds up their sums: those that multiply wait for no other, and are up to
+// BUFFERS groups ahead of it.
 //
 // Of one token a block leaves half of a multiprocessor to the next kernel's (RESIDENT).
 //
