@@ -1,11 +1,11 @@
 // A linear of experts with few rows each on Hopper, whose weights are in MXFP4: all blocks read as much, and each
 // chosen expert's weight is read once for up to 16 rows.
 //
-// A block takes groups of 16 outputs, from one block of `order` to the next. One warp asks for a group's values, scales
-// and biases (by cp.async.bulk, a ring of STAGES). WARPS warps divide its inputs. Each holds its inputs of x in
-// registers for as long as rows stay the same, and makes weights bfloat16 there, once for all rows. A lane multiplies 32
-// inputs, which share a scale. One more warp adds up their sums: those that multiply wait for no other, and are up to
-// BUFFERS groups ahead of it.
+// A block takes groups of 16 outputs, from one block of `order` to the next. One warp asks for a group's values,
+// scales and biases (by cp.async.bulk, a ring of STAGES). WARPS warps divide its inputs. Each holds its inputs of x
+// in registers for as long as rows stay the same, and makes weights bfloat16 there, once for all rows. A lane
+// multiplies 32 inputs, which share a scale. One more warp adds up their sums: those that multiply wait for no other,
+// and are up to BUFFERS groups ahead of it.
 //
 // Of one token a block leaves half of a multiprocessor to the next kernel's (RESIDENT).
 //
