@@ -70,6 +70,7 @@ OPS = {
     "lora_expand_gated_chained": "lora.chained",
     "lora_expand_norm": "lora.chained",
     "lora_shrink": "lora.shrink",
+    "masked_attention": "segments.masked",
     "matrix_memory": "states.trace",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_outputs import BaseModelOutput
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
@@ -110,7 +111,8 @@ def scores_of(model: Any, source: torch.Tensor, start: list[int], ids: list[int]
     """Log-probabilities of `ids` [N] behind `start`, [N] float32; source: ids or windows of sound, a batch of one."""
     states = model.get_encoder()(source.to(model.dtype) if source.is_floating_point() else source)[0]
     given = torch.tensor([[*start, *ids[:-1]]], device=states.device)
-    logits = model(encoder_outputs=(states,), decoder_input_ids=given, use_cache=False).logits[0].float()
+    read = BaseModelOutput(last_hidden_state=states)  # of T5Gemma Transformers 5.17 takes no tuple
+    logits = model(encoder_outputs=read, decoder_input_ids=given, use_cache=False).logits[0].float()
     of_ids = logits.log_softmax(-1)[len(start) - 1 :]
     return of_ids.gather(1, torch.tensor(ids, device=states.device)[:, None])[:, 0].cpu()
 

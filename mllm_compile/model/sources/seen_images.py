@@ -27,6 +27,7 @@ from mllm_compile.model.sources.cross import CrossAttention
 from mllm_compile.model.sources.hook import attending_to_pages, begin_keeping, keeping_keys, kept, say_seen
 from mllm_compile.model.sources.trace import drop_unused
 from mllm_compile.model.towers.adapter import refusal
+from mllm_compile.model.towers.masked_hook import attending_by_masks
 from mllm_compile.model.towers.segments_hook import attending_by
 from mllm_compile.model.trace import Trace, sized, token_inputs, trace_text
 from mllm_compile.runtime.media.tiles import TileTower
@@ -93,7 +94,7 @@ class SeenImagesAdapter:
             "aspect_ratio_mask": sized("F", (_SAMPLE_IMAGES, facts.tiles), torch.int64, device),
         }
         base: Any = model.model
-        with keeping_keys(base.language_model, self.cross), attending_by(base.vision_model, "sdpa"):
+        with keeping_keys(base.language_model, self.cross), attending_by_masks(base.vision_model):
             trace = trace_text(self.hf_model, _Images(base, facts), inputs, device, MAX_FEATURES)
         drop_unused(trace, keep=tuple(inputs))
         return trace
