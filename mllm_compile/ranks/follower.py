@@ -8,6 +8,7 @@ the runtime there, and WEIGHTS the folder of its weights; the session's key is r
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -160,6 +161,8 @@ def _follow(
     runner = ModelRunner(replace(runner_config(config), num_pages=start.num_pages), source, joined)
     runner.initialize(timeline.stage)
     steps = FollowingStepRunner(runner, Sampler(runner.model.sampling))
+    gc.collect(1)
+    gc.freeze()  # the process is its own: what is there stays, and a look at all imports would keep all ranks waiting
     stages = tuple((span.name, span.start_s, span.end_s) for span in timeline.spans)
     lines.send(Answer(READY, began=process_start(), stages=stages))
     tiers: FollowedCopies | None = None

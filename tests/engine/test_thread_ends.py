@@ -227,3 +227,27 @@ def test_a_preparation_that_fails_ends_the_engine_and_nobody_waits_for_ever(runn
 
     with fake_engine(runner, prepare_thread=fail) as engine, pytest.raises(EngineDeadError, match="no such library"):
         engine.generate("abc", params())
+
+
+def test_an_engine_that_is_idle_for_a_second_has_the_collector_see_the_imports(monkeypatch):
+    seen = []
+    monkeypatch.setattr(loop, "_CLOSED_POLL_S", 0.01)
+    monkeypatch.setattr(loop, "see_imports", lambda: seen.append(threading.current_thread().name))
+    with fake_engine() as engine:
+        until(lambda: seen)
+        engine.generate("abc", params())
+        before = len(seen)
+        until(lambda: len(seen) > before)
+    assert set(seen) == {"mllm-engine"}
+
+
+def test_an_engine_that_this_look_finds_dropped_ends(monkeypatch):
+    monkeypatch.setattr(loop, "_CLOSED_POLL_S", 0.01)
+    engine = fake_engine()
+    engine.itself = engine
+    thread, closed = engine.core._thread, []
+    engine.core._shutdown = lambda: closed.append(True)
+    monkeypatch.setattr(loop, "see_imports", gc.collect)
+    del engine
+    thread.join(HANG_S)
+    assert closed == [True]

@@ -26,6 +26,7 @@ from mllm_compile.engine.core.steps import Steps, StepSubmitter
 from mllm_compile.engine.sequences import StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
 from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.process.no_gc import see_imports
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
@@ -382,11 +383,9 @@ class EngineCore:
             if has_work:
                 with self._condition:
                     has_work = not self._condition.wait_for(lambda: self._inbox or self._is_closing, _IDLE_STORES_S)
+        while not has_work and self._is_without_news():
+            pass
         with self._condition:
-            while not (has_work or self._inbox or self._is_closing):
-                self._surely_could_go_on()
-                # Not for ever: a garbage collection right here may close the engine without waking this wait.
-                self._condition.wait(_CLOSED_POLL_S)
             self._commands += self._inbox
             self._inbox.clear()
             is_closing = self._is_closing
@@ -394,6 +393,18 @@ class EngineCore:
             self._steps.work_is_back()
         self._carry_out_commands()
         return not is_closing
+
+    def _is_without_news(self) -> bool:
+        """Waits for commands, a second long."""
+        with self._condition:
+            if self._inbox or self._is_closing:
+                return False
+            self._surely_could_go_on()
+            # Not for ever: a garbage collection right here may close the engine without waking this wait.
+            is_idle = not self._condition.wait(_CLOSED_POLL_S)
+        if is_idle:
+            see_imports()
+        return True
 
     def _surely_could_go_on(self) -> None:
         """

@@ -17,12 +17,14 @@ import numpy as np
 from mllm_compile.engine.core.end_errors import closed, forked, step_failed, stopped
 from mllm_compile.engine.stats import EngineStats, Histogram, RateMeter
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.process.no_gc import see_imports
 from mllm_compile.runtime.pooling.queue import Call, TextQueue
 from mllm_compile.runtime.pooling.texts import PackedText
 
 logger = logging.getLogger("mllm_compile.engine")
 
 Answers = list[np.ndarray]
+_CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
 _MOST_WAITING = 1 << 20  # texts of all callers
 _OF_GENERATION = (
     *("kv_pages_used", "kv_pages_cached", "kv_pages_total", "prefix_hit_tokens", "prefix_query_tokens"),
@@ -185,7 +187,10 @@ class PoolingCore:
         """The next texts, or none unless it waits for some; None at the end."""
         with self._news:
             while waits and not self._is_closing and not len(self._queue):
-                self._news.wait()
+                if not self._news.wait(
+                    _CLOSED_POLL_S
+                ):  # a collection right here may close the engine, and wakes nobody
+                    see_imports()
             if self._is_closing:
                 return None
             taken = self._queue.take()

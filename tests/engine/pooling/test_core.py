@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from mllm_compile.engine.pooling import core as module
 from mllm_compile.engine.pooling.core import Answers, PoolingCore
 from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.runtime.pooling.queue import TextQueue
@@ -162,3 +163,15 @@ def test_a_step_that_cannot_begin_fails_its_calls_and_no_other() -> None:
         futures[1].result()
     assert [_values(futures[0]), _values(futures[2])] == [[1], [3]]
     core.close()
+
+
+def test_an_idle_engine_that_the_collector_finds_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = _core(_Runner(_as_they_are))
+
+    def find_it() -> None:
+        running.close()
+
+    monkeypatch.setattr(module, "_CLOSED_POLL_S", 0.01)
+    monkeypatch.setattr(module, "see_imports", find_it)
+    running.start()
+    until(lambda: not running._thread.is_alive())
