@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 
+from mllm_compile.runtime.cuda.chunks import Chunks
 from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.errors import DeviceMemoryError
 
@@ -30,9 +32,13 @@ class LostMemory:
     def tensor(self) -> torch.Tensor:
         return self._bytes
 
-    def map(self, *, restores: bool = False) -> None:
+    def map(self, *, restores: bool = False, chunks: Chunks | None = None) -> None:
         if self._is_mapped:
             return
+        chunk = None if chunks is None else chunks.take()
+        if chunk is not None:
+            os.close(chunk)
+            self._machine.num_handed_over += 1
         if self._machine.taken + self.num_bytes > self._machine.size:
             raise DeviceMemoryError("the machine of a test is full")
         self._is_mapped = True
@@ -41,8 +47,10 @@ class LostMemory:
         if restores:
             self._bytes.copy_(self._copy)
 
-    def unmap(self) -> None:
+    def unmap(self, chunks: Chunks | None = None) -> None:
         if self._is_mapped:
+            if chunks is not None:
+                chunks.add(os.open(os.devnull, os.O_RDONLY))
             self._is_mapped = False
             self._bytes.fill_(_POISON)
             self._machine.taken -= self.num_bytes
@@ -70,6 +78,7 @@ class Machine:
     Attributes:
         size, taken: in bytes.
         num_maps, num_saves: how often a stretch was mapped, and copied to the host.
+        num_handed_over: how often one was mapped to a chunk of another.
     """
 
     size: int = 1 << 40
@@ -77,6 +86,7 @@ class Machine:
     is_host_full: bool = False
     num_maps: int = 0
     num_saves: int = 0
+    num_handed_over: int = 0
     stretches: list[LostMemory] = field(default_factory=list)
 
     def arena(self) -> Arena:

@@ -21,6 +21,9 @@ class EngineLink:
     Args:
         on_step: takes the frames of steps.
         on_event: takes all else that it tells.
+
+    Attributes:
+        passage: the way of its device's memory, until it is killed.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class EngineLink:
     ) -> None:
         self._started = started
         self._channel, self._process = started.channel, started.process
+        self.passage = started.passage
         self._on_step = on_step
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()

@@ -12,11 +12,12 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from mllm_compile.process import child_python
+from mllm_compile.process import child_python, passage
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.process.passage import Passage
 from mllm_compile.server.kept_memory import KeptMemory
 from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.spare import Program, Spare
+from mllm_compile.server.spare import Descriptors, Program, Spare
 from mllm_compile.server.wire.channel import Channel
 
 _MODULE = "mllm_compile.server.backend.process"
@@ -50,6 +51,7 @@ class EngineProcess:
 
     Attributes:
         channel: this end of its channel.
+        passage: this end of the way that its device's memory goes.
         process: the process, and all that it starts.
 
     Args:
@@ -69,27 +71,33 @@ class EngineProcess:
         environment: Mapping[str, str],
         spare: Spare | None = None,
     ) -> None:
+        self.passage, its_passage = Passage.pair()
         end, its_end = socket.socketpair()
         self.channel = Channel(end)
+
+        def program(own: int, keeping: int, passing: int) -> tuple[Sequence[str], Mapping[str, str]]:
+            variables = {**kept.environment(keeping), passage.VARIABLE: str(passing)}
+            return command_of(str(own)), {**variables, **environment}
+
         try:
-            with its_end:
-                self.process = _started(
-                    lambda own, keeping: (command_of(str(own)), {**kept.environment(keeping), **environment}),
-                    (its_end.fileno(), kept.descriptor),
-                    spare,
-                )
+            with its_end, its_passage:
+                self.process = _started(program, (its_end.fileno(), kept.descriptor, its_passage.fileno()), spare)
         except BaseException:
-            self.channel.close()
+            self._close()
             raise
 
     def kill(self) -> None:
         """Ends the process and all that it has started, at once."""
         self.process.kill_group()
         self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
         self.channel.close()
+        self.passage.close()
 
 
-def _started(program: Program, descriptors: tuple[int, int], spare: Spare | None) -> ProcessGroup:
+def _started(program: Program, descriptors: Descriptors, spare: Spare | None) -> ProcessGroup:
     """A process with these descriptors: the spare one where that is ready, or else a new one."""
     process = None if spare is None else spare.take(program, descriptors)
     if process is not None:

@@ -31,8 +31,9 @@ ENGINE_IMPORTS = (
 )
 _MOST_TOLD = 4096  # bytes of the numbers that it tells
 
-# A command and its variables, of the numbers that two descriptors will have.
-Program = Callable[[int, int], tuple[Sequence[str], Mapping[str, str]]]
+Descriptors = tuple[int, int, int]
+# A command and its variables, of the numbers that three descriptors will have.
+Program = Callable[[int, int, int], tuple[Sequence[str], Mapping[str, str]]]
 
 
 class Spare:
@@ -67,7 +68,7 @@ class Spare:
                 end.close()
                 raise
 
-    def take(self, program: Program, descriptors: tuple[int, int]) -> ProcessGroup | None:
+    def take(self, program: Program, descriptors: Descriptors) -> ProcessGroup | None:
         """Has it become a program with these descriptors; waits for nothing.
 
         Args:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from mllm_compile.engine.stats import HistogramSnapshot
 from mllm_compile.errors import MllmError
 from mllm_compile.files.byte_sizes import format_bytes
+from mllm_compile.process.passage import close_all
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import EngineLink
@@ -212,6 +213,17 @@ class Supervisor:
         """Ends a start that hangs. Another one follows, unless it was the first."""
         self._failure = Failed(why, is_mistake=False)
         self.kill()
+
+    def give_memory(self, descriptors: Sequence[int]) -> None:
+        """Sends the engine memory of its device, which it takes when it is woken; closes the descriptors."""
+        if self._link is None:
+            close_all(descriptors)
+        else:
+            self._link.passage.give(descriptors)
+
+    def take_memory(self) -> list[int]:
+        """Takes what the engine has handed over of its device: descriptors, which are the caller's."""
+        return [] if self._link is None else self._link.passage.take()
 
     def set_aside(self) -> None:
         """Hands the engine no further requests: those that come wait."""

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mllm_compile.runtime.cuda import host_pages
+from mllm_compile.runtime.cuda.chunks import CHUNK_BYTES, Chunks
 from mllm_compile.runtime.cuda.driver import call
 from mllm_compile.runtime.errors import DeviceError, DeviceMemoryError
 
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_…, CU_MEM_LOCATION_TYPE_…, CU_MEM_ACCESS_FLAGS_…
+_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_HAS_DESCRIPTORS = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 _GRANULE = 2 << 20  # bytes of a page, on every GPU that has kernels
-_PART = 1 << 30  # bytes that are taken at once
+_PART = CHUNK_BYTES  # that are taken at once
 
 _DEFAULT_STREAM = ctypes.c_void_p(0)
 
-_Parts = list[tuple[int, int]]  # (address, bytes) of memory that is mapped
+
+class _Part(NamedTuple):
+    """Memory that is mapped.
+
+    Attributes:
+        descriptor: by which it came from another process, and may go to the next; None: it was taken here.
+    """
+
+    address: int
+    num_bytes: int
+    descriptor: int | None
+
+
+_Parts = list[_Part]
 
 
 class _Location(ctypes.Structure):
@@ -90,12 +107,13 @@ class VirtualMemory:
         """[num_bytes] uint8; it keeps this alive."""
         return torch.as_tensor(self, device=self._device)
 
-    def map(self, *, restores: bool = False) -> None:
+    def map(self, *, restores: bool = False, chunks: Chunks | None = None) -> None:
         """Takes memory for all addresses. All or nothing, once or often.
 
         Args:
             restores: what was saved is there once the device is synchronised: copied part by part, while further ones
                 are taken; else what memory holds is undefined.
+            chunks: these are taken first.
 
         Raises:
             DeviceMemoryError: there is too little.
@@ -103,10 +121,9 @@ class VirtualMemory:
         if self._mapped:
             return
         where = _Location(_DEVICE, self._index)
-        kind = _Allocation(_PINNED, 0, where)
         try:
             for offset, num_bytes in _parts(self.num_bytes):
-                self._map_part(self._address + offset, num_bytes, kind)
+                self._map_part(self._address + offset, num_bytes, chunks)
                 if restores:
                     self._open(self._address + offset, num_bytes, where)
                     self._restore(offset, num_bytes)
@@ -120,22 +137,53 @@ class VirtualMemory:
         access, part = _Access(where, _READ_WRITE), (ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
         call("cuMemSetAccess", self._index, "opening memory", *part, ctypes.byref(access), ctypes.c_size_t(1))
 
-    def _map_part(self, address: int, num_bytes: int, kind: _Allocation) -> None:
-        handle, size, none = ctypes.c_uint64(), ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
-        doing = f"taking {num_bytes} bytes"
-        call("cuMemCreate", self._index, doing, ctypes.byref(handle), size, ctypes.byref(kind), none)
+    def _map_part(self, address: int, num_bytes: int, chunks: Chunks | None) -> None:
+        handle, descriptor = self._given(chunks if num_bytes == _PART else None) or (self._taken(num_bytes), None)
+        size, none, doing = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0), f"mapping {num_bytes} bytes"
         try:
             call("cuMemMap", self._index, doing, ctypes.c_uint64(address), size, ctypes.c_size_t(0), handle, none)
-            self._mapped.append((address, num_bytes))
+            self._mapped.append(_Part(address, num_bytes, descriptor))
+        except BaseException:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
         finally:  # the mapping holds it from here on
             call("cuMemRelease", self._index, doing, handle)
 
-    def unmap(self) -> None:
-        """Gives the memory back, for other processes too. Once or often."""
+    def _taken(self, num_bytes: int) -> ctypes.c_uint64:
+        """New memory, which the driver clears."""
+        handle, has_descriptors = ctypes.c_uint64(), ctypes.c_int()
+        asked = ctypes.byref(has_descriptors), ctypes.c_int(_HAS_DESCRIPTORS), ctypes.c_int(self._index)
+        call("cuDeviceGetAttribute", self._index, "asking for its properties", *asked)
+        kind = _Allocation(_PINNED, _DESCRIPTOR * bool(has_descriptors.value), _Location(_DEVICE, self._index))
+        size, none, doing = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0), f"taking {num_bytes} bytes"
+        call("cuMemCreate", self._index, doing, ctypes.byref(handle), size, ctypes.byref(kind), none)
+        return handle
+
+    def _given(self, chunks: Chunks | None) -> tuple[ctypes.c_uint64, int] | None:
+        """Another process's memory and its descriptor; None: there is no more, or the driver does not take it."""
+        descriptor = None if chunks is None else chunks.take()
+        if descriptor is None:
+            return None
+        handle, doing = ctypes.c_uint64(), "taking memory over"
+        try:
+            asked = ctypes.byref(handle), ctypes.c_void_p(descriptor), ctypes.c_int(_DESCRIPTOR)
+            call("cuMemImportFromShareableHandle", self._index, doing, *asked)
+        except DeviceError:
+            os.close(descriptor)
+            return None
+        return handle, descriptor
+
+    def unmap(self, chunks: Chunks | None = None) -> None:
+        """Gives the memory back, for other processes too. Once or often.
+
+        Args:
+            chunks: gets what it can be handed over in; the rest goes back to the device.
+        """
         if self._is_restoring:  # perhaps it still is, as where other memory could not be taken
             call("cuStreamSynchronize", self._index, "waiting for a copy", _DEFAULT_STREAM)
             self._is_restoring = False
-        _unmap(self._index, self._mapped)
+        _unmap(self._index, self._mapped, chunks)
 
     def fill_zeros(self) -> None:
         """Makes all bytes zero, once the device is synchronised."""
@@ -208,12 +256,31 @@ def _parts(num_bytes: int) -> Iterator[tuple[int, int]]:
     return ((offset, min(_PART, num_bytes - offset)) for offset in range(0, num_bytes, _PART))
 
 
-def _unmap(device: int, mapped: _Parts) -> None:
+def _unmap(device: int, mapped: _Parts, chunks: Chunks | None = None) -> None:
     while mapped:
-        address, num_bytes = mapped[-1]
-        part = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)
-        call("cuMemUnmap", device, "giving memory back", *part)
+        part = mapped[-1]
+        if chunks is not None and part.num_bytes == _PART and part.descriptor is None:
+            part = mapped[-1] = part._replace(descriptor=_descriptor_of(device, part.address))
+        whole = ctypes.c_uint64(part.address), ctypes.c_size_t(part.num_bytes)
+        call("cuMemUnmap", device, "giving memory back", *whole)
         mapped.pop()
+        if part.descriptor is not None:
+            (os.close if chunks is None else chunks.add)(part.descriptor)
+
+
+def _descriptor_of(device: int, address: int) -> int | None:
+    """A descriptor that holds the memory which is mapped there; None: the driver has none for it."""
+    handle, descriptor, doing = ctypes.c_uint64(), ctypes.c_int(-1), "handing memory over"
+    with suppress(DeviceError):
+        call("cuMemRetainAllocationHandle", device, doing, ctypes.byref(handle), ctypes.c_void_p(address))
+        try:
+            asked = ctypes.byref(descriptor), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0)
+            call("cuMemExportToShareableHandle", device, doing, *asked)
+            os.set_inheritable(descriptor.value, False)
+            return descriptor.value
+        finally:
+            call("cuMemRelease", device, doing, handle)
+    return None
 
 
 def _free(device: int, address: int, num_bytes: int, mapped: _Parts) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from mllm_compile.runtime.cuda.chunks import Chunks
 from mllm_compile.runtime.cuda.virtual_memory import VirtualMemory
 from mllm_compile.runtime.errors import DeviceMemoryError
 
@@ -31,8 +32,8 @@ class Memory(Protocol):
     @property
     def copy_bytes(self) -> int: ...
     def tensor(self) -> torch.Tensor: ...
-    def map(self, *, restores: bool = False) -> None: ...
-    def unmap(self) -> None: ...
+    def map(self, *, restores: bool = False, chunks: Chunks | None = None) -> None: ...
+    def unmap(self, chunks: Chunks | None = None) -> None: ...
     def fill_zeros(self) -> None: ...
     def pin_copy(self) -> None: ...
     def save(self) -> None: ...
@@ -113,12 +114,16 @@ class Arena:
         takes seconds."""
         self._saved = None
 
-    def sleep(self) -> None:
-        """Gives the memory back; nothing may use it, and nothing may be in flight. Once or often."""
+    def sleep(self, chunks: Chunks | None = None) -> None:
+        """Gives the memory back; nothing may use it, and nothing may be in flight. Once or often.
+
+        Args:
+            chunks: gets what it can be handed over in; None: all goes back to the device.
+        """
         with self._unmapping:
             self.is_awake = False
             for one in self._stretches:
-                one.unmap()
+                one.unmap(chunks)
 
     @contextmanager
     def staying(self) -> Iterator[bool]:
@@ -126,8 +131,11 @@ class Arena:
         with self._unmapping:
             yield self.is_awake
 
-    def wake(self) -> None:
+    def wake(self, chunks: Chunks | None = None) -> None:
         """Takes memory, and fills it with what was saved, else with zeros. All or nothing; once or often.
+
+        Args:
+            chunks: these are taken first.
 
         Raises:
             DeviceMemoryError: there is too little.
@@ -137,7 +145,7 @@ class Arena:
         restores = self._saved is not None
         try:
             for one in self._stretches:
-                one.map(restores=restores)
+                one.map(restores=restores, chunks=chunks)
         except BaseException:
             self.sleep()
             raise

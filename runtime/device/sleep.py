@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
+from mllm_compile.runtime.cuda.chunks import Chunks
 from mllm_compile.runtime.device.arena import Arena
 from mllm_compile.runtime.device.memory import check_fits
 
@@ -16,10 +17,24 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 _FIRST = 0  # version of what no update changes
 
 
+class Passage(Protocol):
+    """The way of chunks from one process to the next, as open descriptors."""
+
+    def give(self, descriptors: Sequence[int]) -> None:
+        """Hands chunks over, or gives them back to the device."""
+
+    def take(self) -> list[int]:
+        """The chunks that have come, which are the caller's."""
+
+
 class SleepingMemory:
     """The memory of one rank. On a CPU, which has no arenas, everything stays where it is.
 
     Used with no step in flight, by one thread at a time.
+
+    Attributes:
+        passage: memory that is given back goes here, and what has come here is taken first; None: it goes to the
+            device, and comes from there.
 
     Args:
         weights: of the model, which updates bring anew; None: they stay.
@@ -33,6 +48,7 @@ class SleepingMemory:
         self._device = device
         self._weights = [] if weights is None else [weights]
         self._kept, self._kv_cache = list(kept), list(kv_cache)
+        self.passage: Passage | None = None
 
     @property
     def num_bytes(self) -> dict[MemoryTag, int]:
@@ -76,19 +92,27 @@ class SleepingMemory:
             version: of the weights, whose copy stays on the host; None: they are dropped, and what it says too.
         """
         self._synchronize()
-        if "kv_cache" in tags:
-            for arena in self._kv_cache:
-                arena.sleep()
-        if "weights" in tags:
-            for arena in self._kept:
-                _sleep_saved(arena, _FIRST)
-            for arena in self._weights:
-                if version is None:
-                    arena.forget()
-                    arena.sleep()
-                else:
-                    _sleep_saved(arena, version)
-        self._empty_cache()
+        chunks = None
+        if self.passage is not None:
+            Chunks(self.passage.take()).close()  # it came for a wake that has failed
+            chunks = Chunks()
+        try:
+            if "kv_cache" in tags:
+                for arena in self._kv_cache:
+                    arena.sleep(chunks)
+            if "weights" in tags:
+                for arena in self._kept:
+                    _sleep_saved(arena, _FIRST, chunks)
+                for arena in self._weights:
+                    if version is None:
+                        arena.forget()
+                        arena.sleep(chunks)
+                    else:
+                        _sleep_saved(arena, version, chunks)
+            self._empty_cache()
+        finally:
+            if self.passage is not None and chunks is not None:
+                self.passage.give(chunks.take_all())
 
     def wake(self, tags: Collection[MemoryTag]) -> None:
         """Takes memory again, with what was saved, or zeros. Once or often; each tag wholly or not.
@@ -97,10 +121,15 @@ class SleepingMemory:
             DeviceMemoryError: there is too little.
         """
         self._empty_cache()
-        for tag, arenas in self._arenas:
-            if tag in tags:
-                self._wake_all([arena for arena in arenas if not arena.is_awake])
-        self._synchronize()
+        chunks = None if self.passage is None else Chunks(self.passage.take())
+        try:
+            for tag, arenas in self._arenas:
+                if tag in tags:
+                    self._wake_all([arena for arena in arenas if not arena.is_awake], chunks)
+            self._synchronize()
+        finally:
+            if chunks is not None:
+                chunks.close()
 
     def sleep_on(self, tags: Collection[MemoryTag]) -> None:
         """Gives back what `wake` has taken; copies on the host stay."""
@@ -118,10 +147,10 @@ class SleepingMemory:
     def _arenas(self) -> tuple[tuple[MemoryTag, list[Arena]], ...]:
         return ("weights", [*self._kept, *self._weights]), ("kv_cache", self._kv_cache)
 
-    def _wake_all(self, arenas: Sequence[Arena]) -> None:
+    def _wake_all(self, arenas: Sequence[Arena], chunks: Chunks | None) -> None:
         try:
             for arena in arenas:
-                arena.wake()
+                arena.wake(chunks)
         except BaseException:
             self._synchronize()
             for arena in arenas:
@@ -138,7 +167,7 @@ class SleepingMemory:
             torch.cuda.synchronize(self._device)
 
 
-def _sleep_saved(arena: Arena, version: int) -> None:
+def _sleep_saved(arena: Arena, version: int, chunks: Chunks | None) -> None:
     if arena.is_awake:
         arena.save(version)
-    arena.sleep()
+    arena.sleep(chunks)

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mllm_compile.process.passage import Passage
 from tests.hang_guard import until
 
 while os.path.exists(os.environ.get("MLLM_TEST_GATE", "")):
@@ -29,8 +30,12 @@ def niceness() -> set[int]:
 
 
 def main() -> None:
-    """Tells what it is by the first descriptor, with what the second one says, and ends."""
+    """Tells what it is by the first descriptor, with what the second one says and what the third one brings; ends."""
     own, kept = int(sys.argv[1]), int(os.environ["MLLM_TEST_KEPT"])
+    with socket.socket(fileno=int(os.environ["MLLM_TEST_PASSING"])) as passing:
+        (brought,) = Passage(passing).take()
+    said = [os.pread(one, 4, 0).decode() for one in (kept, brought)]
+    os.close(brought)
     until(lambda: len(niceness()) == 1, "the thread that has imported is gone")
     told = {
         "arguments": sys.argv[1:],
@@ -39,7 +44,7 @@ def main() -> None:
         "oom_score": Path("/proc/self/oom_score_adj").read_text(),
         "threads": threading.active_count(),
         "niceness": sorted(niceness()),
-        "kept": os.pread(kept, 4, 0).decode(),
+        "kept": said,
         "descriptors": sorted(os.listdir("/proc/self/fd")),
     }
     with socket.socket(fileno=own) as channel:

@@ -16,6 +16,7 @@ import pytest
 from benchmarks.server.kill_speed import children
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.process.passage import Passage
 from mllm_compile.server.backend import spare as spare_process
 from mllm_compile.server.backend.spare import ENGINE, WAITS
 from mllm_compile.server.kept_memory import KeptMemory
@@ -47,22 +48,28 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def program(own: int, kept: int) -> tuple[Sequence[str], Mapping[str, str]]:
-    return child_python.command(MODULE, str(own), "é ☕"), {"MLLM_TEST_KEPT": str(kept)}
+def program(own: int, kept: int, passing: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    return child_python.command(MODULE, str(own), "é ☕"), {
+        "MLLM_TEST_KEPT": str(kept),
+        "MLLM_TEST_PASSING": str(passing),
+    }
 
 
 def become(spare: Spare) -> tuple[ProcessGroup | None, dict[str, object]]:
     """Takes the process, and hears what it is."""
     ours, its = socket.socketpair()
     kept = KeptMemory()
+    passage, its_passage = Passage.pair()
     try:
         os.write(kept.descriptor, b"kept")
-        with its:
-            process = spare.take(program, (its.fileno(), kept.descriptor))
+        passage.give([os.dup(kept.descriptor)])
+        with its, its_passage:
+            process = spare.take(program, (its.fileno(), kept.descriptor, its_passage.fileno()))
         told = b"".join(iter(lambda: ours.recv(4096), b"")) if process is not None else b"{}"
     finally:
         ours.close()
         kept.close()
+        passage.close()
     return process, json.loads(told)
 
 
@@ -75,11 +82,11 @@ def test_it_becomes_a_program_with_its_arguments_variables_and_descriptors(spare
     assert process is not None and process.pid == pid
     assert told["oom_score"] == Path("/proc/self/oom_score_adj").read_text()
     assert told["arguments"][1:] == ["é ☕"]
-    assert (told["kept"], told["name"], told["group"], told["threads"]) == ("kept", ENGINE, pid, 1)
+    assert (told["kept"], told["name"], told["group"], told["threads"]) == (["kept", "kept"], ENGINE, pid, 1)
     assert told["niceness"] == [os.getpriority(os.PRIO_PROCESS, 0)], "as a new process has it"
-    assert len(told["descriptors"]) == 6, "three of each process, the two that it was given, and the list's own"
+    assert len(told["descriptors"]) == 6, "three of each process, two of those that it was given, and the list's own"
     assert process.wait() == 7
-    assert spare.take(program, (0, 1)) is None, "it is another's now"
+    assert spare.take(program, (0, 1, 2)) is None, "it is another's now"
 
 
 def test_one_that_still_imports_is_not_taken_and_stays(spare, tmp_path, monkeypatch):

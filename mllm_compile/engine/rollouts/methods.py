@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mllm_compile.engine.rollouts.sleep import EngineSleep
     from mllm_compile.engine.rollouts.weight_updates import Options, UpdateReport, WeightUpdates
+    from mllm_compile.runtime.device.sleep import Passage
 
 
 class RolloutMethods:
@@ -110,6 +111,10 @@ class RolloutMethods:
             DeviceMemoryError: others have taken the memory; what does not fit sleeps on.
         """
         self._sleep.wake_up(tags)
+
+    def pass_memory_by(self, passage: Passage) -> None:
+        """Has `sleep` hand memory over to another process, in place of the device, and `wake_up` take such first."""
+        self._sleep.pass_memory_by(passage)
 
     @property
     def is_sleeping(self) -> bool:

@@ -21,7 +21,7 @@ from mllm_compile.engine.rollouts.weight_updates import WeightUpdates
 from mllm_compile.errors import DeviceMemoryError, RequestError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.runtime.device.ranked_sleep import RankedMemory, Send
-from mllm_compile.runtime.device.sleep import MEMORY_TAGS, MemoryTag, SleepingMemory
+from mllm_compile.runtime.device.sleep import MEMORY_TAGS, MemoryTag, Passage, SleepingMemory
 
 logger = logging.getLogger("mllm_compile.engine")
 
@@ -68,6 +68,11 @@ class EngineSleep:
     def host_bytes(self) -> int:
         """Bytes of the host's memory that copies of this rank's weights have, asleep or awake."""
         return 0 if isinstance(self._memory, str) else self._memory.host_bytes
+
+    def pass_memory_by(self, passage: Passage) -> None:
+        """Hands memory that is given back over to other processes, and takes theirs first."""
+        if isinstance(self._memory, SleepingMemory):
+            self._memory.passage = passage
 
     def sleep(self, level: int, mode: PauseMode, tags: Collection[str] | None, *, refuses: bool) -> None:
         """See Engine.sleep.

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -26,10 +27,12 @@ import numpy as np
 from mllm_compile.engine.sessions import Session
 from mllm_compile.errors import EngineDeadError, EnginePausedError, MllmError
 from mllm_compile.media.workers import SharedPrompt
+from mllm_compile.process import passage
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.log_lines import start_log
 from mllm_compile.process.no_gc import imports_unseen
+from mllm_compile.process.passage import Passage
 from mllm_compile.process.progress import LogReporter, NullReporter, Reporter, Stage, reporter_for
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.form_queue import FormQueue
@@ -158,6 +161,8 @@ class EngineServer:
         if engine.pools:
             return self._serve_pooling(engine, timeline)
         with engine:
+            if begin.shares_device:
+                engine.pass_memory_by(passage_at(os.environ[passage.VARIABLE]))
             events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
             if engine.config is not None and engine.config.runtime.kv_events_config.is_on:
@@ -431,6 +436,13 @@ def channel_at(descriptor: str) -> Channel:
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
     return Channel(end)
+
+
+def passage_at(descriptor: str) -> Passage:
+    """The engine's end of the way that its device's memory goes, likewise."""
+    end = socket.socket(fileno=int(descriptor))
+    end.set_inheritable(False)
+    return Passage(end)
 
 
 def main() -> None:

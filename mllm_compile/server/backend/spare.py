@@ -25,7 +25,7 @@ IMPORTS, WAITS, ENGINE = "mllm-imports", "mllm-spare", "mllm-engine"
 _NICENESS = 10  # a tenth of what others get of a core; with the lowest priority a busy machine takes minutes
 _FIRST = "1000"  # what serves is to outlive what waits
 _MOST_TOLD = 1 << 20  # bytes of a command and its variables
-_NUM_DESCRIPTORS = 2
+_NUM_DESCRIPTORS = 3
 
 
 def _import(modules: Sequence[str], done: list[str]) -> None:

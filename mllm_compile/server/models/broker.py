@@ -2,7 +2,8 @@
 
 Models that wait are served in the order in which they began to. One that runs gives way at once when it has no
 requests, the longest idle one first; else when it has had its turn: then its requests are set aside. So a model waits
-for at most one turn and one switch of each that is ahead of it. A start holds up all switches, as it measures memory;
+for at most one turn and one switch of each that is ahead of it. Memory goes from the one to the other as it is, as far
+as the device can hand it over. A start holds up all switches, as it measures memory;
 tenant.py ends one that hangs.
 """
 
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from mllm_compile.files.byte_sizes import format_bytes
+from mllm_compile.process.passage import close_all
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.models.shares import Device, Share, shares_of
 from mllm_compile.server.models.tenant import Tenant
@@ -49,6 +51,7 @@ class Broker:
             one.share = shares[one.name]
             if isinstance(one.share, str):
                 one.front.supervisor.refuse_start(one.share)
+        self._handed_over: list[int] = []  # descriptors of memory that has no model now
         self._changed = asyncio.Event()
         self._changed.set()
 
@@ -73,17 +76,25 @@ class Broker:
 
     async def _serve(self, tenant: Tenant) -> None:
         """Makes room for a model, and lets it run."""
-        while tenant.waits_since is not None and not self._fits(tenant):
-            rivals = self._rivals(tenant)
-            if not rivals:  # a device has the last word on what it holds
-                break
-            victim = self._that_gives_way(rivals)
-            if victim is None:
-                await asyncio.sleep(_LOOK_S)
-            else:
-                await self._park(victim, tenant)
-        if tenant.waits_since is not None:
-            await self._take(tenant)
+        try:
+            while tenant.waits_since is not None and not self._fits(tenant):
+                rivals = self._rivals(tenant)
+                if not rivals:  # a device has the last word on what it holds
+                    break
+                victim = self._that_gives_way(rivals)
+                if victim is None:
+                    await asyncio.sleep(_LOOK_S)
+                else:
+                    await self._park(victim, tenant)
+            if tenant.waits_since is not None:
+                await self._take(tenant)
+        finally:
+            close_all(self._all_handed_over())
+
+    def _all_handed_over(self) -> list[int]:
+        """The memory that has no model now; the caller's."""
+        memory, self._handed_over = self._handed_over, []
+        return memory
 
     def _fits(self, tenant: Tenant) -> bool:
         awake = sum(one.is_awake for one in self.tenants)
@@ -104,7 +115,7 @@ class Broker:
     async def _park(self, victim: Tenant, tenant: Tenant) -> None:
         began = time.monotonic()
         try:
-            await victim.park()
+            self._handed_over += await victim.park()
         except ApiError as error:
             logger.error("%s cannot be parked, and stays: %s", victim.name, error.message)
             victim.is_pinned = victim.is_awake
@@ -114,7 +125,7 @@ class Broker:
     async def _take(self, tenant: Tenant) -> None:
         began, since = time.monotonic(), tenant.waits_since
         try:
-            await tenant.take()
+            await tenant.take(self._all_handed_over())
         except ApiError as error:
             keeps_place = await self._not_woken(tenant, error)
             if tenant.is_alive and not tenant.is_idle:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mllm_compile.process.passage import close_all
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.engine_process import CommandLine
 from mllm_compile.server.flow.memory import Memory
@@ -95,8 +96,11 @@ class Tenant(ServedEngine):
 
     # What the broker does with it -------------------------------------------------------------------------------------
 
-    async def take(self) -> None:
+    async def take(self, memory: Sequence[int]) -> None:
         """Starts the engine, or wakes it.
+
+        Args:
+            memory: of the device, that others have handed over, as descriptors, which are closed.
 
         Raises:
             ApiError: it cannot.
@@ -104,14 +108,17 @@ class Tenant(ServedEngine):
         assert isinstance(self.share, Share), "a model without a share is refused"
         self.waits_since, self.is_awake, self.is_alive = None, True, True
         if not self._is_started:
+            close_all(memory)  # a start looks at what the device has
             await self._start(self.share)
             return
+        self.front.supervisor.give_memory(memory)
         try:
             await self._ask("wake_up")
         except ApiError:
             if self._is_started:  # a part of its memory may have fitted
                 with contextlib.suppress(ApiError):
                     await self._ask("park")
+                    close_all(self.front.supervisor.take_memory())
             self.is_awake = False
             raise
         self.switches += 1
@@ -142,8 +149,11 @@ class Tenant(ServedEngine):
         self._begin_turn()
         self._ended.set()
 
-    async def park(self) -> None:
+    async def park(self) -> list[int]:
         """Takes its memory back; requests that run are set aside, and computed anew at its next turn.
+
+        Returns:
+            What it hands over of the device, as descriptors, which are the caller's: each is closed or given to `take`.
 
         Raises:
             ApiError: it cannot.
@@ -159,6 +169,7 @@ class Tenant(ServedEngine):
         self.is_awake = False
         if not self.is_idle:
             self.wanted()
+        return supervisor.take_memory()
 
     async def _ask(self, call: str) -> Any:
         calls = self.front.rollouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from types import SimpleNamespace
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from mllm_compile.errors import DeviceError, DeviceMemoryError
+from mllm_compile.process.passage import Passage, close_all
+from mllm_compile.runtime.cuda.chunks import Chunks
 from mllm_compile.runtime.cuda.virtual_memory import VirtualMemory
 from mllm_compile.runtime.device.arena import arena_on
+from mllm_compile.runtime.device.sleep import MEMORY_TAGS, SleepingMemory
 from tests.hang_guard import HANG_S
 from tests.sleeping_arena import Machine
 
@@ -66,20 +70,55 @@ def test_a_cpu_has_no_arena():
     assert arena_on(torch.device("cpu")) is None
 
 
+def test_an_engine_that_sleeps_hands_memory_over_and_one_that_wakes_takes_it_first():
+    machine, (ours, its) = Machine(), Passage.pair()
+    theirs, before = Passage(its), open_files()
+    memories = []
+    for passage in (ours, theirs):
+        weights, cache = machine.arena(), machine.arena()
+        held = [*weights.zeros([((8,), torch.uint8)]), *cache.zeros([((8,), torch.uint8)])]
+        held[0].fill_(5)
+        memory = SleepingMemory(torch.device("cpu"), weights, [], [cache])
+        memory.passage = passage
+        memories.append((memory, held))
+    (first, _), (second, held) = memories
+    second.sleep(MEMORY_TAGS, 0)
+    taken = ours.take()
+    assert len(taken) == 2 and not any(map(os.get_inheritable, taken))
+    close_all(taken)
+    first.sleep(MEMORY_TAGS, 0)
+    second.wake(MEMORY_TAGS)
+    assert machine.num_handed_over == 2 and [one.unique().tolist() for one in held] == [[5], [0]]
+    second.sleep(MEMORY_TAGS, 0)
+    first.sleep(MEMORY_TAGS, 0)  # it was asleep, as one whose wake has failed: what has come is the device's
+    assert not ours.take() and not theirs.take()
+    first.wake(MEMORY_TAGS)
+    assert machine.num_handed_over == 2 and open_files() == before
+    ours.close()
+    theirs.close()
+
+
 class PlayedDriver:
     """A driver whose device memory is the host's, and which counts it.
 
     Attributes:
-        handles, mapped: bytes of each.
+        handles: bytes of memory by its number, as often as one is held by a number.
+        mapped: the memory behind an address.
         left: calls of cuMemCreate until memory is full.
+        has_descriptors: memory can be handed over. A file is its descriptor, whose bytes are the memory's number.
     """
 
-    def __init__(self, left: int = 100, fails: str = "") -> None:
+    def __init__(self, left: int = 100, fails: str = "", has_descriptors: bool = True) -> None:
         self.handles: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
+        self.behind: dict[int, int] = {}  # address → number of the memory
+        self.exportable: set[int] = set()
+        self.contents: dict[int, bytes] = {}  # of memory that is behind no address
+        self.has_descriptors = has_descriptors
         self.reserved: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.pinned: dict[int, int] = {}  # bytes of a part
         self.left, self._fails = left, fails
+        self.numbers = 0
         self.depth = 0  # of contexts that were pushed
         self.opened: list[tuple[int, int]] = []
         self.copies_up: list[int] = []
@@ -108,18 +147,47 @@ class PlayedDriver:
     def cuMemAddressFree(self, address, size) -> int:
         return 0 if self.reserved.pop(address.value) is not None else 1
 
-    def cuMemCreate(self, handle, size, *rest) -> int:
+    def cuDeviceGetAttribute(self, value, attribute, device) -> int:
+        assert attribute.value == 103
+        value._obj.value = self.has_descriptors
+        return 0
+
+    def cuMemCreate(self, handle, size, kind, flags) -> int:
         if not self.left:
             return OUT_OF_MEMORY
         self.left -= 1
-        handle._obj.value = 1 + max(self.handles, default=0)
-        self.handles[handle._obj.value] = size.value
+        self.numbers += 1
+        handle._obj.value = self.numbers
+        self.handles[self.numbers] = size.value
+        if kind._obj.handles:
+            self.exportable.add(self.numbers)
         return 0
 
     def cuMemMap(self, address, size, offset, handle, flags) -> int:
         assert self.handles[handle.value] == size.value and address.value not in self.mapped
-        self.mapped[address.value] = size.value
+        self.mapped[address.value], self.behind[address.value] = size.value, handle.value
+        if content := self.contents.get(handle.value):
+            ctypes.memmove(address.value, content, size.value)
         return 7 if self._fails == "cuMemMap" and self.mapped.pop(address.value) else 0
+
+    def cuMemRetainAllocationHandle(self, handle, address) -> int:
+        handle._obj.value = self.behind[address.value]
+        self.handles[handle._obj.value] = self.mapped[address.value]
+        return 0
+
+    def cuMemExportToShareableHandle(self, descriptor, handle, kind, flags) -> int:
+        if handle.value not in self.exportable:
+            return 801
+        descriptor._obj.value = os.memfd_create("chunk")
+        os.write(descriptor._obj.value, b"%d" % handle.value)
+        return 0
+
+    def cuMemImportFromShareableHandle(self, handle, descriptor, kind) -> int:
+        if self._fails == "cuMemImportFromShareableHandle":
+            return 7
+        number = int(os.pread(descriptor.value, 20, 0))
+        handle._obj.value, self.handles[number] = number, 4 * MIB
+        return 0
 
     def cuMemSetAccess(self, address, size, *rest) -> int:
         self.opened.append((address.value, size.value))
@@ -135,6 +203,7 @@ class PlayedDriver:
 
     def cuMemUnmap(self, address, size) -> int:
         self.opened = [one for one in self.opened if one != (address.value, size.value)]
+        self.contents[self.behind.pop(address.value)] = ctypes.string_at(address.value, size.value)
         assert self.mapped.pop(address.value) == size.value
         ctypes.memset(address.value, 0xFF, size.value)
         return 0
@@ -254,6 +323,59 @@ def test_memory_that_is_full_amid_a_copy_waits_for_it(play):
     with pytest.raises(DeviceMemoryError):
         memory.map(restores=True)
     assert played.waits == waits + 1 and not played.mapped and played.copies_up == [4 * MIB, 4 * MIB]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_handed_over_as_it_is_and_back(play):
+    """In whole parts: the driver maps what it has given as one alone. What is left goes back to the device."""
+    played, before = play(PlayedDriver()), open_files()
+    first, second = (VirtualMemory(10 * MIB, torch.device("cuda")) for _ in range(2))
+    second.unmap()
+    first.fill_zeros()
+    left = played.left
+    for giver, taker in [(first, second), (second, first), (first, second)]:
+        chunks = Chunks()
+        giver.unmap(chunks)
+        assert len(chunks) == 2 and not any(map(os.get_inheritable, chunks._descriptors))
+        taker.map(chunks=chunks)
+        assert not chunks and len(played.mapped) == 3 and not played.handles
+        left -= 1
+        assert played.left == left, "the rest of a stretch is taken anew"
+        assert content(taker)[: 8 * MIB] == bytes(8 * MIB), "and nothing else"
+    chunks = Chunks()
+    second.unmap(chunks)
+    chunks.close()
+    second.map()
+    second.unmap()
+    del first, second, giver, taker
+    gc.collect()
+    assert not (played.mapped or played.reserved or played.depth) and open_files() == before
+
+
+@pytest.mark.parametrize("case", ["no descriptors", "not imported", "full", "not mapped"])
+def test_memory_that_cannot_be_handed_over_goes_by_the_device(play, case):
+    played, before = play(PlayedDriver(has_descriptors=case != "no descriptors")), open_files()
+    first, second = (VirtualMemory(10 * MIB, torch.device("cuda")) for _ in range(2))
+    second.unmap()
+    chunks = Chunks()
+    first.unmap(chunks)
+    assert len(chunks) == (0 if case == "no descriptors" else 2)
+    played._fails = {"not imported": "cuMemImportFromShareableHandle", "not mapped": "cuMemMap"}.get(case, "")
+    if case == "full":
+        played.left = 0
+    if case in ("full", "not mapped"):
+        with pytest.raises(DeviceError):
+            second.map(chunks=chunks)
+        assert not (played.mapped or played.handles), "what had come is the device's"
+    else:
+        second.map(chunks=chunks)
+        assert len(played.mapped) == 3
+        second.unmap()
+    chunks.close()
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])

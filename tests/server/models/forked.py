@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.server import fake_backend
@@ -26,13 +26,14 @@ class ForkedGroup:
     Args:
         command: the model's name, the descriptor of its channel, its settings.
         pass_fds: the descriptors that it keeps.
+        env: its variables.
     """
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> None:
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command, pass_fds)
+            _become(command, pass_fds, env)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # it has done so, or is over
             os.setpgid(self.pid, self.pid)
 
@@ -57,11 +58,12 @@ class ForkedGroup:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def _become(command: Sequence[str], kept: Sequence[int]) -> None:
+def _become(command: Sequence[str], kept: Sequence[int], variables: Mapping[str, str]) -> None:
     """Runs the backend in this fork, and ends it."""
     code = 70
     try:
         name, *arguments = command
+        os.environ |= variables
         _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _LIBC.prctl(_SET_NAME, name.encode())
         os.setpgid(0, 0)

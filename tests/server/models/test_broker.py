@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mllm_compile.process.passage import close_all
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.models import broker as broker_module
 from mllm_compile.server.models.broker import Broker
@@ -27,6 +30,22 @@ class Machine:
         self.taken: dict[str, int] = {}
         self.events: list[tuple[str, str]] = []  # waits, wakes and parks, by name
         self.taken_by_others = 0
+        self.handed_over: list[int] = []  # ends of pipes, whose other ends are the memory
+        self.num_taken_over = 0
+
+    def hand_over(self) -> int:
+        """A piece of memory."""
+        end, memory = os.pipe()
+        self.handed_over.append(end)
+        return memory
+
+    def check_handed_over(self) -> None:
+        """Nobody holds a piece."""
+        for end in self.handed_over:
+            os.set_blocking(end, False)
+            assert os.read(end, 1) == b"", "a piece is held, which no model has"
+            os.close(end)
+        self.handed_over.clear()
 
 
 class CountingModel:
@@ -60,7 +79,9 @@ class CountingModel:
             self.waits_since = next(self._machine.clock)
             self._machine.events.append(("waits", self.name))
 
-    async def take(self) -> None:
+    async def take(self, memory: Sequence[int]) -> None:
+        self._machine.num_taken_over += len(memory)
+        close_all(memory)  # each once: what is closed already is an error
         self.waits_since, self.is_alive = None, True
         await asyncio.sleep(0)
         machine, size = self._machine, self.share.awake_bytes
@@ -70,7 +91,7 @@ class CountingModel:
         self.is_awake, self.has_turn_since, self.waits_since = True, next(machine.clock), None
         machine.events.append(("wakes", self.name))
 
-    async def park(self) -> None:
+    async def park(self) -> list[int]:
         await asyncio.sleep(0)
         if self.cannot_park:
             raise ApiError(503, "the host is full")
@@ -79,6 +100,7 @@ class CountingModel:
         self._machine.events.append(("parks", self.name))
         if not self.is_idle:
             self.wanted()
+        return [self._machine.hand_over()]
 
     def _refuse(self, error: ApiError) -> None:
         self.refusals.append(error)
@@ -103,6 +125,8 @@ def run(machine: Machine, models: list[CountingModel], work: Any, most_awake: in
         machine.events.clear()
         await work(broker)
         broking.cancel()
+        await asyncio.gather(broking, return_exceptions=True)
+        machine.check_handed_over()
 
     asyncio.run(both())
 
@@ -120,10 +144,11 @@ def test_the_longest_idle_model_gives_way_and_a_pinned_one_never():
         asleep = next(model for model in models if not model.is_awake)
         first = min((model for model in (a, b, c) if model.is_awake), key=lambda one: one.idle_since)
         machine.events.clear()
+        before = machine.num_taken_over
         asleep.ask()
         await until(lambda: asleep.is_awake, broker)
         assert machine.events == [("waits", asleep.name), ("parks", first.name), ("wakes", asleep.name)]
-        assert p.is_awake
+        assert p.is_awake and machine.num_taken_over == before + 1
 
     run(machine, models, work)
 

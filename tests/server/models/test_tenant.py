@@ -49,7 +49,7 @@ def test_an_engine_that_cannot_be_woken_gives_back_what_it_has_taken(is_lost):
 
         tenant.front.rollouts.ask = ask  # type: ignore[union-attr,method-assign]
         with pytest.raises(ApiError, match="does not"):
-            await tenant.take()
+            await tenant.take([])
         assert not tenant.is_awake
         return asked
 
@@ -124,7 +124,7 @@ def test_a_start_that_hangs_is_ended_and_one_that_goes_on_is_not(hangs, monkeypa
         supervisor._link = SimpleNamespace(kill=kill, send=lambda command: None)  # type: ignore[assignment]
         supervisor._on_event(Stage("wait for memory"))
         supervisor.stage_alive_s = -1e9
-        taking = asyncio.ensure_future(tenant.take())
+        taking = asyncio.ensure_future(tenant.take([]))
         if not hangs:
             await _looks()
             assert not killed and not taking.done()
