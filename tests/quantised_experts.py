@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.tiny_configs import save_tiny_model, tiny_config
@@ -30,14 +31,19 @@ def write_experts(name: str, folder: Path, changes: Mapping[str, Any]) -> tuple[
         return packed, plain
     for one in (packed, plain):
         save_tiny_model(tiny_config("gpt_oss", **TWO_LAYERS, **changes), one)
+    save_file(pack_in_mxfp4(packed), plain / WEIGHTS, metadata={"format": "pt"})
+    return packed, plain
+
+
+def pack_in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Writes the experts of gpt-oss there in MXFP4; returns the tensors of a plain twin."""
     tensors, stand_for = {}, {}
-    for key, weight in load_file(plain / WEIGHTS).items():
+    for key, weight in load_file(folder / WEIGHTS).items():
         if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts, stand_for[key] = MXFP4.quantise(weight)
             tensors |= {key + suffix: part for suffix, part in parts.items()}
         else:
             tensors[key] = stand_for[key] = weight
-    save_file(tensors, packed / WEIGHTS, metadata={"format": "pt"})
-    save_file(stand_for, plain / WEIGHTS, metadata={"format": "pt"})
-    set_quantisation(packed, MXFP4.config)
-    return packed, plain
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    set_quantisation(folder, MXFP4.config)
+    return stand_for

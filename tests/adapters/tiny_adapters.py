@@ -66,7 +66,9 @@ class Adapters:
         shapes |= {"lm_head": (VOCAB, self.model.config.hidden_size)}
         shapes |= dict.fromkeys(self._embeddings, (self.model.config.hidden_size, VOCAB))
         parameters = self.model.named_parameters()
-        shapes |= {name: tuple(one.shape) for name, one in parameters if one.dim() == 3 and ".experts." in name}
+        dims = (0, 2, 1) if model_type == "gpt_oss" else (0, 1, 2)  # its experts are transposed
+        stacked = {name: one.permute(dims) for name, one in parameters if one.dim() == 3 and ".experts." in name}
+        shapes |= {name: tuple(one.shape) for name, one in stacked.items()}
         chosen = {module: shape for module, shape in shapes.items() if module.endswith(tuple(some))}
         self._write("some", chosen, some, rank=3, lora_alpha=6, use_rslora=True)
 

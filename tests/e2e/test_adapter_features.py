@@ -15,15 +15,18 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams, StructuredOutputsParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import MllmError
 from tests.adapters.tiny_adapters import Adapters
 from tests.e2e.test_images_with_adapters import check_images
+from tests.quantised_experts import TWO_LAYERS, pack_in_mxfp4
 from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 PROMPTS = ([41, 30, 77, 102, 5, 90, 12, 5], [7, 7, 81, 7, 7, 81, 7, 7, 81], list(range(3, 34)))
 NAMES = ("all", None, "some")
+EXPERTS = {"targets": ["all-linear", "experts"]}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -100,7 +103,18 @@ def check_ends(engine: Engine, adapters: Adapters, cache: Path) -> None:
 
 def check_experts(engine: Engine, adapters: Adapters, cache: Path) -> None:
     with_experts = Adapters(adapters.folder / "experts", "qwen3_moe", some=("q_proj", "experts.down_proj"))
-    with_section(engine, with_experts, cache, lora={"targets": ["all-linear", "experts"]})
+    with_section(engine, with_experts, cache, lora=EXPERTS)
+
+
+def check_packed_experts(engine: Engine, adapters: Adapters, cache: Path) -> None:
+    """One adapter changes experts that stay in MXFP4, and Transformers' model has the numbers of these."""
+    some = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+    packed = Adapters(adapters.folder / "packed", "gpt_oss", some, **TWO_LAYERS)
+    packed.model.load_state_dict(pack_in_mxfp4(packed.folder / "model"), strict=False)
+    weights = load_or_compile(packed.config(cache, lora=EXPERTS)).artifact.weights
+    kept = [part.kept for spec in weights if ".experts." in spec.name for part in spec.parts if part.kept]
+    assert kept and {one.scheme.kind for one in kept} == {"mxfp4"}
+    with_section(engine, packed, cache, lora=EXPERTS)
 
 
 def check_ranks(engine: Engine, adapters: Adapters, cache: Path) -> None:
@@ -172,6 +186,7 @@ CHECKS: dict[str, tuple[str, Callable[[Engine, Adapters, Path], None]]] = {
     "several ranks": ("works", check_ranks),
     "the embedding, the head": ("works", check_ends),
     "experts": ("works", check_experts),
+    "experts in MXFP4": ("works", check_packed_experts),
     "images": ("works", lambda engine, adapters, cache: check_images("llava", adapters.folder / "images")),
     "`skip_compiled`": (
         "refused",

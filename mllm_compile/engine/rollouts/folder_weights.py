@@ -24,8 +24,8 @@ def tensors_of_folder(folder: Path, device: torch.device) -> Iterator[tuple[str,
     An index says which files count, as in vLLM and SGLang; without one all do but an adapter's, as PEFT writes it.
 
     Raises:
-        CheckpointError: there are no such files, one is damaged or missing, or two hold a tensor and no index says
-            which counts.
+        CheckpointError: there are no such files or too many, one is damaged or missing, or two hold a tensor and no
+            index says which counts.
     """
     index = _index(folder)
     paths = _files(folder, set(index.values()))
@@ -50,7 +50,12 @@ def _files(folder: Path, named: Set[str]) -> list[Path]:
         raise CheckpointError(
             f"{folder}: expected a folder with safetensors files of weights. Write them there first.{instead}"
         )
-    return [paths[name] for name in sorted(named or paths)][:_MOST_FILES]
+    counted = sorted(named or paths)
+    if len(counted) > _MOST_FILES:
+        raise CheckpointError(
+            f"{folder} has weights in {len(counted):,} files; expected {_MOST_FILES:,} at most. Write larger files."
+        )
+    return [paths[name] for name in counted]
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mllm_compile.engine.rollouts import folder_weights
 from mllm_compile.engine.rollouts.folder_weights import tensors_of_folder
 from mllm_compile.errors import CheckpointError
 
@@ -53,3 +54,12 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, index, files, said):
     save_file({"a": torch.ones(1)}, tmp_path.parent / "model.safetensors")
     with pytest.raises(CheckpointError, match=said):
         read(tmp_path)
+
+
+def test_too_many_files_are_refused_and_none_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_weights, "_MOST_FILES", 2)
+    assert read(write(tmp_path, one="a", two="b")) == {"a": 0, "b": 1}
+    write(tmp_path, three="c")
+    with pytest.raises(CheckpointError, match=r"weights in 3 files; expected 2 at most\. Write larger files"):
+        read(tmp_path)
+    assert read(write(tmp_path, {"a": "one.safetensors", "c": "three.safetensors"})) == {"a": 0, "c": 0}
