@@ -112,7 +112,7 @@ def _variant_by(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
 
 
 def _is_small_router(node: fx.Node) -> bool:
-    """True for a linear of few outputs, as of a router with 32 experts, which the library may multiply with."""
+    """True for a linear of few outputs, as of a router with few experts, which the library may multiply with."""
     return is_call(node, LINEAR) and linear_operands(node)[1].meta["val"].numel() <= _MOST_OF_ROUTER
 
 

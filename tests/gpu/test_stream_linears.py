@@ -143,7 +143,7 @@ def test_a_biased_product_is_rounded_ahead_of_the_residual(tmp_path, rows, colum
     assert torch.equal(torch.ops.mllm.stream_linear_residual(x, weight, residual, bias), residual + product)
 
 
-WIDTHS = [(64, 1024), (320, 1024), (64, 4096), (1152, 4096), (128, 256), (151936, 1024), (128256, 4096)]
+WIDTHS = [(32, 2880), (64, 1024), (320, 1024), (64, 4096), (1152, 4096), (128, 256), (151936, 1024), (128256, 4096)]
 WIDTHS += [(6144, 1536), (4096, 2304), (3584, 18944), (4096, 14336), (65472, 2048), (8192, 8192)]
 WIDTHS += [(1152, 896), (896, 4864), (1920, 960), (4608, 3584)]  # of Qwen2.5-0.5B and 7B; odd numbers of panels
 WIDTHS += [(51866, 1280)]  # of Whisper's head

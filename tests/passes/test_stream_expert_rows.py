@@ -153,7 +153,7 @@ def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
         [str(node.target).split(".")[1] for node in piece.graph.nodes if "mllm." in str(node.target)]
         for piece in middle
     ]
-    experts = ["stream_linear_residual", "choose_experts", "stream_expert_rows", "stream_expert_rows"]
+    experts = ["stream_linear_residual", "stream_linear", "choose_experts", "stream_expert_rows", "stream_expert_rows"]
     assert found == [[*experts, "stream_linear", "rope_and_cache"], experts]
 
 

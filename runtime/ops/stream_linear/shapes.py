@@ -23,6 +23,7 @@ MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
 VARIANT_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
+_ROUTER_ROWS = 32  # fewer than a unit, which all kernels but rows.cu divide
 _HEAD_ROWS, _ODD_HEAD_ROWS = 65536, 32768  # the latter of those that do not divide
 _LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight that is not loaded whole before the inputs arrive
 _TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTiling, WideTiling)}
@@ -33,12 +34,12 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
     With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not. In steps
     of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms. With 256 these are faster,
-    and for Qwen3-4B's layers with 240. A large head of even rows that 64 does not divide
+    and for Qwen3-4B's layers with 240. A router may have 32 rows. A large head of even rows that 64 does not divide
     (Whisper's 51,866) is tiles.cu's.
     """
     if columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False
-    if rows % _ROWS_UNIT:
+    if rows % _ROWS_UNIT and not (rows == _ROUTER_ROWS and is_held(rows, columns)):
         return rows % 2 == 0 and rows >= _ODD_HEAD_ROWS and tokens <= MAX_HEAD_TOKENS
     if is_head(rows):
         return tokens <= MAX_HEAD_TOKENS

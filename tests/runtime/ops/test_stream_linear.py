@@ -213,7 +213,7 @@ def test_of_rows_what_was_measured_to_be_the_fastest_is_taken(kind, division):
     assert (tiling.split, tiling.warps, tiling.piece, tiling.stages) == division
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 1024), (1024, 3072), (64, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 1024), (1024, 3072), (64, 256), (32, 2880)])
 def test_small_weights_are_streamed_for_any_of_the_steps(rows, columns):
     assert all(is_streamed(rows, columns, tokens) for tokens in TOKEN_BUCKETS)
 
@@ -262,7 +262,9 @@ def test_up_to_eight_tokens_have_a_kernel_for_small_weights_and_one_for_large_on
     assert choose_tiling(LinearKind(rows, columns), 16).source == "ops/stream_linear/tiles.cu"
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 96), (1024, 1000), (2**26, 256)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4100, 1024), (1024, 96), (1024, 1000), (2**26, 256), (96, 2880), (16, 2880)]
+)
 def test_what_does_not_divide_is_left_alone(rows, columns):
     assert not is_streamed(rows, columns, 64)
 
@@ -326,6 +328,7 @@ COMPILED = [
     (LinearKind(7168, 5120, 320, bias=True), 160),
     (LinearKind(17408, 2048, residual=True, next_blocks=1088), 208),
     (LinearKind(64, 64), 144),
+    *[(LinearKind(32, 2880, bias=True), tokens) for tokens in (8, 64, 256)],
     *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
     (LinearKind(4608, 3584, 224, bias=True), 8),
     (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
