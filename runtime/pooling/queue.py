@@ -38,7 +38,7 @@ class TextQueue:
     """
 
     def __init__(self, most_tokens: int, most_texts: int) -> None:
-        self._most_tokens, self.most_texts = most_tokens, most_texts
+        self.most_tokens, self.most_texts = most_tokens, most_texts
         self._heap: list[tuple[int, int, int, Call]] = []
         self._number = 0
         self._least_given = 0  # of the call that was served last: a new one begins there
@@ -64,7 +64,7 @@ class TextQueue:
                 heapq.heappop(self._heap)
                 continue
             length = len(call.texts[call.waiting[0]].ids)
-            if taken and tokens + length > self._most_tokens:
+            if taken and tokens + length > self.most_tokens:
                 break
             taken.append((call, call.waiting.popleft()))
             tokens += length

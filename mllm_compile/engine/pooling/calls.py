@@ -152,8 +152,7 @@ class PoolingCalls:
         priority: int,
     ) -> list[EmbeddingRequestOutput]:
         asked = self.rules.embed(pooling, normalize, dimensions)
-        texts = self.reader.read(prompts, prompt_name=prompt_name, cut_to=cut_to)
-        answers = self._wait(self.submit(texts, asked, priority))
+        texts, answers = self._answered(prompts, asked, cut_to, priority, prompt_name)
         return [
             EmbeddingRequestOutput(self._id(), EmbeddingOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
@@ -163,8 +162,7 @@ class PoolingCalls:
         self, prompts: TextPrompts, use_activation: bool, cut_to: int | None, priority: int
     ) -> list[ClassificationRequestOutput]:
         asked = self.rules.classify(use_activation)
-        texts = self.reader.read(prompts, cut_to=cut_to)
-        answers = self._wait(self.submit(texts, asked, priority))
+        texts, answers = self._answered(prompts, asked, cut_to, priority)
         return [
             ClassificationRequestOutput(self._id(), ClassificationOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
@@ -173,8 +171,7 @@ class PoolingCalls:
     def pooled(
         self, prompts: TextPrompts, asked: PoolingParams, cut_to: int | None, priority: int
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        texts = self.reader.read(prompts, cut_to=cut_to)
-        answers = self._wait(self.submit(texts, asked, priority))
+        texts, answers = self._answered(prompts, asked, cut_to, priority)
         return [
             PoolingRequestOutput(self._id(), PoolingOutput(answer), text.ids)
             for text, answer in zip(texts, answers, strict=True)
@@ -204,6 +201,30 @@ class PoolingCalls:
         halves = zip(answers[: len(pairs)], answers[len(pairs) :], strict=True)
         ids = [np.concatenate([left.ids, right.ids]) for left, right in zip(*sides, strict=True)]
         return ids, [similar(left, right, similarity) for left, right in halves]
+
+    def _answered(
+        self,
+        prompts: TextPrompts,
+        asked: PoolingParams,
+        cut_to: int | None,
+        priority: int,
+        prompt_name: str | None = None,
+    ) -> tuple[list[ReadText], Answers]:
+        """The texts and their answers. Those of a first step are read first, and the others while it computes."""
+        texts: list[ReadText] = []
+        futures: list[Future[Answers]] = []
+        try:
+            for read in self.reader.parts(prompts, self.core.most_tokens, prompt_name=prompt_name, cut_to=cut_to):
+                if futures:
+                    self.core.give_way()
+                part = read()
+                texts += part
+                futures.append(self.submit(part, asked, priority))
+            return texts, [answer for future in futures for answer in future.result()]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
 
     def submit(self, texts: Sequence[ReadText], asked: PoolingParams, priority: int) -> Future[Answers]:
         """Hands texts to the engine's thread."""

@@ -25,6 +25,7 @@ logger = logging.getLogger("mllm_compile.engine")
 
 Answers = list[np.ndarray]
 _CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
+_MOMENT_S = 0.005
 _MOST_WAITING = 1 << 20  # texts of all callers
 _OF_GENERATION = (
     *("kv_pages_used", "kv_pages_cached", "kv_pages_total", "prefix_hit_tokens", "prefix_query_tokens"),
@@ -82,7 +83,8 @@ class PoolingCore:
     ) -> None:
         self._runner, self._queue = runner, queue
         self._prepare, self._check_device, self._shutdown = prepare_thread, check_device, shutdown
-        self._news = threading.Condition()
+        lock = threading.RLock()
+        self._news, self._taken = threading.Condition(lock), threading.Condition(lock)
         self._waiting = 0
         self._answers: dict[Call, _Waiting] = {}
         self._futures: dict[Call, Future[Answers]] = {}
@@ -100,6 +102,11 @@ class PoolingCore:
     def most_texts(self) -> int:
         """Texts of a step."""
         return self._queue.most_texts
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a step."""
+        return self._queue.most_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -153,6 +160,12 @@ class PoolingCore:
             self._news.notify()
         return future
 
+    def give_way(self) -> None:
+        """Waits until steps have taken all texts, a moment at most: a caller that goes on in Python would keep the
+        thread from its next step for as long (the interpreter's lock)."""
+        with self._taken:
+            self._taken.wait_for(lambda: not self._waiting, _MOMENT_S)
+
     def close(self) -> None:
         """Ends calls that wait, and gives all memory back. May be called again."""
         with self._news:
@@ -195,6 +208,7 @@ class PoolingCore:
                 return None
             taken = self._queue.take()
             self._waiting -= len(taken)
+            self._taken.notify_all()
         gone = {call for call, _ in taken if self._futures[call].cancelled()}
         kept = [(call, number) for call, number in taken if call not in gone]
         for call in gone:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 _MOST_TEXTS = 65_536  # of a call
 _MOST_CHARACTERS = 64 << 20  # of the pairs of a call: one long query is in each
 _PLACES = re.compile(r"\{(query|document)\}")
+_LETTERS = 4  # of a token, about
 _PORTION = 4 << 20  # characters that are tokenized at once: a tokenizer takes 100 bytes for each token
 
 
@@ -69,7 +71,26 @@ class TextReader:
         Raises:
             RequestError: one is refused, or there is none.
         """
-        listed = listed_prompts(prompts)
+        return self._read(_listed_raw(prompts), 0, prompt_name, cut_to)
+
+    def parts(
+        self,
+        prompts: TextPrompts,
+        most_tokens: int,
+        *,
+        prompt_name: str | None = None,
+        cut_to: int | None = None,
+    ) -> list[Callable[[], list[ReadText]]]:
+        """The texts as `read` gives them, in one part or two: of about `most_tokens` together, then all others. Each
+        part is read, and may be refused, when it is called."""
+        listed = _listed_raw(prompts)
+        first = _about_as_many(listed, most_tokens)
+        parts = ((0, listed[:first]), (first, listed[first:]))
+        return [partial(self._read, part, begin, prompt_name, cut_to) for begin, part in parts if part]
+
+    def _read(self, listed: Sequence[Any], begin: int, prompt_name: str | None, cut_to: int | None) -> list[ReadText]:
+        """Args: begin: the place of the first one in the call, for messages."""
+        listed = [_content(one) for one in listed]
         prefix = self._prompt(prompt_name)
         most = self._most(cut_to)
         texts = [self._lower(prefix + one) if isinstance(one, str) else None for one in listed]
@@ -78,12 +99,12 @@ class TextReader:
         if self._leaves_prompt_out(prefix):
             skipped = len(next(self._encoded([self._lower(prefix)], None, most))[0]) - 1
         found = []
-        for place, (one, text) in enumerate(zip(listed, texts, strict=True)):
+        for place, (one, text) in enumerate(zip(listed, texts, strict=True), begin):
             if text is None:
                 found.append(self._of_ids(one, place, cut_to, most))
             else:
                 found.append(self._text(*next(encoded), place, skipped))
-        return self._checked(found)
+        return self._checked(found, begin)
 
     def read_pairs(self, pairs: Sequence[tuple[TextPrompt, TextPrompt]], cut_to: int | None = None) -> list[ReadText]:
         """Pairs as one text each, as a cross-encoder reads them; arguments and errors as `read`."""
@@ -172,16 +193,16 @@ class TextReader:
             of_kinds = np.minimum(np.asarray(kinds, dtype=np.int64), self._facts.kinds - 1)
         return ReadText(array, of_kinds, min(skipped, len(array) - 1))
 
-    def _checked(self, texts: list[ReadText]) -> list[ReadText]:
+    def _checked(self, texts: list[ReadText], begin: int = 0) -> list[ReadText]:
         """The texts, whose ids are of the vocabulary: all are looked at in one, as numpy takes microseconds a call."""
         ids = np.concatenate([text.ids for text in texts])
         if ids.min() < 0 or ids.max() >= self._vocab_size:
-            for place, text in enumerate(texts):
+            for place, text in enumerate(texts, begin):
                 if text.ids.min() < 0 or text.ids.max() >= self._vocab_size:
                     raise self._wrong_id(text.ids, place)
         end = self._facts.end_id
         if end is not None:
-            for place, text in enumerate(texts):
+            for place, text in enumerate(texts, begin):
                 if text.ids[-1] != end:
                     raise RequestError(
                         f"text {place} ends with token id {text.ids[-1]}; expected {end}, at which the model's head "
@@ -206,15 +227,33 @@ def listed_prompts(prompts: TextPrompts) -> list[str | Sequence[int]]:
     Raises:
         RequestError: there are no prompts, there are too many, or one is neither a text nor token ids.
     """
+    return [_content(one) for one in _listed_raw(prompts)]
+
+
+def _listed_raw(prompts: TextPrompts) -> list[Any]:
+    """The prompts as a list, whose contents are not looked at yet; errors of their number alone."""
     if isinstance(prompts, str | Mapping) or _are_ids(prompts):
-        return [_content(prompts)]
+        return [prompts]
     if not isinstance(prompts, Sequence) and not hasattr(prompts, "tolist"):
         raise RequestError(f"prompts: expected texts or token ids, got {typed_repr(prompts)}")
     listed = list(prompts)
     if not listed:
         raise _no_texts()
     _check_number(len(listed))
-    return [_content(one) for one in listed]
+    return listed
+
+
+def _about_as_many(listed: Sequence[Any], most_tokens: int) -> int:
+    """The prompts, from the first on, that have about as many tokens together."""
+    tokens = 0
+    for number, one in enumerate(listed):
+        if tokens >= most_tokens:
+            return number
+        if type(one) is not list and isinstance(one, Mapping):
+            one = next(iter(one.values()), ())
+        size = len(one) if isinstance(one, Sequence) or getattr(one, "ndim", 0) == 1 else 1
+        tokens += -(-size // _LETTERS) if isinstance(one, str) else size
+    return len(listed)
 
 
 def _check_number(texts: int) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile.engine.pooling import texts
+from mllm_compile.engine.pooling import core, texts
 from mllm_compile.engine.pooling.texts import TextReader
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.pooling.facts import PoolingFacts
 from mllm_compile.text.tokenizer import load_tokenizer
-from tests.fake_pooling import fake_pooling_engine
+from tests.fake_pooling import WIDTH, fake_numbers, fake_pooling_engine
 from tests.pooling_folder import save_word_tokenizer
 
 
@@ -61,3 +61,43 @@ def test_a_priority_that_is_no_number_hurts_no_other_call(priority):
         with pytest.raises(RequestError, match="priority"):
             engine.embed([5], priority=priority)
         assert len(engine.embed([5], priority=-1)) == 1
+
+
+def test_the_texts_behind_a_first_step_are_read_while_it_is_computed(monkeypatch):
+    monkeypatch.setattr(core, "_MOMENT_S", 60.0)
+    asked = [[number % 100] * 20 for number in range(60)]  # of 20 tokens; a step takes 512
+    with fake_pooling_engine(None, {}) as engine:
+        begun, read, taken = engine.pooling.core, TextReader._read, []
+
+        def watched(self, listed, begin, *how):
+            taken.append((begin, len(listed), begun.num_waiting))
+            return read(self, listed, begin, *how)
+
+        monkeypatch.setattr(TextReader, "_read", watched)
+        answers = engine.embed(asked, normalize=False)
+    assert taken == [(0, 26, 0), (26, 34, 0)], "a step has taken the first ones"
+    assert [list(answer.prompt_token_ids) for answer in answers] == asked
+    for ids, answer in zip(asked, answers, strict=True):
+        assert np.array_equal(answer.outputs.embedding, fake_numbers(ids, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [([5, 128], "text 40 has token id 128; expected 0 to 127"), ([], "a prompt is"), (5, "a prompt is")],
+)
+def test_a_bad_text_behind_a_first_step_refuses_the_call_whole(wrong, told):
+    asked: Any = [[number] * 20 for number in range(40)]
+    with fake_pooling_engine(None, {}) as engine:
+        with pytest.raises(RequestError, match=told):
+            engine.embed([*asked, wrong])
+        assert len(engine.embed(asked)) == 40
+        assert engine.pooling.core.num_calls == 0
+
+
+def test_how_many_texts_a_step_takes_is_guessed_of_any():
+    about = texts._about_as_many
+    assert about([[1] * 30] * 4, 60) == 2
+    assert about([{"prompt_token_ids": [1] * 30}] * 4, 60) == 2
+    assert about(["x" * 120] * 4, 60) == 2
+    assert about([np.ones(30, np.int64)] * 4, 60) == 2
+    assert about([1, None, np.float64(2)], 60) == 3
