@@ -21,6 +21,7 @@ class Admission:
 
     Attributes:
         waiting: requests without a row, new or preempted, by urgency.
+        longest: tokens that the longest of them computes at most, or of some that have waited with them.
         queried_tokens: tokens of prompts that were looked up in the prefix cache.
         hit_tokens: the tokens among them that were found.
         recomputed_tokens: tokens that preempted requests had computed, less what they found again.
@@ -29,6 +30,7 @@ class Admission:
 
     def __init__(self, config: SchedulerConfig, rows: Rows, states: StateCopies) -> None:
         self.waiting: list[Request] = []
+        self.longest = 0
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.recomputed_tokens = 0
@@ -38,13 +40,15 @@ class Admission:
         self._blocked: tuple[Request, int] | None = None
 
     def add(self, request: Request) -> None:
-        """Let a new request wait."""
+        """Let a request wait."""
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        self.longest = max(self.longest if self.waiting else 0, num_tokens)
         insort(self.waiting, request, key=by_urgency)
 
     def put_back(self, request: Request, num_computed: int) -> None:
         """Let a preempted request wait, which had computed so many tokens."""
         self.recomputed_tokens += num_computed
-        insort(self.waiting, request, key=by_urgency)
+        self.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out of the queue."""

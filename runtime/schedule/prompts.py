@@ -85,6 +85,12 @@ class Prompts:
         """False: no prompt can be in the next step."""
         return bool(self.begun or (self.admission.waiting and self._rows.num_free))
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest prompt which is not over may still compute; a bound, as it looks at few."""
+        begun = max(map(self._lengths.rest, self.begun), default=0)
+        return max(begun, self.admission.longest if self.admission.waiting else 0)
+
     def plan(self, decodes: RunningDecodes) -> PromptPlan | None:
         """Plan what prompts take of a step beside these decodes; None: nothing, for sure.
 

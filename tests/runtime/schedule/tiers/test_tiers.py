@@ -335,6 +335,28 @@ def test_stores_begin_beside_decodes_unless_they_are_many_or_the_step_could_take
     sim.check_answers()
 
 
+@pytest.mark.parametrize("is_long", [True, False])
+def test_pages_are_stored_before_a_prompt_that_is_larger_than_what_is_free_has_them_dropped(is_long: bool) -> None:
+    """A long prompt's pages are made free at once: more than its first step computes."""
+    sim, copies = simulation(
+        Random(7), ends=0.0, num_pages=41, max_num_batched_tokens=16, max_model_len=256, num_slots=128
+    )
+    sim.scheduler.pages._long = 2 if is_long else 1000
+    sim.add(make_request("first", prompt_of(20), max_tokens=1, **FREE))
+    while sim.scheduler.has_work():
+        sim.step()
+    assert not copies.begun and sim.scheduler.has_idle_work
+    sim.add(make_request("long", prompt_of(146, first=5), max_tokens=2, **FREE))
+    copies.ends = 1.0
+    settled(sim)
+    again = sim.add(make_request("again", prompt_of(20), max_tokens=2, **FREE))
+    settled(sim)
+    assert again.num_cached_tokens == 16, "in the cache or in the memory"
+    assert again.host_tokens
+    sim.check_answers()
+    sim.check_all_returned()
+
+
 def test_writes_below_begin_and_steps_are_learnt_from_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, copies = simulation(Random(7), ends=0.0, num_below=64, num_pages=129, max_num_batched_tokens=8)
     sim.ms_of = lambda batch: 1.0
