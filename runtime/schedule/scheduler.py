@@ -249,8 +249,8 @@ class Scheduler:
 
     @property
     def _may_evict(self) -> bool:
-        """The next step may take pages of the prefix cache, which are stored first: for its tokens, and at once for all of
-        a long prompt (PageTables.grow) and of a load."""
+        """The next step may take pages of the prefix cache, which are stored first: for its tokens, and at once for all
+        of a long prompt (PageTables.grow) and of a load."""
         most = self.config.max_num_batched_tokens // self.config.page_size + len(self._lifecycle.unfinished)
         return self.pages.allocator.available_pages < most + 2 * self.pages.pages_for(self.prompts.longest)
 
