@@ -8,6 +8,7 @@ be told. A transfer that breaks off ends its group: both sides would count its b
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ class Transfers:
         self._buffer_bytes: int | None = None  # of vLLM's packed form; None: tensor by tensor
         self._last: Announcement | None = None  # of vLLM's form
         self._received: list[object] = []  # what the update that is open has been told of
+        self._told: dict[bytes, tuple[str, ...]] = {}  # digest of SGLang's pickle → the names in it
         self.version: str | None = None  # of SGLang's last bucket
         self._lock = threading.Lock()
 
@@ -62,7 +64,7 @@ class Transfers:
 
     def started(self) -> None:
         """Notes that an update has begun."""
-        self._received = []
+        self._received, self._told = [], {}
 
     def _join(
         self,
@@ -284,21 +286,31 @@ class Transfers:
         return self._take(group_name, tensors, announced)
 
     def receive_given(self, pickled: str) -> int:
-        """Receives the tensors of /update_weights_from_tensor."""
+        """Receives the tensors of /update_weights_from_tensor.
+
+        The same again brings nothing. The same names in other memory are of a trainer that begins anew: no call says
+        so, and what the one before it left must not become half of an update.
+        """
+        digest = hashlib.sha256(pickled.encode()).digest()
         with self._or_over():
             given = by_sglangs_pickle(pickled)
+            names = [one.name for one in given]
+            if digest in self._told:
+                with counted(given):
+                    return len(given)
+            if tuple(names) in self._told.values():
+                self._weights.abandon("a trainer begins anew")
+                self._weights.start()
+                self.started()
             try:
-                announced = self._announced(
-                    [one.name for one in given], [str(one.dtype) for one in given], [one.shape for one in given]
-                )
+                announced = self._announced(names, [str(one.dtype) for one in given], [one.shape for one in given])
             except MllmError:
                 with suppress(MllmError), counted(given):
                     pass
                 raise
-            if announced in self._received:
-                with counted(given):
-                    return len(given)
-            return self._take_given(given, announced)
+            count = self._take_given(given, announced)
+        self._told[digest] = announced.names
+        return count
 
     # prime-rl's form --------------------------------------------------------------------------------------------------
 

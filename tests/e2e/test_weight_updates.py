@@ -172,24 +172,40 @@ def changed_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_changed(TINY, tmp_path_factory.mktemp("changed") / "model")
 
 
+def assert_answers_follow(engine: Engine, old: Any, new: Any, expected: tuple[Any, Any], prompts: Any) -> None:
+    """Answers are by the old weights or the new ones, whatever the mode of a pause, and while requests run.
+
+    Args:
+        old, new: gives the engine these weights.
+        expected: the answers of each.
+    """
+    assert expected[0] != expected[1]
+    for mode in (None, "abort", "wait", "keep", "retract"):
+        running = [engine.stream(prompt, GREEDY) for prompt in prompts]
+        if mode is not None:
+            engine.pause(mode)
+        new(engine)
+        engine.resume()
+        ends = {list(stream)[-1].finish_reason for stream in running}
+        assert ends <= ({"abort", "length"} if mode == "abort" else {"length"})
+        assert answers(engine, prompts) == expected[1]
+        old(engine, direct=mode == "keep")
+        assert answers(engine, prompts) == expected[0]
+
+
 def test_answers_are_those_of_a_fresh_engine_whatever_the_pause(inductor_cache, changed_tiny):
     config, other = tiny_config(inductor_cache), tiny_config(inductor_cache, model={"path": str(changed_tiny)})
     with Engine(other) as fresh:
         expected = answers(fresh)
+
+    def old(engine: Engine, **options: Any) -> None:
+        engine.update_weights(tensors_of(TINY).items(), version="old", **options)
+
+    def new(engine: Engine) -> None:
+        engine.update_weights_from_folder(changed_tiny, version="new")
+
     with Engine(config) as engine:
-        first = answers(engine)
-        assert first != expected
-        for mode in (None, "abort", "wait", "keep", "retract"):
-            running = [engine.stream(prompt, GREEDY) for prompt in PROMPTS]
-            if mode is not None:
-                engine.pause(mode)
-            engine.update_weights_from_folder(changed_tiny, version="new")
-            engine.resume()
-            ends = {list(stream)[-1].finish_reason for stream in running}
-            assert ends <= ({"abort", "length"} if mode == "abort" else {"length"})
-            assert answers(engine) == expected
-            engine.update_weights(tensors_of(TINY).items(), version="old", direct=mode == "keep")
-            assert answers(engine) == first
+        assert_answers_follow(engine, old, new, (answers(engine), expected), PROMPTS)
 
 
 @pytest.mark.slow
@@ -200,11 +216,17 @@ def test_through_inductor_answers_are_those_of_a_fresh_engine(model, tmp_path):
     second = write_changed(first, tmp_path / "second")
     configs = [config_of(tmp_path / "cache", one, model.quantization, "inductor") for one in (first, second)]
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
-    with Engine(configs[0]) as engine:
+
+    def old(engine: Engine, **options: Any) -> None:
+        engine.update_weights(parameters_of(first).items(), **options)
+
+    def new(engine: Engine) -> None:
         engine.update_weights(parameters_of(second).items())
-        found = answers(engine, prompts)
+
     with Engine(configs[1]) as fresh:
-        assert found == answers(fresh, prompts)
+        expected = answers(fresh, prompts)
+    with Engine(configs[0]) as engine:
+        assert_answers_follow(engine, old, new, (answers(engine, prompts), expected), prompts)
 
 
 def test_half_of_a_tie_must_be_the_other_half(eager_cache):

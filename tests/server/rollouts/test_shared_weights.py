@@ -87,6 +87,24 @@ def test_sglangs_tensors_make_a_round_trip(trainer, start, by_file):
     assert not list(FOLDER.glob(f"torch_{os.getpid()}_*"))  # the engine has let go of them
 
 
+def test_what_a_sender_of_sglangs_left_is_no_half_of_another_ones_update(trainer, start, by_file):
+    before = trainer.seen()
+
+    def told(tensors):
+        what = [(name, one.clone()) for name, one in tensors.items()]
+        return what, {"serialized_named_tensors": [pickled(what)]}
+
+    first, second = map(dict, halves(start))
+    left, body = told({name: changed(start, 15)[name] for name in first})
+    for _ in range(2):  # a client that lost the answer
+        trainer.post("/update_weights_from_tensor", body)
+    bodies = [told(some) for some in (first, second)]
+    for _, body in bodies:
+        trainer.post("/update_weights_from_tensor", body)
+    assert trainer.seen() == before
+    del left, bodies, body
+
+
 def test_tensors_that_are_refused_are_let_go_of(trainer, by_file):
     what = [("nonsense", torch.zeros(4))]
     body = {"serialized_named_tensors": [pickled(what)]}

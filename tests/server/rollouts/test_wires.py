@@ -110,6 +110,32 @@ def test_a_sender_that_leaves_in_the_middle_changes_nothing(trainer, start):
     trainer.refused("/update_weights", {"update_info": announced(start)})  # there is neither an update nor a group
 
 
+@pytest.mark.slow
+def test_a_trainer_that_leaves_behind_any_message_changes_nothing(trainer, start):
+    before, new = trainer.seen(), changed(start, 10)
+    sent = [as_bytes(some) for some in chunks(new, 3 * BUFFER_BYTES)]
+    assert len(sent) > 2
+    for done in range(-2, len(sent) + 1):
+        group = trainer.join_vllm(3 * BUFFER_BYTES)
+        if done > -2:
+            trainer.post("/start_weight_update")
+        if done >= 0:
+            asked = Beside(trainer.server.post, "/update_weights", {"update_info": announced(new)})
+            for some in sent[:done]:
+                group.broadcast(some)
+        is_received = done == len(sent)
+        if is_received:
+            assert asked.wait().status == 200
+        del group  # its sockets close
+        if done >= 0 and not is_received:
+            assert asked.wait().error["code"] == "weight_update"
+        assert trainer.seen() == before
+    by_vllm(trainer, trainer.join_vllm(), new, "new", BUFFER_BYTES)  # what the last one left is not half of it
+    assert trainer.seen() != before
+    by_vllm(trainer, trainer.join_vllm(), start, "back", BUFFER_BYTES)
+    assert trainer.seen() == before
+
+
 def test_a_trainer_that_breaks_off_in_a_pause_holds_no_other_one(trainer, start):
     before = trainer.seen()
     name, tensor = next(iter(start.items()))
