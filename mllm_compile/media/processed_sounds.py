@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.media.decode import Refused
+from mllm_compile.runtime.media.tower import SOUND_INPUT
 
 _MASKS = ("feature_attention_mask", "input_features_mask")
+_OTHER_NAME = "audio_input_features"  # Phi-4-multimodal's, beside the number of features
 _SPARE_FRAMES = 8  # by which extractors' ways of counting the frames of a sound differ
 
 
@@ -64,6 +66,8 @@ class SoundPart:
             text_kwargs={"padding": False},  # some tokenizers lack what fills up
         )
         text = made["text_replacement_offsets"][0][0]["replacement"]
+        if _OTHER_NAME in made:
+            return Heard({SOUND_INPUT: made[_OTHER_NAME]}, made["input_ids"], text)
         self._check_whole(made, samples.size)
         return Heard(made, made["input_ids"], text)
 

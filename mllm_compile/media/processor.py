@@ -75,12 +75,14 @@ class MediaProcessor:
             raise Refused(f"the model's processor cannot be loaded ({_reason(error)})") from None
         config = served_part(json.loads((folder / CONFIG_FILE).read_bytes()))
         self._ids = {kind: placeholder_of(config, kind) for kind in KINDS}
+        pictures = getattr(self._processor, "image_processor", None)
         self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
+        if pictures is None:
+            self._tokens["image"] = None
         if all(token is None for token in self._tokens.values()):
             raise Refused(f"the model's processor ({_class_name(folder)}) names no token of images, videos or sounds")
         self._settings = _settings_of(folder)
         # One of several images has fewer features then, as of LLaVA-OneVision.
-        pictures = getattr(self._processor, "image_processor", None)
         self._counts_images = pictures is not None and "batch_num_images" in pictures.model_input_names
         self._sounds = SoundPart.of(self._processor)
 
@@ -293,7 +295,7 @@ def _load(folder: Path) -> Any:
     load: dict[str, Callable[[], Any]] = {
         # Of placeholders alone, which it must know, whatever users' texts are read as.
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, split_special_tokens=False),
-        "image_processor": lambda: _image_class(folder).from_pretrained(folder),
+        "image_processor": lambda: _image_processor(folder, is_needed="audio_processor" not in parts),
         "video_processor": lambda: _video_processor(folder),
         "feature_extractor": lambda: feature_extractor(folder),
         "audio_processor": lambda: feature_extractor(folder),
@@ -339,8 +341,9 @@ def _why_no_videos() -> str:
     )
 
 
-def _image_class(folder: Path) -> Any:
-    """The image processor's Pillow form. Not by AutoImageProcessor, which needs torchvision in some releases."""
+def _image_processor(folder: Path, is_needed: bool) -> Any:
+    """The image processor's Pillow form; None: it has none, and sounds are served all the same. Not by
+    AutoImageProcessor, which needs torchvision in some releases."""
     import transformers
 
     own = [_read_json(folder / name) for name in PROCESSOR_FILES]
@@ -349,9 +352,9 @@ def _image_class(folder: Path) -> Any:
     if name is None:
         raise Refused(f"none of the model's files ({', '.join(PROCESSOR_FILES)}) names its image_processor_type")
     kind = getattr(transformers, f"{name.removesuffix('Fast').removesuffix('Pil')}Pil", None)
-    if kind is None:
+    if kind is None and is_needed:
         raise Refused(f"the model's image processor is a {name}, and this Transformers has no Pillow version of it")
-    return kind
+    return None if kind is None else kind.from_pretrained(folder)
 
 
 def _may_lack_parts(kind: Any) -> Any:

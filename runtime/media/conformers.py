@@ -28,10 +28,12 @@ class ConformerTower(SoundTower):
         of_group: features of `merge` rows that follow each other; the last of a sound may lack some.
         is_masked: it is told where sounds end; else those of one length alone can be computed together by the model's
             own forward.
+        sampled: frames of the sounds that a check gives it; 0: more than two chunks of one.
     """
 
     of_group: int = 1
     is_masked: bool = True
+    sampled: int = 0
     counted_inputs: ClassVar[tuple[str, ...]] = ("taps", "sounds")
 
     def num_features(self, grid: Grid) -> int:
@@ -91,6 +93,8 @@ class ConformerTower(SoundTower):
 
     def sample_grids(self) -> tuple[Grid, Grid]:
         """A sound that ends within its third chunk, and a shorter one where the model's own forward is told of ends."""
+        if self.sampled:
+            return (1, self.sampled, 0), (1, self.sampled, 0)
         long: Grid = (3, self.frames // 2 + 1, 0)
         return long, (1, self.frames // 2 + 3, 0) if self.is_masked else long
 

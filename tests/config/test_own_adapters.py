@@ -30,6 +30,14 @@ def test_the_config_says_whether_a_folder_is_its_adapters_too(tmp_path, said, is
     assert own is None or own == (tmp_path, 64)
 
 
+def test_it_may_be_in_a_folder_of_its_own(tmp_path):
+    folder = tmp_path / "speech-lora"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 320}')
+    assert adapter_of_sounds(ModelFolder(tmp_path, {"audio_config": {}}, ())) == (folder, 320)
+    assert adapter_of_sounds(ModelFolder(tmp_path, {}, ())) is None, "a text alone"
+
+
 @pytest.mark.parametrize("fields", [{"r": 0}, {"r": "8"}, {}, {"r": 8, "rank_pattern": [3]}])
 def test_ranks_that_are_none_are_refused(tmp_path, fields):
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))

@@ -77,6 +77,14 @@ CASES = {
         | dict.fromkeys(("image_token", "boi_token", "eoi_token"), "<1>"),
         pictures={"image_processor_type": "SiglipImageProcessor"},
     ),
+    "phi4_multimodal": Case(
+        "Phi4MultimodalProcessor",
+        ConformerTower(**_TOWER | {"frames": 4000}, halvings=3, is_masked=False, window=1, edges="last"),
+        (25, 394),
+        extractor="Phi4MultimodalFeatureExtractor",
+        named={"audio_token": SOUND, "image_token": "<1>"},
+        pictures={"image_processor_type": "Phi4MultimodalImageProcessor"},
+    ),
 }
 
 
@@ -94,6 +102,7 @@ def make_folder(folder: Path, name: str) -> dict[str, bytes]:
     )
     tokenizer.train_from_iterator([], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    token = {"audio_token_id": SOUND_ID}
     texts = {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -107,7 +116,8 @@ def make_folder(folder: Path, name: str) -> dict[str, bytes]:
             **case.pictures,
         },
         "processor_config.json": {"processor_class": case.processor, **case.settings},
-        "config.json": {"model_type": name, "audio_token_id": SOUND_ID},
+        "config.json": {"model_type": name}
+        | ({"audio_config": token} if name == "phi4_multimodal" else token),  # of which it is the tower's own
     }
     for file, content in texts.items():
         (folder / file).write_text(json.dumps(content))

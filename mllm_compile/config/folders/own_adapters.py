@@ -1,4 +1,4 @@
-"""Adapters that come with a model and compute its prompts with sounds alone, as Granite Speech's."""
+"""Adapters that come with a model and compute its prompts with sounds: Granite Speech's and Phi-4-multimodal's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mllm_compile.files.json_file import read_json_object
 OF_SOUNDS = "sounds"  # the name of such an adapter; one of lora.adapters with this name is in its place
 HAS_OWN = "has_lora_adapter"
 CONFIG_FILE = "adapter_config.json"
+_FOLDER = "speech-lora"  # in which Phi-4-multimodal has it
 _DEFAULT_OF = "projector_config"  # of configs that have it the key is true, so that Transformers leaves it out
 
 
@@ -23,17 +24,20 @@ class OwnAdapter(NamedTuple):
 
 
 def adapter_of_sounds(model: ModelFolder) -> OwnAdapter | None:
-    """The adapter beside the model's weights; None: config.json names none, or it is not there.
+    """The adapter beside the model's weights, or in a folder of its own; None: config.json names none, or it is not
+    there.
 
     Raises:
         CheckpointError: its config is damaged.
     """
-    path = model.path / CONFIG_FILE
-    has_own = model.config.get(HAS_OWN, _DEFAULT_OF in model.config)
+    apart = "audio_config" in model.config and (model.path / _FOLDER / CONFIG_FILE).is_file()
+    folder = model.path / _FOLDER if apart else model.path
+    path = folder / CONFIG_FILE
+    has_own = apart or model.config.get(HAS_OWN, _DEFAULT_OF in model.config)
     if not has_own or (said := read_json_object(path, CheckpointError)) is None:
         return None
     pattern = said.get("rank_pattern") or {}
     ranks: list[Any] = [said.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise CheckpointError(f"{path}: expected ranks (r, rank_pattern) of at least 1, got {ranks}. Download it again")
-    return OwnAdapter(model.path, max(ranks))
+    return OwnAdapter(folder, max(ranks))

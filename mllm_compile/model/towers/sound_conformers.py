@@ -1,4 +1,4 @@
-"""The protocol of conformers, which take a sound whole: Gemma 4's and Granite Speech's.
+"""The protocol of conformers, which take a sound whole: Gemma 4's, Granite Speech's and Phi-4-multimodal's.
 
 Their forwards pad a batch of sounds. Here sounds are in one row, each from the beginning of a chunk, and the modules
 are called in their order; what sees neighbours (convolutions, attention) is told which rows are of one sound.
@@ -16,8 +16,10 @@ from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.block_conformer import BlockConformer
 from mllm_compile.model.towers.local_conformer import LocalConformer
+from mllm_compile.model.towers.masked_hook import attending_by_masks
 from mllm_compile.model.towers.segments_hook import attending_by
 from mllm_compile.model.towers.sound_windows import SAMPLE_CHUNKS, SAMPLE_FEATURES, said_masks, sound_token
+from mllm_compile.model.towers.speech_blocks import ROWS, SpeechBlocks, speech_of
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.conformers import ConformerTower
 from mllm_compile.runtime.media.tower import Grid
@@ -36,6 +38,8 @@ class SoundConformers(TowerAdapter):
             facts = _local(hf_model, base.audio_tower)
         elif hasattr(getattr(base, "encoder", None), "attention_dists") and hasattr(base, "projector"):
             facts = _of_blocks(hf_model, base)
+        elif hasattr(speech_of(base), "relative_attention_bias_layer"):
+            facts = _of_speech(hf_model, speech_of(base))
         else:
             return None
         return cls(hf_model, facts)
@@ -49,6 +53,9 @@ class SoundConformers(TowerAdapter):
             "edges": sized("F", (SAMPLE_CHUNKS,), torch.int64, device),
             "taps": sized("N", (SAMPLE_FEATURES,), torch.int64, device),
         }
+        if speech_of(base) is not None:
+            with attending_by_masks(speech_of(base)):
+                return traced_tower(self.hf_model, SpeechBlocks(base, facts), inputs, device)
         form: Any = LocalConformer if facts.is_masked else BlockConformer
         with attending_by(base, "eager"):
             return traced_tower(self.hf_model, form(base, facts), inputs, device)
@@ -59,6 +66,9 @@ class SoundConformers(TowerAdapter):
         frames = torch.zeros(len(images), int(lengths.max()), facts.bins)
         for place, (pixels, _), length in zip(frames, images, lengths.tolist(), strict=True):
             place[:length] = pixels.view(-1, facts.bins)[:length]
+        if speech_of(self.hf_model.model.model) is not None:
+            sizes = torch.tensor([facts.num_features(grid) for _, grid in images])
+            return {"audio_input_features": frames.to(ids.device), "audio_embed_sizes": sizes}
         said = {"input_features": frames.to(ids.device)}
         if not facts.is_masked:
             return said
@@ -90,6 +100,28 @@ def _of_blocks(hf_model: HFModel, base: Any) -> ConformerTower:
         merge=config.window_size,
         of_group=config.window_size // config.downsample_rate,
         is_masked=False,
+        window=1,
+        edges="last",
+        feature_width=hf_model.sizes().hidden_size,
+        image_token_id=placeholder_of(hf_model, sound_token(hf_model), "sound"),
+    )
+
+
+def _of_speech(hf_model: HFModel, encoder: Any) -> ConformerTower:
+    config = encoder.config
+    halvings = int(math.log2(config.time_reduction))
+    if config.time_reduction != 1 << halvings or config.downsample_rate != 1 or config.chunk_size > 0:
+        raise refusal(
+            f"its audio_config says time_reduction {config.time_reduction}, downsample_rate {config.downsample_rate} "
+            f"and chunk_size {config.chunk_size}; expected a power of two, 1 and none",
+            "sound",
+        )
+    return ConformerTower(
+        bins=config.input_size,
+        frames=ROWS << halvings,
+        halvings=halvings,
+        is_masked=False,
+        sampled=20 << halvings,
         window=1,
         edges="last",
         feature_width=hf_model.sizes().hidden_size,

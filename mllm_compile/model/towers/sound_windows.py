@@ -77,7 +77,8 @@ class SoundWindows(TowerAdapter):
 def sound_token(hf_model: HFModel) -> Any:
     """The config's token that stands for a sound's feature."""
     config = hf_model.model.config
-    return getattr(config, "audio_token_id", getattr(config, "audio_token_index", None))
+    of_tower = getattr(getattr(config, "audio_config", None), "audio_token_id", None)
+    return getattr(config, "audio_token_id", getattr(config, "audio_token_index", of_tower))
 
 
 def said_masks(model: Any, mask: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ def masked_attention(
 
     Args:
         q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, Dv].
-        mask: [B, 1, N, M]: bool, true where a row sees a key, or of q's dtype, added to scores. None: it sees all.
+        mask: [B, 1 or H, N, M]: bool, true where a row sees a key, or of q's dtype, added to scores. None: it sees all.
         sm_scale: factor on q·k.
     """
     attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
