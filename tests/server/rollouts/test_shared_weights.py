@@ -98,10 +98,16 @@ def test_what_a_sender_of_sglangs_left_is_no_half_of_another_ones_update(trainer
     left, body = told({name: changed(start, 15)[name] for name in first})
     for _ in range(2):  # a client that lost the answer
         trainer.post("/update_weights_from_tensor", body)
-    bodies = [told(some) for some in (first, second)]
-    for _, body in bodies:
-        trainer.post("/update_weights_from_tensor", body)
+    bodies = [told(some) for some in (first, second, first)]
+    for _, body in bodies[:2]:
+        for _ in range(2):
+            trainer.post("/update_weights_from_tensor", body | {"weight_version": "again"})
     assert trainer.seen() == before
+    trainer.post("/continue_generation")  # it would lack tensors if the last one had begun another update
+    trainer.post("/update_weights_from_tensor", bodies[2][1] | {"weight_version": "half"})
+    assert "lacks" in trainer.refused("/continue_generation").error["message"]
+    trainer.post("/start_weight_update")
+    trainer.refused("/finish_weight_update")  # nothing came
     del left, bodies, body
 
 
