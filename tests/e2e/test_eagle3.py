@@ -112,6 +112,25 @@ def test_any_head_changes_no_answer(variant, eager_cache, tmp_path):
     assert again == [token_ids for token_ids, *_ in firsts]
 
 
+SPOILT = {
+    "ids beyond the vocabulary": ("d2t", 2**40),
+    "ids below it": ("d2t", -(2**40)),
+    "logits that overflow": ("lm_head.weight", 3e38),
+    "hidden states that overflow": ("fc.weight", 3e38),
+}
+
+
+@pytest.mark.parametrize("spoilt", slow_but_a_sample(SPOILT, 1))
+def test_a_spoilt_head_costs_drafts_alone(spoilt, eager_cache, tmp_path):
+    config = head_config(MODEL, draft_vocab_size=99)
+    tensors, (name, value) = random_tensors(config), SPOILT[spoilt]
+    tensors[name] = torch.full_like(tensors[name], value)
+    head = save_head(tmp_path / "head", config, tensors)
+    plain, _ = answers(tiny_config(eager_cache, compile=EAGER), REPEATS, *PARAMS)
+    drafted, _ = answers(config_with(eager_cache, head), REPEATS, *PARAMS)
+    assert drafted == plain
+
+
 def with_sizes(**sizes: int) -> dict[str, Any]:
     return head_config(MODEL | sizes)
 

@@ -132,6 +132,7 @@ class FakeDevice:
                 tokens = batch.verify_token_ids[taken_of_decodes : taken_of_decodes + num_new].tolist()
                 taken_of_decodes += num_new
                 assert tokens[0] == self.last_tokens[row]
+                assert all(0 <= token < VOCAB for token in tokens), "a draft ends ahead of what is no token"
                 accepted = self._verify(row, prefix_len, tokens, _start(request.cache_salt))
                 runs.token_ids[i, : len(accepted)], runs.counts[i] = accepted, len(accepted)
                 sampled[i] = self.last_tokens[row] = accepted[-1]

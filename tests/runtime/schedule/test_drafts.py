@@ -50,6 +50,13 @@ def test_right_drafts_are_accepted_whole_also_after_preemptions(num_pages):
         assert request.num_accepted_tokens == request.num_drafted_tokens > 0
 
 
+def test_a_draft_ends_ahead_of_what_is_no_token():
+    """The simulation looks at each token of a step; some guesses are -1, some one beyond the vocabulary."""
+    simulation, batches = simulated("any", None, False, 50)
+    assert any(batch.has_drafts for batch in batches)
+    assert all(0 < request.num_accepted_tokens < request.num_drafted_tokens for request in simulation.requests)
+
+
 def test_right_drafts_by_cost_save_steps_where_a_step_takes_always_as_long():
     _, batches = simulated("right", lambda batch: 3.0, True, 200, max_model_len=256, num_pages=300)
     assert sum(batch.has_drafts for batch in batches) > 10
