@@ -115,6 +115,10 @@ class TierIndex:
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
+    def get_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """What `get` has of each."""
+        return list(map(self._entries.get, keys))
+
     def use(self, keys: Sequence[bytes]) -> None:
         """Counts a path of pages as used now."""
         now = time.monotonic()

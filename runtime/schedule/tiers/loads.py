@@ -15,6 +15,7 @@ from mllm_compile.runtime.schedule.pages.page_run import PageRun, Salt
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.tiers.index import Entry
 from mllm_compile.runtime.schedule.tiers.lookups import Lookups
+from mllm_compile.runtime.schedule.tiers.prompt_keys import PromptKeys
 from mllm_compile.runtime.schedule.tiers.room import Room
 from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
@@ -84,7 +85,7 @@ class Loads:
         # Of the loads that requests have waited for: pages from the host, and from the tier below.
         self._tried: dict[Request, list[tuple[int, int]]] = {}
         self._later: set[Request] = set()  # requests that are looked at again when a load has ended
-        self._lookups = Lookups(shelves)
+        self._lookups, self._keys = Lookups(shelves), PromptKeys(shelves)
 
     def __bool__(self) -> bool:
         """Loads are in flight, or lookups."""
@@ -103,41 +104,41 @@ class Loads:
         is_last = len(self._tried.get(request, ())) >= _MOST_TRIES
         if is_last and self._room is None:
             return False
-        shelves, page_size = self._shelves, self._shelves.page_size
+        shelves = self._shelves
         run, pages = self._cache.match_prefix(token_ids, salt)
         if is_last:
             return self._waits_for_room(request, *self._of_use(run, pages.size), num_needed, num_promised)
-        known, keys = shelves.path_keys(run), self._cache.use_keys(shelves.secret)
-        parent, rest = known[-1] if known else keys.root(salt), token_ids[pages.size * page_size :]
-        first_missing = keys.chain(parent, rest[:page_size])
+        keys = self._keys.first(request, token_ids, salt, run, pages.size)
+        known, first_missing = keys[: pages.size], keys[pages.size :]
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
             self._waits[request] = on_its_way
             on_its_way.waiting.add(request)
             return True
         # Once: a path of many pages takes its time at each step.
         if not self._lookups.has_asked(request) and shelves.has_to_ask(request):
-            path = self._path(known, parent, keys.chain(parent, rest))
-            if self._lookups.holds_back(request, path):
+            keys = self._keys.all(request, token_ids, salt, keys)
+            if self._lookups.holds_back(request, self._path(keys, pages.size, salt)):
                 return True
         has_more = bool(first_missing) and shelves.find(first_missing[0]) is not None
         may_begin = len(set(self._loads.values())) < _MOST
         if has_more and not may_begin:
             self._later.add(request)
             return True
-        behind = keys.chain(parent, rest) if has_more else first_missing
+        behind = self._keys.all(request, token_ids, salt, keys)[pages.size :] if has_more else first_missing
         found = self._worth_it(request, run, known, behind if has_more else []) if may_begin else None
         prefix = self._of_use(run, pages.size) if found is None else (run, found.have)
         if self._waits_for_room(request, *prefix, num_needed, num_promised, behind):
             return True
         if found is None:
             return False
-        return self._begin(request, token_ids[: found.end * page_size], salt, found, num_needed - found.have)
+        return self._begin(request, token_ids[: found.end * shelves.page_size], salt, found, num_needed - found.have)
 
     def leave(self, request: Request) -> None:
         """Notes that a request waits no longer: it was admitted, or has ended."""
         self._tried.pop(request, None)
         self._later.discard(request)
         self._lookups.leave(request)
+        self._keys.leave(request)
         load = self._waits.pop(request, None)
         if load is not None:
             load.waiting.discard(request)
@@ -163,12 +164,13 @@ class Loads:
         room = self._room
         return room is not None and room.holds_back(request, run, num_needed - num_cached, num_promised, rest)
 
-    def _path(self, known: Sequence[bytes], parent: bytes, keys: Sequence[bytes]) -> list[Entry]:
+    def _path(self, path: Sequence[bytes], num_cached: int, salt: Salt) -> list[Entry]:
         """Entries of a prompt's pages that the prefix cache lacks; of all its pages where a model has states."""
-        page_size, path = self._shelves.page_size, [*known, *keys]
-        begin = 0 if self._shelves.has_states else len(known)
-        parents = [parent if at == len(known) else path[at - 1] if at else b"" for at in range(len(path))]
-        return [Entry(path[at], parents[at], path[0], (at + 1) * page_size, -1) for at in range(begin, len(path))]
+        shelves = self._shelves
+        begin = 0 if shelves.has_states else num_cached
+        root = b"" if num_cached else shelves.pages.cache.use_keys(shelves.secret).root(salt)
+        parents, size = [root, *path], shelves.page_size
+        return [Entry(path[at], parents[at], path[0], (at + 1) * size, -1) for at in range(begin, len(path))]
 
     # --- what there is to load ----------------------------------------------------------------------------------------
 
@@ -182,13 +184,7 @@ class Loads:
 
     def _found(self, run: PageRun | None, known: Sequence[bytes], keys: Sequence[bytes]) -> _Found | None:
         """The part of a path with these keys behind `known` that could be loaded; None: there is nothing."""
-        entries: list[Entry] = []
-        for key in keys:
-            entry = self._shelves.find(key)
-            if entry is None:
-                break
-            entries.append(entry)
-        have = len(known)
+        entries, have = self._shelves.find_path(keys), len(known)
         if not self._shelves.has_states:
             return _Found(run, have, entries, None, have + len(entries), have) if entries else None
         path, cached = [*known, *(entry.key for entry in entries)], self._of_use(run, have)[1]
@@ -211,7 +207,7 @@ class Loads:
 
     def _pays(self, found: _Found) -> bool:
         shelves = self._shelves
-        below = sum(shelves.is_below(entry, is_state=False) for entry in found.entries)
+        below = sum(shelves.is_below(entry, is_state=False) for entry in found.entries) if shelves.below else 0
         num_bytes = [count * shelves.copies.page_bytes for count in (len(found.entries), below)]
         page_size = shelves.page_size
         return shelves.gain.pays(found.cached * page_size, found.end * page_size, *num_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from mllm_compile.runtime.sampling.transfer_params import KVTransferParams
@@ -98,6 +98,19 @@ class Shelves:
         """The entry of a page, or of the state behind it, in the highest tier that has one."""
         found = self.host[is_state].get(key)
         return self.below[is_state].get(key) if found is None and self.below else found
+
+    def find_path(self, keys: Sequence[bytes]) -> list[Entry]:
+        """The entries of a path's pages, up to the first one that no tier has, likewise."""
+        found = self.host[False].get_all(keys)
+        if self.below:
+            below = self.below[False]
+            found = [below.get(key) if entry is None else entry for key, entry in zip(keys, found, strict=True)]
+        entries: list[Entry] = []
+        for entry in found:
+            if entry is None:
+                break
+            entries.append(entry)
+        return entries
 
     def is_below(self, entry: Entry, is_state: bool) -> bool:
         """True if the entry is one of the tier below."""

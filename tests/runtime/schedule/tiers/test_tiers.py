@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.schedule.pages.page_keys import PageKeys
 from mllm_compile.runtime.schedule.tiers.gain import Gain
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
 from mllm_compile.runtime.schedule.tiers.loads import Loads
@@ -72,6 +73,35 @@ def test_a_prompt_whose_pages_are_gone_is_loaded_and_not_computed() -> None:
     assert copies.num_loaded == 3
     (figures,) = sim.scheduler.stats().tiers
     assert figures.hit_tokens == 12
+    sim.check_all_returned()
+
+
+def test_a_prompt_that_is_looked_at_often_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 tokens take milliseconds, and one that waits is looked at each time that pages have moved."""
+    sim, _ = simulation(Random(3), num_pages=27, max_model_len=128)
+    for name, first in (("first", 2), ("other", 5)):
+        sim.add(make_request(name, prompt_of(60, first=first), max_tokens=2, **FREE))
+        settled(sim)
+    monkeypatch.setattr(Gain, "pays", lambda *_: False)
+    sim.add(make_request("long", prompt_of(60, first=9), max_tokens=40, **FREE))
+    while not sim.scheduler.decodes.requests:
+        sim.step()
+    hashed: list[int] = []
+    chain = PageKeys.chain
+
+    def counted(keys: PageKeys, parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        if len(token_ids) > 16:  # else it is its first page alone, or what a step has published
+            hashed.append(len(token_ids) // 4)
+        return chain(keys, parent, token_ids)
+
+    monkeypatch.setattr(PageKeys, "chain", counted)
+    again = sim.add(make_request("again", prompt_of(60), max_tokens=2, **FREE))
+    for _ in range(20):
+        sim.scheduler.rows.changes += 1  # as pages that move have it
+        sim.step()
+    assert not again.output_token_ids and len(hashed) == 1
+    settled(sim)
+    sim.check_answers()
     sim.check_all_returned()
 
 
