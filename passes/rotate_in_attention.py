@@ -16,7 +16,7 @@ from mllm_compile.passes.base import (
     PassTarget,
 )
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op
-from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads
+from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads, writes_keys_of_heads
 from mllm_compile.runtime.attention.layer import LayerSpec
 
 
@@ -37,8 +37,10 @@ class RotateInAttention(GraphPass):
         q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys, values)
         attention_with_output(q, k, v, out, "l0", False, [q0, k0, cos, sin, q_norm, k_norm], eps)
 
+    Attention of heads that do not rotate, as Whisper's, is told [q0, k0] alone, and writes their keys and values.
+
     Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take:
-        rotated whole, by norms that are times their weight, not 1 + their weight.
+        rotated whole, by norms that are times their weight, not 1 + their weight; or neither normed nor rotated.
         There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
         nothing then (runtime/ops/attention/layer_op.py). The pass is left out where no such kernel can be compiled or
         hopper_decode does not serve.
@@ -66,8 +68,8 @@ class RotateInAttention(GraphPass):
         ]
         for node, call in found:
             q, k, _, cos, sin, q_norm, k_norm, eps = call.args[:8]
-            norms = [] if q_norm is None else [q_norm, k_norm]
-            node.args = (*node.args, [q, k, cos, sin, *norms], eps)
+            told = (q, k, cos, sin, q_norm, k_norm)
+            node.args = (*node.args, [each for each in told if each is not None], eps)
         if found:
             _let_slots_be_fewer(found[0][1].args[8])
         return PassResult(gm, len(found), before, len(gm.graph.nodes))
@@ -84,12 +86,15 @@ def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
     """True if a kernel decodes this layer, norms and rotates as it does, and all operands have the type of q."""
     is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and not layer.alibi_slopes and not layer.chunk
     q, k, v, cos, sin, *norms = call.args[:7]
-    angles: Any = cos
-    is_whole = angles is not None and angles.meta["val"].shape[-1] == layer.head_dim
-    is_plain = is_plain and is_whole and call.args[11:] != (True,)
     operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
     is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1
-    return is_plain and is_of_one_type and fuses_rope_of_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    if not is_plain or not is_of_one_type:
+        return False
+    if not isinstance(cos, fx.Node):
+        return norms == [None, None] and writes_keys_of_heads(*heads)
+    is_whole = cos.meta["val"].shape[-1] == layer.head_dim
+    return is_whole and call.args[11:] != (True,) and fuses_rope_of_heads(*heads)
 
 
 def _let_slots_be_fewer(slots: Any) -> None:

@@ -179,7 +179,7 @@ class _DecodeCheck:
             cache.flatten(0, 1).index_copy(0, newest, self._cached(new[is_token])).view(cache.shape)
             for cache, new in ((keys, k), (values, rope_inputs.v))
         )
-        compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
+        compare(ours, q, theirs_keys, theirs_values, what="where it rotates or writes")
         compare(ours, q, keys, values, what="by the keys and values that it has written")
 
     def _cached(self, new: torch.Tensor) -> torch.Tensor:
@@ -194,6 +194,8 @@ class _DecodeCheck:
             self._random((1, num_rows, heads, layer.head_dim), dtype) for heads in (layer.num_heads, layer.num_kv_heads)
         )
         v = self._random((num_rows, layer.num_kv_heads, layer.head_dim), dtype)
+        if not step.values[2:]:  # heads do not rotate
+            return RopeInputs.of([q, k], v, step.eps)
         # As a model's: of random factors some logits would be so large that roundings of keys decide among them.
         angles = math.pi * self._random((1, num_rows, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -240,7 +242,9 @@ def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(rope_inputs: RopeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [R, H, D] and k [R, Hk, D], normed and rotated, float32."""
+    """q [R, H, D] and k [R, Hk, D], normed and rotated where they are, float32."""
+    if rope_inputs.cos is None or rope_inputs.sin is None:
+        return rope_inputs.q[0].float(), rope_inputs.k[0].float()
     cos, sin = rope_inputs.cos[0, :, None].float(), rope_inputs.sin[0, :, None].float()
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

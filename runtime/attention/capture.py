@@ -42,7 +42,7 @@ class RopeInputs:
 
     Attributes:
         q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; tokens may have any stride.
-        cos, sin: [1, T, D], contiguous.
+        cos, sin: [1, T, D], contiguous; neither where heads do not rotate.
         q_weight, k_weight: [D] of the RMS norms before the rotation, or neither.
         eps: theirs.
     """
@@ -50,16 +50,17 @@ class RopeInputs:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
     eps: float
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], v: torch.Tensor, eps: float) -> RopeInputs:
-        """Takes q, k, cos and sin, then the norms' weights if there are any: the order in which ops pass them."""
-        q, k, cos, sin, *weights = tensors
+        """Takes q and k, then cos and sin and the norms' weights if there are any: the order in which ops pass them."""
+        q, k, *angles = tensors
+        cos, sin, *weights = angles or (None, None)
         q_weight, k_weight = weights or (None, None)
         return cls(q, k, v, cos, sin, q_weight, k_weight, eps)
 

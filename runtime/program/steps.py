@@ -41,7 +41,7 @@ class RopeInputNames:
     """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.RopeInputs).
 
     Attributes:
-        values: names of q, k, cos and sin, and of the norms' weights where there are some.
+        values: names of q and k; of cos and sin where heads rotate, then of the norms' weights where there are some.
         eps: these norms' eps.
     """
 

@@ -154,7 +154,7 @@ def test_many_requests_of_any_lengths(decoders, count, heads, kv_heads):
 class New:
     """A new token of each request of a cache, which does not hold its key and value yet: there are infinities."""
 
-    def __init__(self, cache: Cache, heads: int, has_norms: bool) -> None:
+    def __init__(self, cache: Cache, heads: int, has_norms: bool, rotates: bool = True) -> None:
         torch.manual_seed(0)
         count, kv_heads, dim = len(cache.lengths), *cache.keys.shape[1:]
         last = cache.lengths.long() - 1
@@ -172,7 +172,7 @@ class New:
         turns = 6 * torch.rand(1, count, dim, device="cuda")
         angles.copy_(torch.stack((turns.cos(), turns.sin())))
         norms = [(1 + torch.rand(dim, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
-        self.rope_inputs = RopeInputs.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
+        self.rope_inputs = RopeInputs.of([q, k, *(angles.unbind() if rotates else ()), *norms], v[0], 1e-6)
         self.forget(cache)
 
     def forget(self, cache: Cache) -> None:
@@ -204,13 +204,28 @@ def decode_new(decoder: Decode, cache: Cache, new: New, *sinks: torch.Tensor) ->
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, has_norms):
+    compare_new(decoders(kind, heads, kv_heads, page_size), heads, kv_heads, 128, page_size, has_norms, True)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(20, 20, 64), (32, 8, 64), (12, 4, 128)])
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_new_tokens_whose_heads_do_not_rotate_are_written(decoders, kind, heads, kv_heads, head_dim):
+    together = 128 // head_dim
+    decoder = decoders(kind, heads, kv_heads // together, 64, together=together)
+    compare_new(decoder, heads, kv_heads, head_dim, 64, False, False)
+
+
+def compare_new(
+    decoder: Decode, heads: int, kv_heads: int, head_dim: int, page_size: int, has_norms: bool, rotates: bool
+) -> None:
+    """Compares answers, and the cache that they leave, with float32."""
     for lengths in ([1], [577], LENGTHS, LENGTHS[::-1] * 2, [640, 641] * 9, [15, 16, 17] * 40):
-        cache = Cache(lengths, kv_heads, 128, page_size, torch.bfloat16)
+        cache = Cache(lengths, kv_heads, head_dim, page_size, torch.bfloat16)
         poison(cache)
-        new = New(cache, heads, has_norms)
+        new = New(cache, heads, has_norms, rotates)
         others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
         before = cache.keys[others], cache.values[others]
-        got = decode_new(decoders(kind, heads, kv_heads, page_size), cache, new).float()
+        got = decode_new(decoder, cache, new).float()
         error, has_values = new.errors_of_cache(cache)
         assert error < 5e-3
         assert has_values

@@ -126,7 +126,7 @@ def test_two_heads_of_64_are_taken_as_one_of_128(has_kernels):
     shares = ShareKernel(10, 2, config.runtime.page_size, together=2)
     variants = of_kind(with_variants.layer_kernels, "decode")[layer.name]
     assert variants == (DecodeVariant(2 * 128, kernels=clusters), DecodeVariant(None, kernels=(shares,))) and not pieces
-    assert not any(variant.fuses_rope for variant in variants)
+    assert all(variant.fuses_rope for variant in variants)
     assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.compiler.pieces import size_symbols
 from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.model.hf_model import build_on_meta
@@ -32,6 +33,7 @@ from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.program.steps import AttentionStep, PieceStep
+from tests.model.encoder_decoders import greedy, save_encoder_decoder, sources_of_ids
 from tests.passes.support.stand_ins import rope_and_cache
 from tests.tiny_model import TINY, Reference, tiny_config
 
@@ -39,7 +41,8 @@ from tests.tiny_model import TINY, Reference, tiny_config
 @pytest.fixture
 def any_heads(rope_on_cpu, monkeypatch):
     """The tiny model's heads are not those that the kernels take."""
-    monkeypatch.setattr(rotate_in_attention, "fuses_rope_of_heads", lambda *heads: True)
+    for name in ("fuses_rope_of_heads", "writes_keys_of_heads"):
+        monkeypatch.setattr(rotate_in_attention, name, lambda *heads: True)
 
 
 @pytest.fixture
@@ -165,6 +168,26 @@ def test_a_served_model_says_what_transformers_says(any_heads, rotating, tmp_pat
     for prompt, output in zip(prompts, outputs, strict=True):
         assert list(output.token_ids) == reference.greedy(prompt, 40)
     assert max(rotating) == len(prompts)
+
+
+def test_heads_that_do_not_rotate_are_written_by_attention_too(any_heads, rotating, tmp_path):
+    model = save_encoder_decoder("bart", tmp_path / "model")
+    config = {
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu", "max_model_len": 64},
+        "cache": {"dir": str(tmp_path / "cache")},
+    }
+    program = load_or_compile(EngineConfig.from_dict(config)).artifact.program
+    told = [step.rope_inputs.values for step in program.steps if isinstance(step, AttentionStep)]
+    assert told
+    assert all(len(values) == 2 for values in told), "q and k alone"
+    sources = sources_of_ids(7, 20, 1)
+    with Engine(config) as engine:
+        outputs = engine.generate(sources, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for source, output in zip(sources, outputs, strict=True):
+        assert output.token_ids == greedy(model, source, output.decoder_prompt_token_ids or [], 12)
+    assert max(rotating) == len(sources)
 
 
 def test_without_such_attention_the_op_rotates(any_heads, tmp_path):

@@ -239,7 +239,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   if (threadIdx.x == 0)
     for (int i = 0; i < first - waits_for_key; i++) ask(i);
   Weights norm_weights;
-  if (rotation.k) norm_weights = load_weights(rotation);
+  if (rotation.cos) norm_weights = load_weights(rotation);
   NewTokens own;
   own.find(keys_of, page_table, first_token * width, has_new_key ? last_tile : -1);
   Seen seen = {num_keys};
@@ -256,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   own.load(rotation, first_token, head);
   Operand query;
   const u32* heads = q + (u64)first_token * rotation.q_stride + head * GROUP * (HEAD_COLUMNS / 2);
-  if (TOKENS > 1 || rotation.k) {
+  if (TOKENS > 1 || rotation.cos) {
     own.put_queries(heads, rotation, norm_weights, shared.queries);
     load_operand(query, shared.queries[unit * UNIT], ROW_PAIRS, ROWS - unit * UNIT);
   } else {

@@ -58,11 +58,6 @@ class DecodeKernel(CudaKernel):
         return self.tokens * self.group
 
     @property
-    def fuses_rope(self) -> bool:
-        """True if it rotates queries and new keys too, where it is asked to."""
-        return self.together == 1
-
-    @property
     def head_bytes(self) -> int:
         """Bytes of a key of one head."""
         return self.head_dim * (1 if self.fp8 else 2)

@@ -56,8 +56,9 @@ struct NewTokens {
   // `first`: the request's first token.
   __device__ __forceinline__ void load(const Rotation& rotation, int first, int head) {
     if (!rotation.k) return;
+    if (rotation.cos)
 #pragma unroll
-    for (int i = 0; i < A_WARP; i++) angles[i] = load_angle(rotation, first + min(token_of(i), TOKENS - 1));
+      for (int i = 0; i < A_WARP; i++) angles[i] = load_angle(rotation, first + min(token_of(i), TOKENS - 1));
 #pragma unroll
     for (int i = 0; i < A_WARP; i++) {
       if (rows[i] < 0) continue;
@@ -79,7 +80,7 @@ struct NewTokens {
                              min(first + j, GROUP - 1) * HEAD_PAIRS);
 #pragma unroll
     for (int i = 0; i < A_WARP; i++) {
-      if (rotation.k) rotate(of[i], weights.q, angles[i], rotation);
+      if (rotation.cos) rotate(of[i], weights.q, angles[i], rotation);
 #pragma unroll
       for (int j = 0; j < HEADS_A_WARP; j++)
         if (first + j < GROUP && token_of(i) < TOKENS) put_head(to[token_of(i) * GROUP + first + j], of[i][j]);
@@ -88,7 +89,7 @@ struct NewTokens {
   }
 
   __device__ __forceinline__ void rotate_keys(const Rotation& rotation, const Weights& weights) {
-    if (!rotation.k) return;
+    if (!rotation.cos) return;
 #pragma unroll
     for (int i = 0; i < A_WARP; i++) {
       Head key[] = {keys[i]};
@@ -98,7 +99,7 @@ struct NewTokens {
   }
 
   // Puts keys and values into the tile, whose chunks (16 bytes) of a row begin at `…_chunk(row, chunk)`, and into the
-  // cache. Without a rotation they are in both.
+  // cache. Without new keys they are in both.
   template <typename KeyChunk, typename ValueChunk>
   __device__ __forceinline__ void put(const Rotation& rotation, int head, const KeyChunk& key_chunk,
                                       const ValueChunk& value_chunk) {

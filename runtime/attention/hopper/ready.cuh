@@ -41,7 +41,7 @@ struct Preparer {
     its.request = plan.request_at(tile);
     const int row = its.request.row;
     its.has_new_key = rotation.k && its.request.last <= end;
-    if (rotation.k) its.angle = load_angle(rotation, row);
+    if (rotation.cos) its.angle = load_angle(rotation, row);
     if (its.has_new_key) its.page = page_table[row * width + (its.request.num_keys - 1) / PAGE];
 #pragma unroll
     for (int i = 0; i < HEADS_LOADED; i++) {
@@ -57,7 +57,8 @@ struct Preparer {
   }
 
   __device__ __forceinline__ void rotate_all(Loaded& its, const Weights& weights) const {
-    if (rotation.k) rotate(its.queries, weights.q, its.angle, rotation);
+    if (!rotation.cos) return;
+    rotate(its.queries, weights.q, its.angle, rotation);
     if (its.has_new_key) rotate(its.new_keys, weights.k, its.angle, rotation);
   }
 

@@ -7,7 +7,7 @@
 struct Rotation {
   const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache
   const u32 *q_weight, *k_weight;    // of the norms before the rotation, or null
-  const u32 *cos, *sin;              // of each new token
+  const u32 *cos, *sin;              // of each new token; null: heads are neither normed nor rotated
   u32 *keys, *values;                // the cache
   int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
   float eps;

@@ -27,8 +27,7 @@ _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (
 def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
     """True if kernels exist for such heads and pages."""
     fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
-    together = heads_together(num_kv_heads, head_dim)
-    return fits_pages and fuses_rope_of_heads(num_heads, num_kv_heads // together, head_dim * together)
+    return fits_pages and writes_keys_of_heads(num_heads, num_kv_heads, head_dim)
 
 
 def heads_together(num_kv_heads: int, head_dim: int) -> int:
@@ -39,6 +38,12 @@ def heads_together(num_kv_heads: int, head_dim: int) -> int:
 def fuses_rope_of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """True if kernels exist for such heads, in pages of some size; all of them rotate."""
     return head_dim in HEAD_DIMS and num_heads // num_kv_heads <= _MAX_GROUP
+
+
+def writes_keys_of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Likewise of heads that do not rotate."""
+    together = heads_together(num_kv_heads, head_dim)
+    return fuses_rope_of_heads(num_heads, num_kv_heads // together, head_dim * together)
 
 
 def has_clusters(head_dim: int) -> bool:

@@ -35,7 +35,7 @@ class LinkedDecode:
         piece: a piece of the program, or kernels in its place.
         most_sequences: requests x KV heads that it serves; None: any number.
         splits: the splits of a piece that takes scratch for them; None: it takes none.
-        fuses_rope: given queries that are not rotated, it does that, and writes keys and values into the cache.
+        fuses_rope: it writes new keys and values into the cache, and before it norms and rotates, where it is told to.
         tokens: rows that each request has, one behind another; more than one in verify steps.
     """
 
@@ -210,7 +210,7 @@ class SplitDecode:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Like `run`, for a q that is not rotated, and keys and values that are not in the cache yet."""
+        """Like `run`, for keys and values that are not in the cache yet, and a q and k that may still be to rotate."""
         inputs = [rope_inputs.q[0], *_by_slot(pages), *self._batch, out]
         self._decoder.piece([*inputs, *_typed(sinks, rope_inputs.q)], rope_inputs)
 

@@ -194,6 +194,8 @@ def built(tmp_path_factory) -> Callable[[ClusterKernel], ctypes.CDLL]:
 
 def rotated(x: torch.Tensor, weight: torch.Tensor, told: RopeInputs) -> torch.Tensor:
     x = x.float()
+    if told.cos is None:
+        return x
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + told.eps) * weight.float()
     first, second = x.chunk(2, -1)
     return x * told.cos[0, :, None].float() + torch.cat((-second, first), -1) * told.sin[0, :, None].float()
@@ -255,8 +257,29 @@ def test_two_heads_of_64_are_taken_as_one_of_128(built, group, split, parts, bef
     compare(built, 1, group, split, parts, before, sinks, False, dtype, together=2)
 
 
-def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, together=1):
-    """Compares the kernel over a cache of `dtype` with float32."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("tokens", "group", "split", "parts", "before", "sinks", "together"),
+    slow_but_a_sample(
+        [
+            (1, 2, 2, 1, [0, 62, 129], False, 2),
+            (1, 4, 4, 1, [300], True, 1),
+            (4, 4, 2, 1, [0, 61, 62, 130], False, 1),
+            (1, 4, 2, 3, [1600, 40], False, 2),
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_keys_and_values_of_heads_that_do_not_rotate_are_written(
+    built, tokens, group, split, parts, before, sinks, together, dtype
+):
+    compare(built, tokens, group, split, parts, before, sinks, True, dtype, together=together, turns=False)
+
+
+def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, together=1, turns=True):
+    """Compares the kernel over a cache of `dtype` with float32. `rotates`: it writes new tokens too, whose heads it
+    norms and rotates if `turns`."""
     fp8 = dtype == torch.float8_e4m3fn
     bits, nothing = (torch.uint8, torch.nan) if fp8 else (torch.int16, torch.inf)
     kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, fp8=fp8, together=together, tokens=tokens)
@@ -289,9 +312,10 @@ def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, t
     num_rows = len(lengths)
     packed = random(1, num_rows, (heads + 2 * kv_heads) * dim)
     q, k, v = (x.unflatten(-1, (-1, dim)) for x in packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
-    turns = 6 * torch.rand(1, num_rows, dim, generator=generator)
+    angles = 6 * torch.rand(1, num_rows, dim, generator=generator)
     weights = [1 + random(dim) / 4 for _ in range(2)]
-    told = RopeInputs.of([q, k, turns.cos().bfloat16(), turns.sin().bfloat16(), *weights], v[0], 1e-6)
+    how = [angles.cos().bfloat16(), angles.sin().bfloat16(), *weights] if turns else []
+    told = RopeInputs.of([q, k, *how], v[0], 1e-6)
     new = slots.repeat_interleave(tokens, 0)[is_token].gather(1, lengths[is_token, None].long() - 1).squeeze(1)
     queries, new_keys = rotated(q[0], weights[0], told), rotated(k[0], weights[1], told)
     if rotates:

@@ -22,7 +22,12 @@ from mllm_compile.runtime.attention.hopper.clusters import (
 )
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
 from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
-from mllm_compile.runtime.attention.hopper.shapes import are_served, fuses_rope_of_heads, kernel_from_json
+from mllm_compile.runtime.attention.hopper.shapes import (
+    are_served,
+    fuses_rope_of_heads,
+    kernel_from_json,
+    writes_keys_of_heads,
+)
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
@@ -85,6 +90,7 @@ def test_two_blocks_fit_on_a_multiprocessor(group):
 )
 def test_heads_of_64_are_served_where_two_of_them_are_as_one_of_128(heads, head_dim, are):
     assert are_served(*heads, head_dim, 64) is are
+    assert writes_keys_of_heads(*heads, head_dim) is are
     assert not fuses_rope_of_heads(*heads, head_dim)
 
 
