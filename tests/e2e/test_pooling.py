@@ -81,7 +81,7 @@ def test_a_classifier_with_a_decoder_reads_texts_that_end_as_its_tokenizers_do(t
     "class_name",
     [
         *("BertModel", "ModernBertModel", "T5EncoderModel", "BertForSequenceClassification"),
-        "DebertaV2ForSequenceClassification",
+        *("DebertaV2ForSequenceClassification", "MPNetModel", "XLMRobertaForTokenClassification", "Qwen3Model"),
     ],
 )
 def test_pieces_through_inductor_answer_alike(class_name: str, tmp_path: Path) -> None:
