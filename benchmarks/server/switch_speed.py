@@ -94,6 +94,10 @@ class Served:
             sys.exit(f"{model}: tokens behind a switch are others than before: {tokens}")
         return waited_ms
 
+    def failures(self) -> list[str]:
+        """The log's lines on models that cannot be served, and on errors."""
+        return [line for line in self._said.read_text().splitlines() if re.search(r": failed: | ERROR ", line)]
+
     def moves(self) -> list[str]:
         """The log's lines on parks and wakes."""
         lines = self._said.read_text().splitlines()
@@ -132,6 +136,8 @@ def main() -> None:
         names = [name for name, state in states.items() if state != "failed"]
         seconds = time.monotonic() - began
         print(f"{len(names)} of {len(states)} models served {seconds:.1f} s after the start")
+        if len(names) < len(states):
+            print("\n".join(server.failures()))
         asleep: dict[str, list[float]] = {name: [] for name in names}
         awake: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(args.rounds + 1):

@@ -116,7 +116,7 @@ class TierIndex:
         return self._entries.get(key)
 
     def get_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """What `get` has of each."""
+        """The entries of these keys; None for each that it lacks."""
         return list(map(self._entries.get, keys))
 
     def use(self, keys: Sequence[bytes]) -> None:
