@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.speculation.drafter import Speculation
 from mllm_compile.runtime.speculation.texts import TextDrafter
@@ -55,6 +56,19 @@ def test_a_draft_ends_ahead_of_what_is_no_token():
     simulation, batches = simulated("any", None, False, 50)
     assert any(batch.has_drafts for batch in batches)
     assert all(0 < request.num_accepted_tokens < request.num_drafted_tokens for request in simulation.requests)
+
+
+def test_no_draft_crosses_the_length_at_which_a_request_is_computed_anew():
+    rope = RopeLengths(boundary=21, of_each_length=False, recomputes=True)
+    simulation, batches = simulated("right", None, False, 50, rope=rope, num_pages=99)
+    assert simulation.scheduler.stats().preemptions == len(simulation.requests)
+    ends = set()
+    for batch in batches:
+        of_decodes = zip(batch.prefix_lens[: batch.num_decodes].tolist(), batch.num_new.tolist(), strict=False)
+        for start, count in of_decodes:
+            assert not start < rope.boundary < start + count
+            ends.add(start + count)
+    assert rope.boundary in ends and max(ends) > rope.boundary + 1
 
 
 def test_right_drafts_by_cost_save_steps_where_a_step_takes_always_as_long():
