@@ -60,7 +60,7 @@ class ExpertRowsKernel(CudaKernel):
 
     @property
     def num_blocks(self) -> int:
-        return MULTIPROCESSORS
+        return MULTIPROCESSORS * self._resident
 
     @property
     def num_threads(self) -> int:
@@ -68,14 +68,14 @@ class ExpertRowsKernel(CudaKernel):
 
     @property
     def _warps(self) -> int:
-        """Warps that multiply: of 16 rows as many as have fewest turns each; of one row a block leaves registers."""
+        """Warps that multiply: of 16 rows as many as have fewest turns each; of one row two blocks share registers."""
         if self.block == ONE_ROW:
             return _WARPS[0]
         return min(_WARPS, key=lambda warps: -(-self.columns // (_QUAD * warps)))
 
     @property
     def _resident(self) -> int:
-        """Blocks that a multiprocessor has room for."""
+        """Blocks of a multiprocessor. With one where two have room, some get two and others none."""
         return 2 if self.block == ONE_ROW else 1
 
     @property

@@ -7,7 +7,7 @@
 // multiplies 32 inputs, which share a scale. One more warp adds up their sums: those that multiply wait for no other,
 // and are up to BUFFERS groups ahead of it.
 //
-// Of one token a block leaves half of a multiprocessor to the next kernel's (RESIDENT).
+// Of one token a multiprocessor has two blocks (RESIDENT).
 //
 // Of the second linear the order of rows is known before its inputs are (EARLY): weights are asked for ahead of the
 // wait.
