@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.add_lora import AddLora, places_of_slots
-from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import ANY_ROWS, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.lora_chains import chain
-from mllm_compile.passes.match.linear import match_silu_mul
+from mllm_compile.passes.match.linear import match_adapted_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
@@ -35,9 +35,14 @@ class LaunchLora(GraphPass):
         y = mllm.lora_expand(linear(x, weight), shrunk, lora_B, adapter_slots, starts, rows, False, True)
 
     or mllm.lora_expand_gated where silu(gate) * up of y's halves is all that is read of it; with True in variants for
-    few tokens in the place of False. The other True says that slots are the program's input, and not made
-    by a kernel. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the first is a gather of
-    rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an expert.
+    few tokens in the place of False. For many tokens a plain linear adds to what B has written, in one op::
+
+        y = mllm.lora_linear(x, weight, lora_A, lora_B, adapter_slots, starts, rows)
+
+    but for deterministic steps, whose linears have one order of sums. The other True says that slots are the program's
+    input, and not made by a kernel. A piece with adapters and no such variant gets one. Of mllm.add_lora_of_ids the
+    first is a gather of rows of A. Rows of mllm.add_lora_of_experts have a slot for each pair of an adapter and an
+    expert.
     mllm.scale_of_adapters becomes plain torch. Between linears of few tokens kernels are joined (lora_chains.py).
 
     Requires: pieces on CUDA in bfloat16 or float16, all their other variants made.
@@ -50,6 +55,7 @@ class LaunchLora(GraphPass):
         "lora_expand",
         "lora_expand_gated",
         "lora_expand_norm",
+        "lora_linear",
         "lora_expand_gated_chained",
     )
 
@@ -64,9 +70,10 @@ class LaunchLora(GraphPass):
         matches = 0
         for name in called_pieces(gm):
             early = places_of_slots(gm, name)
-            matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early))
+            joins = not gm.meta.get(ANY_ROWS)
+            matches += rewrite_pieces(gm, [name], partial(_launch, is_few=False, early=early, joins=joins))
             small = variants.get(name, {}).values()
-            matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early))
+            matches += rewrite_pieces(gm, small, partial(_launch, is_few=True, early=early, joins=False))
             rewrite_pieces(gm, small, chain)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -90,7 +97,8 @@ def _outputs(node: fx.Node) -> tuple[list[int], list[int]]:
     return operands[5:] if is_op(node, "add_lora") else ([0], [_size(node)])
 
 
-def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int]) -> bool:
+def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int], joins: bool) -> bool:
+    """`joins`: plain linears add to what their adapters do."""
     if not _is_taken(node):
         return False
     operands: Any = node.args
@@ -99,6 +107,10 @@ def _launch(graph: fx.Graph, node: fx.Node, is_few: bool, early: frozenset[int])
             scaled = _scaled(graph, *operands)
         node.replace_all_uses_with(scaled)
         graph.erase_node(node)
+        return True
+    linear = match_adapted_linear(node) if joins and _product(node) is None else None
+    if linear is not None:
+        replace_by_op(graph, node, op("lora_linear"), linear.source, linear.weight, *operands[2:])
         return True
     y, x, a, b, slots = operands[:5]
     with graph.inserting_before(node):

@@ -24,6 +24,7 @@ from benchmarks.script import need_hopper, parser_of, positive, positives
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
 
@@ -144,11 +145,11 @@ class Products:
     def adapted(self, name: str, factors: Factors, slots: torch.Tensor) -> torch.Tensor:
         """The same with them."""
         x, linear = self._tensors[f"{name} x"], LINEARS[name]
-        if not linear.is_gated:
-            shrunk = linear.shrink(x, factors, slots, is_few=False)
-            return linear.expand(self.plain(name), shrunk, factors, slots, is_few=False)
-        shrunk = linear.shrink(x, factors, slots, is_few=False)[0]
-        made: torch.Tensor = OPS.gated_linear_lora(x, self._weights[name], shrunk, factors[1], slots)
+        if linear.is_gated:
+            shrunk = linear.shrink(x, factors, slots, is_few=False)[0]
+            made: torch.Tensor = OPS.gated_linear_lora(x, self._weights[name], shrunk, factors[1], slots)
+        else:
+            made = OPS.lora_linear(x, self._weights[name], *factors, slots, linear.starts, list(linear.parts))
         return made
 
     def times(self, factors: dict[str, Factors], slots: torch.Tensor) -> dict[str, str]:
@@ -211,9 +212,10 @@ def main() -> None:
     arguments = parser.parse_args()
     need_hopper()
     load_gated(arguments.rank)
-    from mllm_compile.runtime.ops.lora import chained, expand, shrink  # define the ops, with Triton
+    from mllm_compile.runtime.ops.lora import chained, expand, fill, shrink, stretches  # define the ops, with Triton
 
-    for module in (shrink, expand, chained):
+    op("lora_linear")
+    for module in (shrink, expand, chained, fill, stretches):
         module.wrap_triton = _Early  # type: ignore[attr-defined]
     rate, adapters = read_rate() * 1e3, arguments.adapters
     print(machine_line())

@@ -9,6 +9,7 @@ import torch
 
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.lora.reference import add_lora_reference
+from mllm_compile.runtime.ops.lora.shapes import SHORT_STEP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -59,6 +60,37 @@ def test_the_kernels_are_as_near_to_float32_as_torch_is(shape: Any) -> None:
                 off = (ours.float() - exact).norm() / exact.norm()
                 assert off <= MARGIN * theirs + 1e-6, (form, tokens, most, float(off), float(theirs))
                 assert torch.equal(alone, ours[:1]), f"a token's numbers depend on the others: {form}, {tokens}, {most}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_that_adds_to_what_adapters_do_is_as_near_to_float32_as_torch_is(shape: Any) -> None:
+    inputs, outputs, starts, rows, rank = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device="cuda").bfloat16()
+
+    weight, a = random(outputs, inputs) / inputs**0.5, random(SLOTS, rank * len(rows), inputs) / inputs**0.5
+    b = random(SLOTS, sum(rows), rank)
+    for tokens in (65, 300, SHORT_STEP, SHORT_STEP + 1, 2048, 4100):
+        x = random(tokens, inputs)
+        slots = torch.randint(-1, SLOTS, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
+
+        def ours(given: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
+            made: torch.Tensor = op("lora_linear")(x, weight, a, b, given, starts, rows)
+            return made
+
+        y = torch.nn.functional.linear(x.float(), weight.float())
+        exact = add_lora_reference(y, x.float(), a.float(), b.float(), slots, starts, rows)
+        torchs = add_lora_reference(y.bfloat16(), x, a, b, slots, starts, rows)
+        theirs = (torchs.float() - exact).norm() / exact.norm()
+        out = ours(slots)
+        off = (out.float() - exact).norm() / exact.norm()
+        assert off <= MARGIN * theirs + 1e-6, (tokens, float(off), float(theirs))
+        assert torch.equal(out, ours(slots))
+        for slot in (-1, 1):
+            of_others = ours(torch.where(slots == slot, slots, (slots + 3) % SLOTS))
+            assert torch.equal(out[slots == slot], of_others[slots == slot]), "numbers depend on others' adapters"
 
 
 def test_the_kernel_that_ends_with_the_activation_has_the_bits_of_both() -> None:

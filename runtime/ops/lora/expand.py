@@ -20,14 +20,13 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.lora.shapes import (
     FEW_TOKENS,
-    MOST_PARTS,
     MOST_SLOTS,
     WRITTEN_TOKENS,
     block_of_columns,
     padded_rank,
 )
 from mllm_compile.runtime.ops.lora.shrink import NO_SLOT, slots_of_block
-from mllm_compile.runtime.ops.lora.stretches import load_b, written
+from mllm_compile.runtime.ops.lora.stretches import load_b, part_of, parts_of, written
 
 _GATED_COLUMNS = 64  # of a block, of gate and of up each
 
@@ -135,14 +134,9 @@ def expand_kernel(
     With SLOTS, -1 among them, program (outputs, tokens and slot): of those tokens alone that have the slot.
     """
     first = tl.program_id(0) * BLOCK_N
-    in_0 = (first >= START_0) & (first < START_0 + ROWS_0)
-    in_1 = (first >= START_1) & (first < START_1 + ROWS_1)
-    in_2 = (first >= START_2) & (first < START_2 + ROWS_2)
-    in_3 = (first >= START_3) & (first < START_3 + ROWS_3)
-    part = tl.where(in_0, 0, tl.where(in_1, 1, tl.where(in_2, 2, tl.where(in_3, 3, -1))))
-    b_first = tl.where(in_1, first - START_1 + ROWS_0, first - START_0)
-    b_first = tl.where(in_2, first - START_2 + ROWS_0 + ROWS_1, b_first)
-    b_first = tl.where(in_3, first - START_3 + ROWS_0 + ROWS_1 + ROWS_2, b_first)
+    part, b_first = part_of(
+        first, START_0, START_1, START_2, START_3, ROWS_0, ROWS_1, ROWS_2, ROWS_3
+    )  # fmt: skip
     b_rows = b_first + tl.arange(0, BLOCK_N)
     columns = first + tl.arange(0, BLOCK_N)
     if SLOTS > 0:
@@ -342,14 +336,11 @@ def lora_expand(
     """
     y = y.contiguous()
     if not is_few:
-        return written(y, shrunk, b, slots, starts, rows)
+        return written(y, shrunk, b, slots, starts, rows, torch.empty_like(y))
     outputs, num_tokens = y.shape[-1], math.prod(y.shape[:-1])
     block_n, out = block_of_columns(outputs, starts, rows), torch.empty_like(y)
     blocks, shared = _shared(y, shrunk, b, is_few)
-    none = [0] * (MOST_PARTS - len(rows))
-    for at, (start, count) in enumerate(zip((*starts, *none), (*rows, *none), strict=True)):
-        shared |= {f"START_{at}": start, f"ROWS_{at}": count}
-    shared |= {"N": outputs, "BLOCK_N": block_n}
+    shared |= {"N": outputs, "BLOCK_N": block_n, **parts_of(starts, rows)}
     wrap_triton(expand_kernel)[(outputs // block_n, blocks)](
         y,
         shrunk,

@@ -12,6 +12,7 @@ MOST_PARTS = 4  # of a packed linear
 MOST_FEW_TOKENS = 64  # of the variant of pieces that have no other one for few tokens
 FEW_TOKENS, MANY_TOKENS, WRITTEN_TOKENS = 16, 64, 32  # of a block: of few tokens, and of many that read, that write
 STRETCH_TOKENS, SHORT_TOKENS = 128, 1024  # that a block of many writes, so many at a time; of steps of more
+SHORT_STEP = 512  # tokens of a step whose launches count more than what they read
 APART_TOKENS = 512  # up to which a block of many that read has one slot: in longer steps such blocks are thousands
 LONG_TOKENS, SPLITS_OF_LONG = 4096, 4  # from which on it has so many splits
 INPUTS_OF_SPLIT = 512  # that one sum is of: with more, blocks of a few hundred tokens would be few

@@ -209,35 +209,62 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, is_few: b
         Any bits where the slot is -1.
     """
     x = x.contiguous()
+    rows, num_tokens, num_slots = a.shape[1], math.prod(x.shape[:-1]), a.shape[0]
+    out = torch.empty((num_splits(x.shape[-1]), num_tokens, rows), dtype=torch.float32, device=x.device)
+    if is_few and num_slots <= MOST_SLOTS:
+        num_blocks, blocks_of_rows = triton.cdiv(num_tokens, FEW_TOKENS), triton.cdiv(rows, padded_rank(rows))
+        wrap_triton(slot_kernel)[out.shape[0], blocks_of_rows, num_blocks * num_slots](
+            x,
+            a,
+            slots,
+            out,
+            num_tokens,
+            SLOTS=num_slots,
+            BLOCK_K=256,
+            EARLY_SLOTS=early_slots,
+            **_shared(x, rows, FEW_TOKENS),
+        )
+        return out
+    by_loops(x, a, slots, out, is_few)
+    return out if is_few else summed(out, x.dtype)
+
+
+def by_loops(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    is_few: bool,
+    is_launched: int | torch.SymInt = 1,
+) -> None:
+    """Writes the sums of lora_shrink into `out` [S, T, P * r] by blocks that go through slots; not where it is 0."""
     inputs, rows, num_tokens = x.shape[-1], a.shape[1], math.prod(x.shape[:-1])
     splits, num_slots = num_splits(inputs), a.shape[0]
     block_t = FEW_TOKENS if is_few else MANY_TOKENS
     num_blocks, blocks_of_rows = triton.cdiv(num_tokens, block_t), triton.cdiv(rows, padded_rank(rows))
-    out = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
-    shared = _shared(x, rows, block_t)
-    if is_few and num_slots <= MOST_SLOTS:
-        grid = splits, blocks_of_rows, num_blocks * num_slots
-        wrap_triton(slot_kernel)[grid](
-            x, a, slots, out, num_tokens, SLOTS=num_slots, BLOCK_K=256, EARLY_SLOTS=early_slots, **shared
-        )
-        return out
-    shared |= {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
-    long = {"LONG_TOKENS": NO_SLOT.value if is_few else LONG_TOKENS, "SPLITS_OF_LONG": SPLITS_OF_LONG}
+    shared = _shared(x, rows, block_t) | {"BLOCK_K": 64 if x.dtype == torch.float32 else 128, "num_stages": 3}
     slots_apart = num_slots if num_slots <= MOST_SLOTS and not is_few else 1
     # The grid is a multiple of the tokens and a number besides: what shorter steps have more blocks for each of them.
     sums = splits if is_few else triton.cdiv(splits, SPLITS_OF_LONG)
     further = APART_TOKENS * (splits * slots_apart - sums), LONG_TOKENS * (splits - sums)
-    grid = num_blocks * sums + triton.cdiv(max(further), block_t), blocks_of_rows
+    grid = (num_blocks * sums + triton.cdiv(max(further), block_t)) * is_launched, blocks_of_rows
     wrap_triton(loop_kernel)[grid](
-        x, a, slots, out, num_tokens, SLOTS=slots_apart, APART_TOKENS=APART_TOKENS, **long, **shared
+        x, a, slots, out, num_tokens, SLOTS=slots_apart, APART_TOKENS=APART_TOKENS, **_long(is_few), **shared
     )
-    if is_few:
-        return out
-    summed = torch.empty((1, num_tokens, rows), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK),)
-    of_sums = {"ROWS": rows, "SPLITS": splits, "BLOCK": _SUMS_OF_BLOCK, "EARLY": shared["EARLY"]}
-    wrap_triton(sum_kernel)[grid](out, summed, num_tokens, **of_sums, **long, num_warps=4)
-    return summed
+
+
+def summed(sums: torch.Tensor, dtype: torch.dtype, is_launched: int | torch.SymInt = 1) -> torch.Tensor:
+    """[1, T, P * r]: what by_loops has left of many tokens, added up; any bits where it is not launched."""
+    splits, num_tokens, rows = sums.shape
+    out = torch.empty((1, num_tokens, rows), dtype=dtype, device=sums.device)
+    grid = (triton.cdiv(num_tokens * rows, _SUMS_OF_BLOCK) * is_launched,)
+    of_sums = {"ROWS": rows, "SPLITS": splits, "BLOCK": _SUMS_OF_BLOCK, "EARLY": starts_early()}
+    wrap_triton(sum_kernel)[grid](sums, out, num_tokens, **of_sums, **_long(is_few=False), num_warps=4)
+    return out
+
+
+def _long(is_few: bool) -> dict[str, int]:
+    return {"LONG_TOKENS": NO_SLOT.value if is_few else LONG_TOKENS, "SPLITS_OF_LONG": SPLITS_OF_LONG}
 
 
 def _shared(x: torch.Tensor, rows: int, block_t: int) -> dict[str, Any]:

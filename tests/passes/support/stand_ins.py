@@ -125,6 +125,10 @@ def gated_linear(x, weight):
     return silu(gate) * up
 
 
+def lora_linear(x, weight, a, b, slots, starts, rows):
+    return add_lora(torch_linear(x, weight), x, a, b, slots, starts, rows)
+
+
 def gated_linear_lora(x, weight, shrunk, b, slots):
     half = weight.shape[0] // 2
     parts = [0, half], [half, half]
@@ -475,6 +479,8 @@ LORA = {
     "bool is_few, bool early_slots, Tensor? squares=None, float eps=0.0, int width=0) -> Tensor": lora_expand_gated,
     "lora_expand_norm(Tensor y, Tensor shrunk, Tensor b, Tensor slots, Tensor residual, Tensor norm_weight, "
     "bool plus_one, Tensor next_a) -> (Tensor, Tensor, Tensor, Tensor)": lora_expand_norm,
+    "lora_linear(Tensor x, Tensor weight, Tensor a, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows) "
+    "-> Tensor": lora_linear,
     "lora_expand_gated_chained(Tensor y, Tensor shrunk, Tensor b, Tensor slots, SymInt[] starts, SymInt[] rows, "
     "Tensor? squares, float eps, int width, Tensor next_a) -> (Tensor, Tensor)": lora_expand_gated_chained,
 }

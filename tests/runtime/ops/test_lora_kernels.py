@@ -5,6 +5,8 @@ The interpreter knows no bfloat16. tests/gpu/test_adapter_kernels.py has compile
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -87,6 +89,49 @@ def test_each_token_has_what_its_adapter_adds_and_the_activation_changes_no_bit(
     gate, up = out.chunk(2, -1)
     gated = expand.lora_expand_gated(y, shrunk, b, slots, starts, rows, is_few, True)
     assert torch.allclose(gated, silu(gate.float()).to(dtype) * up, rtol=2e-3 if dtype == torch.float16 else 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+def test_a_product_adds_to_what_b_has_written(kernels, monkeypatch, is_long, dtype, off):
+    from mllm_compile.runtime.ops.lora import fill, linear, stretches
+
+    launched = []
+
+    class Launched:
+        """A kernel, which the interpreter would take through a grid of no blocks."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launched.append((self.kernel.fn.__name__, math.prod(grid) > 0))
+            return self.kernel[grid] if math.prod(grid) else lambda *args, **named: None
+
+    for module in (*kernels[:1], fill, stretches):
+        monkeypatch.setattr(module, "wrap_triton", Launched)
+        monkeypatch.setattr(module, "starts_early", lambda: False)
+    monkeypatch.setattr(linear, "SHORT_STEP", 70 if is_long else 71)
+    starts, rows, tokens = [HALF], [HALF], 71  # outputs ahead have no adapters
+    _, x, a, b = operands(tokens, starts, rows, 16, dtype)
+    weight = torch.randn(2 * HALF, INPUTS, generator=torch.Generator().manual_seed(3)).to(dtype) / INPUTS**0.5
+    y = torch.nn.functional.linear(x, weight)
+    slots = torch.arange(tokens, dtype=torch.int32) // 5 % (SLOTS + 1) - 1
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = linear.lora_linear(x.view(1, tokens, -1), weight, a, b, given, starts, rows)
+        return made.view(tokens, -1)
+
+    out, of_others = run(slots), run(torch.where(slots == 1, slots, -1))
+    forms = [(name, is_there) for name, is_there in launched if is_there]
+    assert [name for name, _ in forms[: len(forms) // 2]] == (
+        ["loop_kernel", "sum_kernel", "stretch_kernel"] if is_long else ["loop_kernel", "fill_kernel"]
+    )
+    exact = add_lora_reference(y.float(), x.float(), a.float(), b.float(), slots, starts, rows)
+    assert torch.allclose(out.float(), exact, rtol=off, atol=5 * off)
+    assert torch.equal(out[slots < 0], run(torch.full_like(slots, -1))[slots < 0])
+    assert torch.equal(out[slots == 1], of_others[slots == 1])
 
 
 @interpreted
