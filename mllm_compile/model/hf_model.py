@@ -160,21 +160,30 @@ def layer_configs(config: PreTrainedConfig, num_layers: int = 1) -> list[PreTrai
     return list(config.per_layer_config) if is_of_layers else [config] * num_layers
 
 
+def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """
+    Raises:
+        UnsupportedModelError: Transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each config class has checks of its own
+        raise UnsupportedModelError(
+            f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
+            "transformers."
+        ) from error
+    return config
+
+
 def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
     """Builds the causal LM of a model folder on meta, with our attention implementation.
 
     Raises:
         UnsupportedModelError: Transformers knows no causal LM for this config, or building it fails.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each config class has checks of its own
-        raise UnsupportedModelError(
-            f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
-            "transformers."
-        ) from error
+    config = read_config(folder, trust_remote_code)
     part = getattr(config, SERVED_PART, None)
     if part is None:
         return build_config_on_meta(config, dtype, trust_remote_code)

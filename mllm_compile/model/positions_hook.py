@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.counted_positions)
+from mllm_compile.model.replaced_methods import with_forwards
 from mllm_compile.passes.match.nodes import is_op
 
 # Counted positions, of any shape with T elements → the positions to read instead, of that shape.
@@ -30,13 +31,8 @@ def reading_positions(model: torch.nn.Module, positions: Positions) -> Iterator[
     hooked = {module: _forward_reading(module, positions) for module in model.modules() if _counts_tokens(module)}
     hooked |= {module: _forward_of_fixed_table(module) for module in model.modules() if _may_grow(module)}
     hooked |= {module: _forward_counting(module, positions) for module in model.modules() if _grows_by_ids(module)}
-    for module, forward in hooked.items():
-        module.forward = forward
-    try:
+    with with_forwards(hooked):
         yield
-    finally:
-        for module in hooked:
-            del module.forward
 
 
 def position_offset(model: torch.nn.Module) -> int:

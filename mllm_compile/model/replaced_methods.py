@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,10 +13,29 @@ _CUT = "_maybe_slice_kv_shared_inputs"
 
 
 @contextmanager
+def with_methods(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Within the context these modules have such methods, by name."""
+    for module, name, method in methods:
+        setattr(module, name, method)
+    try:
+        yield
+    finally:
+        for module, name, _ in methods:
+            delattr(module, name)
+
+
+@contextmanager
+def with_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Within the context these modules compute so."""
+    with with_methods([(module, "forward", forward) for module, forward in forwards.items()]):
+        yield
+
+
+@contextmanager
 def norms_by_formula(model: torch.nn.Module) -> Iterator[None]:
     """Within the context torch's own RMS norms are computed by their formula: of the op T's strides are asked."""
     norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
-    with _replaced([(norm, "forward", partial(_rms_norm, norm)) for norm in norms]):
+    with with_forwards({norm: partial(_rms_norm, norm) for norm in norms}):
         yield
 
 
@@ -24,7 +43,7 @@ def norms_by_formula(model: torch.nn.Module) -> Iterator[None]:
 def keeping_all_tokens(model: torch.nn.Module) -> Iterator[None]:
     """Within the context layers that take keys of earlier layers compute all tokens: a model may cut its tokens and
     masks to those whose logits are wanted, by a branch on T."""
-    with _replaced([(module, _CUT, _all_tokens) for module in model.modules() if hasattr(module, _CUT)]):
+    with with_methods([(module, _CUT, _all_tokens) for module in model.modules() if hasattr(module, _CUT)]):
         yield
 
 
@@ -47,17 +66,6 @@ def _nothing() -> None:
 
 def _divided(divisor: int, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output / divisor
-
-
-@contextmanager
-def _replaced(methods: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    for module, name, method in methods:
-        setattr(module, name, method)
-    try:
-        yield
-    finally:
-        for module, name, _ in methods:
-            delattr(module, name)
 
 
 def _rms_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:

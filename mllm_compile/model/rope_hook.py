@@ -22,6 +22,7 @@ from torch import fx
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.request_lengths)
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.positions_hook import add_input, as_rows
+from mllm_compile.model.replaced_methods import with_forwards
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
@@ -117,13 +118,8 @@ def choosing_rope(model: torch.nn.Module, lengths: Lengths) -> Iterator[None]:
     """Within the context tokens are rotated by the frequencies for `lengths` of their positions, or for the tokens up
     to themselves where these are more."""
     hooked: list[Any] = [module for module in model.modules() if _NOTED in vars(module)]
-    for module in hooked:
-        module.forward = _forward_choosing(module, lengths)
-    try:
+    with with_forwards({module: _forward_choosing(module, lengths) for module in hooked}):
         yield
-    finally:
-        for module in hooked:
-            del module.forward
 
 
 def as_request_lengths(positions: torch.Tensor) -> torch.Tensor:

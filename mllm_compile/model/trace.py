@@ -54,6 +54,13 @@ class Trace:
     device: str
 
 
+def promise_sizes(max_tokens: int, *tensors: torch.Tensor) -> None:
+    """Tells a trace, within it, that these have 1 to max_tokens rows."""
+    for one in tensors:
+        torch._check(one.shape[0] >= 1)
+        torch._check(one.shape[0] <= max_tokens)
+
+
 class _FlatTokens(torch.nn.Module):
     """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
 
@@ -67,9 +74,7 @@ class _FlatTokens(torch.nn.Module):
         self.takes_kinds = "token_type_ids" in arguments and _has_default_kinds(model)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        for sized in (input_ids, logits_indices):
-            torch._check(sized.shape[0] >= 1)
-            torch._check(sized.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
         said: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
         if self.takes_kinds:
@@ -96,9 +101,7 @@ class _FlatHead(torch.nn.Module):
         logits_indices: torch.Tensor,
         hidden_states: torch.Tensor,
     ) -> torch.Tensor:
-        for one in (input_ids, logits_indices):
-            torch._check(one.shape[0] >= 1)
-            torch._check(one.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         said: dict[str, Any] = {"position_ids": positions[None], "hidden_states": hidden_states[None]}
         logits: torch.Tensor = self.model(input_ids[None], **said, logits_to_keep=logits_indices).logits[0]
         return logits

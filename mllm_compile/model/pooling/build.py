@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.hf_model import HFModel, compute_constants
+from mllm_compile.model.hf_model import HFModel, compute_constants, read_config
 from mllm_compile.model.pooling.disentangled import with_distance_columns
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line
@@ -31,16 +31,7 @@ def build_pooling_on_meta(folder: Path, dtype: torch.dtype, task: str, trust_rem
     Raises:
         UnsupportedModelError: Transformers has no such class, it reads no token ids, or building it fails.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each config class has checks of its own
-        raise UnsupportedModelError(
-            f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
-            "transformers."
-        ) from error
-    return build_pooling_config(config, dtype, task)
+    return build_pooling_config(read_config(folder, trust_remote_code), dtype, task)
 
 
 def build_pooling_config(config: PreTrainedConfig, dtype: torch.dtype, task: str) -> HFModel:

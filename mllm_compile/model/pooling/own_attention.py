@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mllm_compile.model.replaced_methods import with_methods
+
 _PROJECTIONS = ("q", "k", "v", "o", "num_attention_heads", "attention_head_size")
 
 
@@ -27,17 +29,11 @@ def attending_past_the_interface(model: torch.nn.Module, attend: Callable[..., A
     """Within the context modules of this kind call `attend`, as the interface does."""
     own: list[Any] = [module for module in model.modules() if attends_itself(module)]
     makers: list[Any] = [module for module in model.modules() if own and hasattr(module, "compute_position_bias")]
-    for module in own:
-        module.forward = _forward_of(module, attend)
-    for maker in makers:
-        maker.compute_position_bias = lambda hidden, *args, **kwargs: hidden.new_zeros(())
-    try:
+    no_bias = [
+        (maker, "compute_position_bias", lambda hidden, *args, **kwargs: hidden.new_zeros(())) for maker in makers
+    ]
+    with with_methods([*((module, "forward", _forward_of(module, attend)) for module in own), *no_bias]):
         yield
-    finally:
-        for module in own:
-            del module.forward
-        for maker in makers:
-            del maker.compute_position_bias
 
 
 def _forward_of(module: Any, attend: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor]]:

@@ -29,7 +29,7 @@ from mllm_compile.model.sources.trace import drop_unused
 from mllm_compile.model.towers.adapter import refusal
 from mllm_compile.model.towers.masked_hook import attending_by_masks
 from mllm_compile.model.towers.segments_hook import attending_by
-from mllm_compile.model.trace import Trace, sized, token_inputs, trace_text
+from mllm_compile.model.trace import Trace, promise_sizes, sized, token_inputs, trace_text
 from mllm_compile.runtime.media.tiles import TileTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
@@ -165,9 +165,7 @@ class _TextWithImages(torch.nn.Module):
         source_kinds: torch.Tensor,
         states: torch.Tensor,
     ) -> torch.Tensor:
-        for one in (input_ids, logits_indices):
-            torch._check(one.shape[0] >= 1)
-            torch._check(one.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         say_seen(source_kinds > 0)
         hidden = self.model.model.language_model(
             input_ids=input_ids[None],

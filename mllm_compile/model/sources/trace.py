@@ -18,7 +18,7 @@ from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.sources.cross import CrossAttention, decoder_inputs
 from mllm_compile.model.sources.hook import attending_to_pages, begin_keeping, keeping_keys, kept
 from mllm_compile.model.towers.segments_hook import say_bounds
-from mllm_compile.model.trace import Trace, sized, token_inputs, trace_text
+from mllm_compile.model.trace import Trace, promise_sizes, sized, token_inputs, trace_text
 
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
 _SAMPLE_BOUNDS = 4
@@ -81,9 +81,7 @@ class _FlatDecoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        for one in (input_ids, logits_indices):
-            torch._check(one.shape[0] >= 1)
-            torch._check(one.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         said = decoder_inputs(states[None])
         if self.takes_positions:
             said["decoder_position_ids"] = positions[None]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mllm_compile.model.replaced_methods import with_forwards
+
 
 class _Taps:
     """The entries [patches, taps] and weights of the call that is traced."""
@@ -44,11 +46,8 @@ def spread_by_taps(tower: Any) -> Iterator[None]:
         placed: torch.Tensor = embeddings + (rows * weights[..., None]).sum(-2).to(embeddings.dtype)
         return placed
 
-    if module is not None:
-        module.forward = forward
     try:
-        yield
+        with with_forwards({} if module is None else {module: forward}):
+            yield
     finally:
-        if module is not None:
-            del module.forward
         say_taps()

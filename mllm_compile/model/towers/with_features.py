@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.trace import Trace, sized, token_inputs, trace_text
+from mllm_compile.model.trace import Trace, promise_sizes, sized, token_inputs, trace_text
 from mllm_compile.runtime.media.tower import Tower
 
 
@@ -69,9 +69,7 @@ class _WholeWithFeatures(torch.nn.Module):
         features: torch.Tensor,
         is_feature: torch.Tensor,
     ) -> torch.Tensor:
-        for one in (input_ids, logits_indices):
-            torch._check(one.shape[0] >= 1)
-            torch._check(one.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         ids = input_ids if self.padding is None else torch.where(is_feature, self.padding, input_ids)
         embeddings = _embedded(self.model.model, self.model.get_input_embeddings()(ids), ids)
         given = torch.where(is_feature[:, None], features, embeddings)[None]
@@ -113,9 +111,7 @@ class _WithFeatures(torch.nn.Module):
         features: torch.Tensor,
         is_feature: torch.Tensor,
     ) -> torch.Tensor:
-        for one in (input_ids, logits_indices):
-            torch._check(one.shape[0] >= 1)
-            torch._check(one.shape[0] <= self.max_tokens)
+        promise_sizes(self.max_tokens, input_ids, logits_indices)
         embeddings = self.model.get_input_embeddings()(input_ids)
         own, *deeper = features.chunk(1 + self.deeper, -1)
         said: dict[str, Any] = {"inputs_embeds": torch.where(is_feature[:, None], own, embeddings)[None]}

@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.replaced_methods import with_forwards
 from mllm_compile.model.written_attention.indexed import (
     OF_KEYS,
     attending_to_every_key,
     indexers_of,
     settings_of,
-    with_forwards,
 )
 from mllm_compile.model.written_attention.score_rule import is_named, operands_of
 from mllm_compile.passes.match.nodes import call, is_attention, recompute_value

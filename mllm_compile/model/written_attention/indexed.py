@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mllm_compile.model.positions_hook import arguments_of
+from mllm_compile.model.replaced_methods import with_forwards
 from mllm_compile.runtime.attention.layer import KeyChoice
 
 # Arguments of indexers of single keys, of blocks by their best key, and of blocks by the mean of their keys.
@@ -86,18 +87,6 @@ def keeping_masks(model: torch.nn.Module) -> Iterator[None]:
     changing = (module for module in indexers_of(model) if settings_of(module) == OF_MEANS)
     with with_forwards(dict.fromkeys(changing, _choose_every_key)):
         yield
-
-
-@contextmanager
-def with_forwards(hooked: dict[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Within the context these modules compute so."""
-    for module, forward in hooked.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in hooked:
-            del module.forward
 
 
 def _is_indexer(module: torch.nn.Module) -> bool:
