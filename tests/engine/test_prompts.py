@@ -193,7 +193,8 @@ def test_bad_words_need_a_tokenizer(runner):
         ("use_tqdm", "Did you mean progress\\?"),
         ("lora_request", r"Load it by load_adapter\(name, path\), and give adapter=name"),
         ("prompt_token_ids", "Give token ids as prompts"),
-        ("temperature", "Known: prompts, sampling_params, progress, priority"),
+        ("temperature", r"Give sampling_params: SamplingParams\(temperature=…\)"),
+        ("temprature", "Known: prompts, sampling_params, progress, priority"),
     ],
 )
 def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(runner, name, said):

@@ -19,6 +19,7 @@ from mllm_compile.engine.core import end_errors
 from mllm_compile.engine.core.live_requests import LiveRequests
 from mllm_compile.engine.core.loop import EngineCore
 from mllm_compile.errors import MllmError, UpdateConflictError, WeightUpdateError
+from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.runtime.updates.live import LiveWeights
 from mllm_compile.runtime.updates.places import Vocabulary
 from mllm_compile.runtime.updates.ranked import RankedUpdate, Send
@@ -240,7 +241,7 @@ class WeightUpdates:
             update, count = self._session(), 0
             try:
                 self._hold_steps(update)
-                for name, tensor in tensors:
+                for name, tensor in _pairs(tensors):
                     self._held()
                     update.take(name, tensor, None if sums is None else sums.get(name))
                     count += 1
@@ -401,6 +402,23 @@ class WeightUpdates:
         if self._is_direct or torn != self._torn:
             self._core.move_gate(lambda gate: gate.end_writing(torn))
         self._open, self._torn = None, torn
+
+
+def _pairs(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Raises:
+        WeightUpdateError: they are anything else.
+    """
+    expected = "weights: expected pairs of a name and a tensor"
+    if isinstance(tensors, Mapping):
+        raise WeightUpdateError(f"{expected}, got a {type(tensors).__name__}. Give its items().")
+    if isinstance(tensors, str) or not isinstance(tensors, Iterable):
+        raise WeightUpdateError(f"{expected}, got {typed_repr(tensors)}. update_weights_from_folder takes a folder.")
+    for pair in tensors:
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
+            raise WeightUpdateError(f"{expected}, got {typed_repr(pair)} among them.")
+        yield pair[0], pair[1]
 
 
 def _reason(error: BaseException) -> str:

@@ -173,6 +173,24 @@ def test_what_is_wrong_is_named_and_the_old_weights_serve_on(engine, live, fault
     assert engine.generate(PROMPT, SHORT)[0].token_ids == expected_tokens(PROMPT, 8, with_key(0))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("/folder", r"got str '/folder'\. update_weights_from_folder takes"),
+        (tensors_of(1), r"got a dict\. Give its items\(\)"),
+        (3, "got int 3"),
+        ([("head", 3)], r"got tuple \('head', 3\) among them"),
+        ([torch.ones(2)], "got Tensor .* among them"),
+    ],
+)
+def test_what_are_no_tensors_by_name_is_said_and_the_old_weights_serve_on(engine, given, said):
+    before = engine.generate(PROMPT, SHORT)[0].token_ids
+    with pytest.raises(WeightUpdateError, match=said):
+        engine.update_weights(given)
+    assert engine.generate(PROMPT, SHORT)[0].token_ids == before
+    assert engine.weights.version == "default"
+
+
 def test_a_tensor_may_come_once(engine):
     with pytest.raises(WeightUpdateError, match="tensor 'key' came twice in this update"):
         engine.update_weights([*tensors_of(7).items(), ("key", torch.zeros(2))])
