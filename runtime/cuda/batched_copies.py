@@ -9,7 +9,7 @@ import ctypes
 
 import numpy as np
 
-from mllm_compile.runtime.cuda.driver import call
+from mllm_compile.runtime.cuda.driver import call_each
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -49,7 +49,12 @@ def copy_batch(
         ctypes.byref(ctypes.c_size_t()),
         ctypes.c_void_p(stream),
     )
-    for start in range(0, sizes.size, at_once):
-        parts = [ctypes.c_void_p(first + start * width) for first in firsts]
-        count = ctypes.c_size_t(min(at_once, sizes.size - start))
-        call("cuMemcpyBatchAsync", device, "copies beside the steps", *parts, count, *behind)
+    calls = (
+        (
+            *(ctypes.c_void_p(first + start * width) for first in firsts),
+            ctypes.c_size_t(min(at_once, sizes.size - start)),
+            *behind,
+        )
+        for start in range(0, sizes.size, at_once)
+    )
+    call_each("cuMemcpyBatchAsync", device, "copies beside the steps", calls)

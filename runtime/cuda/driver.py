@@ -7,7 +7,7 @@ Structures and numbers are from cuda.h (CUDA 12 and later; "CUDA Driver API", Ex
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -264,10 +264,17 @@ def call(name: str, device: int, doing: str, *arguments: Any) -> None:
         DeviceMemoryError: there is too little memory.
         DeviceError: the driver refuses it.
     """
-    within_the_lock = _driver_within_the_lock()  # a thread that copies would have to wait for it three times, not once
+    call_each(name, device, doing, (arguments,))
+
+
+def call_each(name: str, device: int, doing: str, calls: Iterable[tuple[Any, ...]]) -> None:
+    """Like `call`, once with each of these arguments."""
+    within_the_lock = _driver_within_the_lock()  # a thread that copies would have to wait for it twice more
     _check(within_the_lock.cuCtxPushCurrent_v2(_context(device)), f"using the context of device {device}")
     try:
-        _check(getattr(_driver(), name)(*arguments), doing)
+        function = getattr(_driver(), name)
+        for arguments in calls:
+            _check(function(*arguments), doing)
     finally:
         within_the_lock.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 

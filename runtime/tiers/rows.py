@@ -13,10 +13,19 @@ from mllm_compile.runtime.tiers.layout import SlotLayout
 
 
 class DeviceRows:
-    """The rows of a pool, by sections."""
+    """The rows of a pool, by sections, which stay where they are.
+
+    Attributes:
+        bases, pitches: of sections, the address of their first row, and bytes from one to the next; [sections] uint64.
+        offsets, widths: where each begins in a slot, and its bytes; [sections] uint64.
+    """
 
     def __init__(self, layout: SlotLayout) -> None:
-        self.sections = layout.sections
+        self.sections = sections = layout.sections
+        self.bases = np.array([section.rows.data_ptr() for section in sections], dtype=np.uint64)
+        self.pitches = np.array([section.rows.stride(0) for section in sections], dtype=np.uint64)
+        self.offsets = np.array([section.offset for section in sections], dtype=np.uint64)
+        self.widths = np.array([section.num_bytes for section in sections], dtype=np.uint64)
 
 
 class HostRows:
@@ -128,14 +137,10 @@ def addresses(
     pool: DeviceRows, rows: np.ndarray, host: HostRows, slots: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Addresses of each section of rows [n], those in slots [n], and bytes; each [n * sections] uint64."""
-    bases = np.array([section.rows.data_ptr() for section in pool.sections], dtype=np.uint64)
-    pitches = np.array([section.rows.stride(0) for section in pool.sections], dtype=np.uint64)
-    offsets = np.array([section.offset for section in pool.sections], dtype=np.uint64)
-    widths = np.array([section.num_bytes for section in pool.sections], dtype=np.uint64)
-    on_device = bases + rows.astype(np.uint64)[:, None] * pitches
+    on_device = pool.bases + rows.astype(np.uint64)[:, None] * pool.pitches
     first = np.uint64(host.slots.data_ptr())
-    on_host = first + slots.astype(np.uint64)[:, None] * np.uint64(host.slot_bytes) + offsets
-    return on_device.ravel(), on_host.ravel(), np.broadcast_to(widths, on_device.shape).ravel()
+    on_host = first + slots.astype(np.uint64)[:, None] * np.uint64(host.slot_bytes) + pool.offsets
+    return on_device.ravel(), on_host.ravel(), np.broadcast_to(pool.widths, on_device.shape).ravel()
 
 
 def _is_over() -> None:
