@@ -42,7 +42,10 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         largest = FP8_MAX if scheme.kind == "fp8" else INT8_MAX
         scales = _scales(sizes, largest, scheme)
         scaled = groups / scales.float().unsqueeze(-1)
-        scaled = (scaled if scheme.kind == "fp8" else scaled.round_()).clamp_(-largest, largest)
+        if scheme.kind == "int8":
+            scaled.round_()
+        if scheme.scale_dtype != torch.float32:  # in float32 a quotient rounds to it
+            scaled.clamp_(-largest, largest)
         return {VALUES: scaled.view(rows, -1)[:, :columns].to(scheme.dtype(VALUES)), SCALES: scales}
     groups = groups.float()
     if third_role(scheme.kind) == OFFSETS:

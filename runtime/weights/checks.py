@@ -67,17 +67,21 @@ def _eight_bits(
     """Finds parts with a byte that has all of `bits` set."""
     if not specs:
         return
-    are_wrong = torch.stack([_has_bits(weights[spec.name], bits) for spec in specs])
-    for spec, is_wrong in zip(specs, are_wrong.tolist(), strict=True):
+    are_wrong = _have_bits([weights[spec.name] for spec in specs], bits)
+    for spec, is_wrong in zip(specs, are_wrong, strict=True):
         for part in spec.parts if is_wrong else ():
-            if _has_bits(place_of(weights[spec.name], part), bits):
+            if _have_bits([place_of(weights[spec.name], part)], bits)[0]:
                 yield Fault(part, what)
 
 
-def _has_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """[] bool of values in eight bits, a few rows at a time."""
-    rows = values.view(torch.uint8).split(_CHECKED_ROWS if values.dim() == 2 else 1)
-    return torch.stack([((some & bits) == bits).any() for some in rows]).any()
+def _have_bits(tensors: Sequence[torch.Tensor], bits: int) -> list[bool]:
+    """True for each that has a byte with all of these bits: all eight, the last seven, or the first.
+
+    Such a byte is the largest, with a sign or without one: two reductions read memory once each, and write none.
+    """
+    largest = [one.view(dtype).amax().view(torch.uint8) for one in tensors for dtype in (torch.uint8, torch.int8)]
+    found: list[bool] = ((torch.stack(largest) & bits) == bits).view(-1, 2).any(1).tolist()
+    return found
 
 
 def _part_faults(part: WeightPart, place: torch.Tensor) -> Iterator[Fault]:

@@ -119,7 +119,7 @@ def test_other_models_give_the_same_in_crowds_and_behind_prefix_hits(kind, tmp_p
     limits = {"max_model_len": 1024, "mem_fraction_static": 0.1, "page_size": 16}
     sections = {
         "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"} | model,
-        "cudagraph": {"decode_requests": [1, 8, 32, 64, 128], "piecewise_tokens": [64, 256]},
+        "cudagraph": {"decode_requests": [1, 8, 32, 48, 64, 128], "piecewise_tokens": [64, 256]},
         "runtime": {"device": "cuda", "deterministic": True} | limits | runtime,
         "cache": {"dir": str(tmp_path / "cache")},
     }
@@ -130,7 +130,7 @@ def test_other_models_give_the_same_in_crowds_and_behind_prefix_hits(kind, tmp_p
         greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=2)
         noise = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=3)
         alone = numbers(engine.generate(prompt, greedy)[0])
-        for copies in (1, 12):
+        for copies in (1, 4, 12):
             others = crowd * copies
             params = [noise] * len(others) + [greedy] + [noise] * len(others)
             outputs = engine.generate([*others, prompt, *others], params)
