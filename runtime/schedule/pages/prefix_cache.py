@@ -124,7 +124,12 @@ class RadixCache:
         return at is not None and self._key_of(_as_array(token_ids)) in at.children
 
     def extend(
-        self, run: PageRun | None, token_ids: Sequence[int] | np.ndarray, pages: np.ndarray, salt: Salt = ()
+        self,
+        run: PageRun | None,
+        token_ids: Sequence[int] | np.ndarray,
+        pages: np.ndarray,
+        salt: Salt = (),
+        keys: list[bytes] | None = None,
     ) -> tuple[PageRun | None, np.ndarray]:
         """Insert full pages below `run` and move the caller's lock from it to the end of the longer path.
 
@@ -132,6 +137,7 @@ class RadixCache:
             run: the end of a path that the caller has locked; None: the root, no lock.
             token_ids: [n * page_size], the tokens of the new pages, whose KV is written.
             pages: [n] int32, owned by the caller.
+            keys: of these pages, as use_keys makes them; None: they are made when somebody asks.
 
         Returns:
             The new end of the locked path, and the pages ([≤ n] int32) that stay the caller's, because another page
@@ -149,7 +155,7 @@ class RadixCache:
         if rest.size:
             # Copies: the callers go on writing theirs, or would keep all of a prompt for its last pages.
             added = PageRun(at, self._key_of(rest), rest.copy(), pages[num_present:].copy())
-            added.locks = 1
+            added.locks, added.keys = 1, None if keys is None else keys[num_present:]
             at.children[added.key] = added
             self._num_pages += added.pages.size
             at = added

@@ -351,13 +351,14 @@ class Loads:
         if good:
             start = load.num_pages * page_size
             tokens, pages = load.token_ids[start : start + good * page_size], ticket.pages[:good]
-            load.run, duplicates = self._cache.extend(load.run, tokens, pages, load.salt)
+            keys = [entry.key for entry in ticket.entries[:good]]
+            load.run, duplicates = self._cache.extend(load.run, tokens, pages, load.salt, keys)
             shelves.pages.allocator.free(duplicates)
             load.num_pages += good
             from_below = int(ticket.from_below[:good].sum())
             from_host, before = load.num_loaded
             load.num_loaded = from_host + good - from_below, before + from_below
-            shelves.host[False].use([entry.key for entry in ticket.entries[:good]])
+            shelves.host[False].use(keys)
         shelves.pages.give_back_loaded(ticket.pages[good:])
         return good
 

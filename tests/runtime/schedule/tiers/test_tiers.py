@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,20 @@ def test_a_prompt_that_is_looked_at_often_is_hashed_once(monkeypatch: pytest.Mon
     settled(sim)
     sim.check_answers()
     sim.check_all_returned()
+
+
+def test_pages_that_arrive_have_the_keys_that_their_tokens_have() -> None:
+    """They are not hashed again; a wrong one would be another page's name in every tier."""
+    sim, copies = simulation(Random(1), num_pages=9)
+    for name, prompt in (("first", prompt_of(20)), ("other", prompt_of(24, first=5)), ("again", prompt_of(20))):
+        sim.add(make_request(name, prompt, max_tokens=2, **FREE))
+        settled(sim)
+    assert copies.num_loaded == 3
+    cache = sim.scheduler.pages.cache
+    run, pages = cache.match_prefix(np.array(prompt_of(20)), ())
+    found = [key for one in reversed(list(cache.path_of(run))) for key in one.keys or []]
+    keys = PageKeys(b"secret", 4)
+    assert found == keys.chain(keys.root(()), prompt_of(20)) and pages.size == len(found) == 5
 
 
 def test_pages_that_do_not_arrive_are_computed() -> None:
