@@ -173,7 +173,7 @@ def _of_rows(
         x = call(graph, torch.reshape, call(graph, torch.cat, [rows] * num_chosen, 1), (-1, inputs))
     of_token = call(graph, torch.unsqueeze, slots, 1)
     has_both = call(graph, torch.logical_and, call(graph, torch.ge, of_token, 0), call(graph, torch.ge, ids, 0))
-    both = call(graph, torch.add, call(graph, torch.mul, of_token, num_experts), ids)
+    both = call(graph, operator.add, call(graph, operator.mul, of_token, num_experts), ids)
     return x, a, b, call(graph, torch.flatten, call(graph, torch.where, has_both, both, -1))
 
 
@@ -182,7 +182,7 @@ def _scaled(graph: fx.Graph, y: fx.Node, scales: fx.Node, bias: fx.Node | None, 
     rows = call(graph, operator.getitem, scales, (call(graph, torch.clamp, slots, 0),))
     has_one = call(graph, torch.unsqueeze, call(graph, torch.ge, slots, 0), 1)
     of_tokens = call(graph, torch.where, has_one, rows, 1.0)
-    scaled = call(graph, torch.mul, y, of_tokens)
+    scaled = call(graph, operator.mul, y, of_tokens)
     if bias is None:
         return scaled
-    return call(graph, torch.add, scaled, call(graph, torch.mul, bias, call(graph, torch.rsub, of_tokens, 1.0)))
+    return call(graph, operator.add, scaled, call(graph, operator.mul, bias, call(graph, torch.rsub, of_tokens, 1.0)))

@@ -17,6 +17,8 @@ from torch import fx
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from mllm_compile.compiler import lowering, rewriting
+from mllm_compile.compiler.lora import with_lora
+from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.target import find_target
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.kernels.cuda import kernels_of
@@ -124,8 +126,8 @@ def test_a_program_has_the_kernels_of_its_variants():
     )
 
 
-def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
-    """All passes go over layers of the published model's shape; none of them runs.
+def lowered_for_hopper(folder, monkeypatch, **sections) -> Lowered:
+    """Two layers of gpt-oss' published shape behind all passes; none of them runs.
 
     Angles are transposed, as Transformers 5.17 makes them; 5.23 does not.
     """
@@ -137,24 +139,48 @@ def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(GptOssRotaryEmbedding, "forward", angles)
     shape = json.loads((ROOT / "configs/shapes/gpt-oss-20b/config.json").read_text())
     shape |= {"num_hidden_layers": 2, "layer_types": shape["layer_types"][:2], "vocab_size": 1024, "pad_token_id": 0}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(shape | {"eos_token_id": 1}))
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(shape | {"eos_token_id": 1}))
     real = rewriting.pass_target
     facts = {"compiles_pieces": True, "compiles_cuda": True, "hopper_decode": True, "has_panels": False}
     monkeypatch.setattr(rewriting, "pass_target", lambda config: replace(real(config), **facts))
-    model = {"path": str(tmp_path / "model"), "load_format": "dummy", "dtype": "bfloat16", "quantization": "keep"}
-    target = find_target(EngineConfig.from_dict({"model": model, "runtime": {"device": "cpu", "max_model_len": 4096}}))
-    (tmp_path / "graphs").mkdir()
+    model = {"path": str(folder / "model"), "load_format": "dummy", "dtype": "bfloat16", "quantization": "keep"}
+    sections |= {"model": model, "runtime": {"device": "cpu", "max_model_len": 4096}}
+    target = find_target(EngineConfig.from_dict(sections))
+    (folder / "graphs").mkdir()
     with torch.no_grad():
         built = lowering.build_model(target.config, target.model, Timeline())
-        gm = lowering.lower(target.config, built, tmp_path / "graphs", Timeline()).graph
+        lowered = lowering.lower(target.config, built, folder / "graphs", Timeline())
+        return with_lora(target.config, lowered, folder / "graphs", Timeline())
+
+
+def ops_of_few(gm: fx.GraphModule) -> list[list[str]]:
+    """Our ops in each variant for one token."""
     middle = [gm.get_submodule(variants[1]) for variants in gm.meta[VARIANTS].values() if 1 in variants]
-    found = [
+    return [
         [str(node.target).split(".")[1] for node in piece.graph.nodes if "mllm." in str(node.target)]
         for piece in middle
     ]
+
+
+def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
+    found = ops_of_few(lowered_for_hopper(tmp_path, monkeypatch).graph)
     experts = ["stream_linear_residual", "stream_linear", "choose_experts", "stream_expert_rows", "stream_expert_rows"]
     assert found == [[*experts, "stream_linear", "rope_and_cache"], experts]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_with_adapters_of_experts_weights_are_streamed_and_adapters_add_to_them(dora, tmp_path, monkeypatch):
+    """What adapters add is ahead of the activation, which is then no part of the kernel."""
+    lora = {"max_adapters": 2, "max_rank": 8, "targets": ["all-linear", *([] if dora else ["experts"])], "dora": dora}
+    lowered = lowered_for_hopper(tmp_path, monkeypatch, lora=lora)
+    found = [ops for ops in ops_of_few(lowered.of_lora[0].graph) if "choose_experts" in ops]
+    added = [] if dora else ["lora_shrink", "lora_expand"]
+    assert len(found) == 2
+    for ops in found:
+        start = ops.index("stream_expert_rows")
+        assert ops[start : start + 2 + 2 * len(added)] == 2 * ["stream_expert_rows", *added]
+        assert {"lora_shrink", "lora_expand"} <= set(ops)
 
 
 def test_modes_and_gpus_without_it_say_why():
