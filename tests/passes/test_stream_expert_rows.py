@@ -171,7 +171,7 @@ def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_with_adapters_of_experts_weights_are_streamed_and_adapters_add_to_them(dora, tmp_path, monkeypatch):
-    """What adapters add is ahead of the activation, which is then no part of the kernel."""
+    """Adapters add to rows ahead of the activation, which is then no part of the kernel."""
     lora = {"max_adapters": 2, "max_rank": 8, "targets": ["all-linear", *([] if dora else ["experts"])], "dora": dora}
     lowered = lowered_for_hopper(tmp_path, monkeypatch, lora=lora)
     found = [ops for ops in ops_of_few(lowered.of_lora[0].graph) if "choose_experts" in ops]
