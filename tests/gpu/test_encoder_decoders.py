@@ -103,7 +103,7 @@ def check_modes(folder: Path, model: Any, prompts: list[Any], read: list[torch.T
         error, noise = off_by(torch.tensor(ours), want), off_by(torch.cat(rounded), want)
         told = f"off by {error:.4f}, Transformers in bfloat16 by {noise:.4f}"
         print(f"{type(model).__name__}, graphs {mode}: {told}", flush=True)
-        assert error <= MARGIN * noise + 1e-3
+        assert noise > 1e-3 and error <= MARGIN * noise + 1e-3
 
 
 @torch.no_grad()
@@ -117,6 +117,13 @@ def scores_of(model: Any, source: torch.Tensor, start: list[int], ids: list[int]
     return of_ids.gather(1, torch.tensor(ids, device=states.device)[:, None])[:, 0].cpu()
 
 
+def let_layers_tell(model: Any) -> None:
+    """Makes embeddings small, which else drown what T5Gemma's layers add: each token would answer with itself."""
+    for part in (model.model.encoder, model.model.decoder):
+        part.embed_tokens.weight.mul_(0.05)
+    model.model.decoder.norm.weight.fill_(9)
+
+
 @pytest.mark.parametrize("name", SIZES)
 @torch.no_grad()
 def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
@@ -124,7 +131,11 @@ def test_texts_are_as_near_to_float32_as_transformers_in_bfloat16(
 ) -> None:
     if name == "t5gemma":
         unrefused()
-    model = save_encoder_decoder(name.partition(",")[0], tmp_path / "model", **SIZES[name]).to(DEVICE)
+    model = save_encoder_decoder(name.partition(",")[0], tmp_path / "model", **SIZES[name])
+    if name == "t5gemma":
+        let_layers_tell(model)
+        model.save_pretrained(tmp_path / "model")
+    model = model.to(DEVICE)
     save_word_tokenizer(tmp_path / "model")
     sources = sources_of_ids(*LENGTHS)
     read = [torch.tensor([source], device=DEVICE) for source in sources]
