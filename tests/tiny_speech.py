@@ -84,9 +84,9 @@ def _embeddings(model: Any, prompt: MediaPrompt | list[int], answer: Sequence[in
     """Each sound by itself: in a batch a shorter one would hear what fills it up."""
     items = () if isinstance(prompt, list) else prompt.items
     ids = [*(prompt if isinstance(prompt, list) else prompt.prompt_token_ids), *answer]
-    found: torch.Tensor = model.get_input_embeddings()(torch.tensor([ids]))
+    found: torch.Tensor = model.get_input_embeddings()(torch.tensor([ids], device=model.device))
     for item in items:
-        own = torch.tensor([ids[item.start : item.start + item.length]])
+        own = torch.tensor([ids[item.start : item.start + item.length]], device=model.device)
         given = torch.from_numpy(item.tensors["input_features"])
         said = {"audio_input_features": given, "audio_embed_sizes": torch.tensor([item.length])}
         embedded = model.model.embed_tokens_extend(own, model.get_input_embeddings()(own), **said)
@@ -106,7 +106,7 @@ def greedy(model: Any, prompt: MediaPrompt | list[int], max_tokens: int) -> list
 
 @torch.no_grad()
 def logprobs(model: Any, prompt: MediaPrompt) -> torch.Tensor:
-    """[n - 1] log-probability of each token of the prompt but the first."""
-    logits = model(inputs_embeds=_embeddings(model, prompt, ()), use_cache=False).logits[0]
+    """[n - 1] log-probability of each token of the prompt but the first, on the CPU."""
+    logits = model(inputs_embeds=_embeddings(model, prompt, ()), use_cache=False).logits[0].cpu()
     tokens = torch.tensor(list(prompt.prompt_token_ids))
     return torch.log_softmax(logits.double(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]

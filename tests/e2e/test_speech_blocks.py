@@ -122,6 +122,13 @@ def test_its_images_are_refused_by_name(speech: Speech) -> None:
     assert list(text.token_ids) == speech.expected(TEXT)
 
 
+@pytest.mark.slow  # the pieces of text, text with features and tower
+def test_a_compiled_runtime_hears(speech: Speech) -> None:
+    given = vision_engine_config(speech.folder / "model", speech.folder / "compiled", "inductor")
+    with Engine(given) as engine:
+        assert tokens(engine, PROMPTS) == [speech.expected(prompt) for prompt in PROMPTS]
+
+
 @pytest.mark.slow
 def test_a_chat_with_a_wav_file_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     model = save_speech_model(tmp_path / "model", SOUND_ID, bins=80, vocab_size=288)

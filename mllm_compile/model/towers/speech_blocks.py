@@ -35,12 +35,13 @@ class SpeechBlocks(torch.nn.Module):
         check_sizes(pixel_values, taps)
         encoder = self.embed.encoder
         frames = encoder.encoder_embedding(pixel_values.view(-1, self.facts.frames, self.facts.bins))
-        before = torch.cat([sounds[:1] - 1, sounds[:-1]])
-        behind = torch.cat([sounds[1:], sounds[-1:] + 1])
-        hidden, edges = _rows(encoder.embed, frames, before == sounds, edges)
+        number = torch.arange(sounds.shape[0], device=sounds.device)
+        ahead = (number - 1).clamp(min=0)  # not a slice, whose C - 1 of 1 export would tell apart
+        follows = (sounds[ahead] == sounds) & (number > 0)
+        hidden, edges = _rows(encoder.embed, frames, (ahead, follows), edges)
         is_own = sounds_of_rows(sounds, edges, ROWS) != FILLING
         hidden = torch.where(is_own[:, :, None], hidden, 0)
-        is_seen = is_own | ((before == sounds) | (behind == sounds))[:, None]
+        is_seen = is_own | (follows | follows.roll(-1))[:, None]  # the first follows none
         bias = encoder.relative_attention_bias_layer(hidden)
         mask = torch.where(is_seen[:, None, None], bias, torch.finfo(bias.dtype).min)
         for layer in encoder.encoders:
@@ -51,13 +52,14 @@ class SpeechBlocks(torch.nn.Module):
 
 
 def _rows(
-    embed: Any, frames: torch.Tensor, follows: torch.Tensor, edges: torch.Tensor
+    embed: Any, frames: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor], edges: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [C, ROWS, hidden] of chunks [C, frames, bins], and how many of each chunk's are the sound's.
 
     Args:
-        follows: [C], of each chunk, whether the one before it is of the same sound.
+        before: [C] each, the chunk before each, and whether it is of the same sound.
     """
+    ahead, follows = before[0], before[1][:, None, None, None]
     seen = frames[:, None]
     for layer in embed.conv:
         if getattr(layer, "stride", None) != (2, 2):
@@ -65,8 +67,7 @@ def _rows(
             continue
         is_there = torch.arange(seen.shape[2], device=seen.device) < edges[:, None]
         seen = torch.where(is_there[:, None, :, None], seen, 0)
-        last = torch.cat([torch.zeros_like(seen[:1, :, -1:]), seen[:-1, :, -1:]])
-        seen = torch.cat([torch.where(follows[:, None, None, None], last, 0), seen], 2)
+        seen = torch.cat([torch.where(follows, seen[:, :, -1:][ahead], 0), seen], 2)
         seen = torch.nn.functional.conv2d(seen, layer.weight, layer.bias, stride=2, padding=(0, 1), groups=layer.groups)
         edges = (edges - 1) // 2 + 1
     return embed.out(seen.transpose(1, 2).flatten(2)), edges
