@@ -101,7 +101,10 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
 
 
 def _attention_line(step: AttentionStep) -> str:
-    told = "" if step.rope_inputs is None else f", or, rotating itself, {', '.join(step.rope_inputs.values)}"
+    told = ""
+    if step.rope_inputs is not None:
+        does = "rotating" if step.rope_inputs.values[2:] else "writing k and v"
+        told = f", or, {does} itself, {', '.join(step.rope_inputs.values)}"
     return f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}{told})"
 
 

@@ -53,7 +53,7 @@ class EngineCalls:
             "folder": self._folder,
             "join_vllm": self._transfers.join_vllm,
             "receive_vllm": self._receive_vllm,
-            "join_named": self._transfers.join_named,
+            "join_named": self._join_named,
             "leave_named": self._transfers.leave_named,
             "receive_bucket": self._receive_bucket,
             "receive_given": self._receive_given,
@@ -157,6 +157,11 @@ class EngineCalls:
             return self._transfers.receive_vllm(**told)
 
     # SGLang's, which has no calls that begin and end an update --------------------------------------------------------
+
+    def _join_named(self, **told: Any) -> None:
+        """Joins a group. A trainer that has begun anew may give a bucket the version that its last run gave it."""
+        self._last_bucket = None
+        self._transfers.join_named(**told)
 
     def _receive_bucket(
         self, group: str, names: list[Any], dtypes: list[Any], shapes: list[Any], is_flat: bool, version: str | None

@@ -56,9 +56,9 @@ def attention_with_output(
         out: [T, H, Dv], written.
         layer_name: key into the forward context.
         save_kv_cache: False where the piece before has written k and v.
-        rope_inputs: the inputs of the piece's q and k: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
-            the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
-            itself, and writes k and v: the piece has left it out (cache_inputs).
+        rope_inputs: the inputs of the piece's q and k: q [1, T, H, D], k [1, T, Hk, D]; where heads rotate cos and sin
+            [1, T, D], and the weights [D] of the norms before the rotation where there are some. For steps whose
+            attention does that itself, and writes k and v: the piece has left it out (cache_inputs).
         eps: these norms' eps.
         bias, index: as AttentionInputs have them; an index with padding.
 
@@ -121,7 +121,7 @@ torch.library.register_fake("mllm::cross_attention_with_output", lambda *args: N
 
 def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
     """The inputs of a piece that writes a layer's KV itself: slots [T] int64, padded like the piece's tokens, or [0] if
-    attention writes and rotates; and the layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
+    attention writes, and rotates where heads do; and the layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
 
     Args:
         may_be_left: the layer's attention is told what q and k are made of.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.rl.calls import RolloutCalls
-from mllm_compile.server.wire.messages import Controlled
+from mllm_compile.server.rl.engine_calls import EngineCalls
+from mllm_compile.server.wire.messages import Control, Controlled
 
 
 def ask(calls: RolloutCalls, sent: list, answer=None, error: str = "", kind: str = ""):
@@ -91,3 +94,30 @@ def test_calls_that_wait_are_bounded_and_told_of_an_engine_that_is_lost():
     status, ended = asyncio.run(run())
     assert status == 429
     assert [error.code for error in ended] == ["engine_lost"] * 65
+
+
+def test_a_trainer_that_joins_anew_may_send_a_version_again(monkeypatch):
+    """Its weights are others: an answer from memory would leave its broadcast without a receiver."""
+    engine = MagicMock()
+    engine.weights = SimpleNamespace(is_open=False, epoch=1, start=lambda: None, missing=list)
+    engine.weights.finish = lambda version: SimpleNamespace(
+        version=version, is_whole=True, epoch=1, num_tensors=1, pause_s=0.0
+    )
+    told: list[Controlled] = []
+    calls = EngineCalls(engine, told.append)
+    received = []
+    monkeypatch.setattr(calls._transfers, "check_named", lambda name: None)
+    monkeypatch.setattr(calls._transfers, "receive_bucket", lambda *bucket, is_flat: received.append(bucket))
+    monkeypatch.setattr(calls._transfers, "_join", lambda *given: None)
+
+    def answer_of(call, **fields):
+        calls._run(Control(0, call, fields))
+        assert told[-1].error is None
+        return told[-1].answer
+
+    bucket = {"group": "g", "names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "is_flat": True, "version": "1"}
+    assert answer_of("receive_bucket", **bucket) == answer_of("receive_bucket", **bucket)
+    assert len(received) == 1, "the answer was lost"
+    answer_of("join_named", name="g", host="trainer", port=1, rank=1, world_size=2, backend="gloo")
+    assert answer_of("receive_bucket", **bucket)["published"] == "1"
+    assert len(received) == 2
