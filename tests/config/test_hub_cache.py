@@ -74,6 +74,8 @@ def test_a_listing_may_name_files_that_nobody_fetched(more, revision, cache):
         "generation_config.json",
         "chat_template.jinja",
         "preprocessor_config.json",
+        "speech-lora/adapter_config.json",
+        "speech-lora/adapter_model.safetensors",
     ],
 )
 def test_what_is_read_and_missing_is_named_with_the_next_step(missing, cache):

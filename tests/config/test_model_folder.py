@@ -172,12 +172,13 @@ def test_a_hub_id_fetches_only_what_is_served_from(monkeypatch, folder):
     assert [call["revision"] for call in calls] == ["v1", folder.name]  # the second time by the snapshot's commit
     for name in (*EXPORTED_FILES, *OLDER_FILES, *PROCESSOR_FILES, "model.safetensors"):
         assert is_fetched(name), name
-    assert is_fetched(f"{NAMED_TEMPLATES}/tool_use.jinja")
+    speech = [f"speech-lora/adapter_{name}" for name in ("config.json", "model.safetensors")]
+    assert all(map(is_fetched, (f"{NAMED_TEMPLATES}/tool_use.jinja", *speech)))
     assert not any(map(is_fetched, ("modeling.py", "original/model.safetensors", "onnx/config.json")))
 
     calls.clear()
     open_folder("Qwen/Qwen3-0.6B", load_format="dummy", trust_remote_code=True)
-    assert is_fetched("modeling.py") and not is_fetched("model.safetensors")
+    assert is_fetched("modeling.py") and not any(map(is_fetched, ("model.safetensors", *speech)))
 
 
 def test_code_that_comes_with_a_model_needs_permission_only_where_transformers_has_none(folder):

@@ -25,10 +25,12 @@ from mllm_compile.text.tokenizer_files import EXPORTED_FILES, NAMED_TEMPLATES, O
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+SPEECH_FOLDER = "speech-lora"  # Phi-4-multimodal's adapter, which computes prompts with sounds
 
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
 _CODE_FILES = "*.py"
 _NAMED_TEMPLATES = f"{NAMED_TEMPLATES}/*.jinja"
+_SPEECH_FILES = tuple(f"{SPEECH_FOLDER}/{name}" for name in ("adapter_config.json", "adapter_model.safetensors"))
 _MOST_NAMES = 5  # of an error
 
 
@@ -41,9 +43,10 @@ def download(model: ModelConfig) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     repository, tag = repository_and_tag(model.path)
-    patterns = list(_TEXT_FILES)
+    patterns, of_folders = list(_TEXT_FILES), [_NAMED_TEMPLATES]
     if model.load_format != "dummy" and tag is None:
         patterns.append("*.safetensors")
+        of_folders += _SPEECH_FILES
     if model.trust_remote_code:
         patterns.append(_CODE_FILES)
     name = f"model.path {model.path!r}"
@@ -53,8 +56,8 @@ def download(model: ModelConfig) -> Path:
             folder = snapshot_download(
                 repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
             )
-            # The one sub-folder that is read; of the same commit, which the snapshot's folder is named after.
-            snapshot_download(repository, revision=Path(folder).name, allow_patterns=[_NAMED_TEMPLATES])
+            # The sub-folders that are read; of the same commit, which the snapshot's folder is named after.
+            snapshot_download(repository, revision=Path(folder).name, allow_patterns=of_folders)
             if _may_be_gguf(model, Path(folder)):
                 return _downloaded_gguf(model, Path(folder))
     except errors.HFValidationError as error:
@@ -158,12 +161,13 @@ def _missing_texts(model: ModelConfig, snapshot: Path) -> list[str]:
 def _missing_weights(model: ModelConfig, snapshot: Path) -> list[str]:
     if model.load_format == "dummy":
         return []
+    speech = [name for name in _SPEECH_FILES if not (snapshot / name).exists() and _is_listed(model, name)]
     index = read_json_object(snapshot / WEIGHTS_INDEX_FILE, CheckpointError) or {}
     shards = index.get("weight_map")
     if isinstance(shards, dict):  # what else it may be, is said where it is read
-        return sorted({str(name) for name in shards.values() if not (snapshot / str(name)).exists()})
+        return [*sorted({str(name) for name in shards.values() if not (snapshot / str(name)).exists()}), *speech]
     if (snapshot / WEIGHTS_FILE).exists():
-        return []
+        return speech
     return [name for name in (WEIGHTS_INDEX_FILE, WEIGHTS_FILE) if _is_listed(model, name)]
 
 

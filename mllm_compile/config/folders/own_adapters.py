@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mllm_compile.config.folders.hub import SPEECH_FOLDER
 from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
@@ -12,7 +13,6 @@ from mllm_compile.files.json_file import read_json_object
 OF_SOUNDS = "sounds"  # the name of such an adapter; one of lora.adapters with this name is in its place
 HAS_OWN = "has_lora_adapter"
 CONFIG_FILE = "adapter_config.json"
-_FOLDER = "speech-lora"  # in which Phi-4-multimodal has it
 _DEFAULT_OF = "projector_config"  # of configs that have it the key is true, so that Transformers leaves it out
 
 
@@ -30,8 +30,8 @@ def adapter_of_sounds(model: ModelFolder) -> OwnAdapter | None:
     Raises:
         CheckpointError: its config is damaged.
     """
-    apart = "audio_config" in model.config and (model.path / _FOLDER / CONFIG_FILE).is_file()
-    folder = model.path / _FOLDER if apart else model.path
+    apart = "audio_config" in model.config and (model.path / SPEECH_FOLDER / CONFIG_FILE).is_file()
+    folder = model.path / SPEECH_FOLDER if apart else model.path
     path = folder / CONFIG_FILE
     has_own = apart or model.config.get(HAS_OWN, _DEFAULT_OF in model.config)
     if not has_own or (said := read_json_object(path, CheckpointError)) is None:
