@@ -204,20 +204,23 @@ def check_adapters(drafting: Drafting, folder: Path) -> None:
 def check_scores(drafting: Drafting, folder: Path) -> None:
     """Scores of each mode, the draws' kept tokens, and the experts of all tokens."""
 
+    scores: list[list[float]] = []
+
     def act(engine: Engine) -> Any:
-        found = []
+        found: list[Any] = []
+        scores.append([])
         for mode in ("raw_logprobs", "tempered_logprobs", "processed_logprobs"):
             asked = replace(DRAWN, top_k=5, logprobs=1, logprobs_mode=mode, return_routed_experts=True)
             for output in engine.generate(PROMPTS, replace(asked, return_sampling_mask=True)):
                 (one,) = output.outputs
-                scores = [
-                    round(scored[token].logprob, 3) for scored, token in zip(one.logprobs, one.token_ids, strict=True)
-                ]
+                scores[-1] += [scored[token].logprob for scored, token in zip(one.logprobs, one.token_ids, strict=True)]
                 kept = [np.asarray(ids).tolist() for ids in one.sampling_mask]
-                found.append([list(one.token_ids), scores, kept, np.asarray(one.routed_experts).tolist()])
+                found.append([list(one.token_ids), kept, np.asarray(one.routed_experts).tolist()])
         return found
 
     checked(drafting, act, runtime={"routed_experts": True})
+    plain, drafted = scores
+    assert np.abs(np.array(plain) - np.array(drafted)).max() < 1e-4
 
 
 # What other pages' tables have a row of, where drafts are of n-grams; here drafters have weights.

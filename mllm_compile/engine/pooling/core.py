@@ -200,9 +200,8 @@ class PoolingCore:
         """The next texts, or none unless it waits for some; None at the end."""
         with self._news:
             while waits and not self._is_closing and not len(self._queue):
-                if not self._news.wait(
-                    _CLOSED_POLL_S
-                ):  # a collection right here may close the engine, and wakes nobody
+                has_news = self._news.wait(_CLOSED_POLL_S)
+                if not has_news:  # a collection right here may close the engine, and wakes nobody
                     see_imports()
             if self._is_closing:
                 return None
