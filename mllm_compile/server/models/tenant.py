@@ -118,7 +118,7 @@ class Tenant(ServedEngine):
             if self._is_started:  # a part of its memory may have fitted
                 with contextlib.suppress(ApiError):
                     await self._ask("park")
-                    close_all(self.front.supervisor.take_memory())
+                close_all(self.front.supervisor.take_memory())
             self.is_awake = False
             raise
         self.switches += 1
@@ -163,6 +163,7 @@ class Tenant(ServedEngine):
         try:
             await self._ask("park")
         except ApiError:
+            close_all(supervisor.take_memory())  # a part may have come before the error
             if supervisor.state == PARKED:
                 supervisor.go_on()
             raise

@@ -183,9 +183,9 @@ class EngineCalls:
         without a version it may as well be the next update of one bucket."""
         weights = self._weights
         if not weights.is_open:
-            told = bucket, version, weights.epoch
-            if version is not None and self._last_bucket is not None and self._last_bucket[0] == told:
-                return self._last_bucket[1]
+            last, told = self._last_bucket, (bucket, version, weights.epoch)
+            if version is not None and not weights.is_torn and last is not None and last[0] == told:
+                return last[1]
             weights.start()
             self._transfers.started()
         receive()

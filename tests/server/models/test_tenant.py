@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mllm_compile.process.passage import Passage
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.answers import CompletionAnswers
@@ -97,9 +99,20 @@ def test_an_engine_that_does_not_answer_its_broker_is_ended(monkeypatch):
 
     async def work() -> None:
         tenant = _tenant()
-        tenant.front.supervisor._link = SimpleNamespace(kill=lambda: killed.append(True), send=lambda command: None)
+        passage, its_passage = Passage.pair()
+        tenant.front.supervisor._link = SimpleNamespace(
+            kill=lambda: killed.append(True), send=lambda command: None, passage=passage
+        )
+        end, memory = os.pipe()
+        engine = Passage(its_passage)
+        engine.give([memory])  # and then it hangs
         with pytest.raises(ApiError, match=r"has not answered park for 0.01 s"):
             await tenant.park()
+        os.set_blocking(end, False)
+        assert os.read(end, 1) == b"", "its memory is held, and no model has it"
+        os.close(end)
+        passage.close()
+        engine.close()
 
     asyncio.run(work())
     assert killed

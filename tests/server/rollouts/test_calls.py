@@ -99,7 +99,7 @@ def test_calls_that_wait_are_bounded_and_told_of_an_engine_that_is_lost():
 def test_a_trainer_that_joins_anew_may_send_a_version_again(monkeypatch):
     """Its weights are others: an answer from memory would leave its broadcast without a receiver."""
     engine = MagicMock()
-    engine.weights = SimpleNamespace(is_open=False, epoch=1, start=lambda: None, missing=list)
+    engine.weights = SimpleNamespace(is_open=False, is_torn=False, epoch=1, start=lambda: None, missing=list)
     engine.weights.finish = lambda version: SimpleNamespace(
         version=version, is_whole=True, epoch=1, num_tensors=1, pause_s=0.0
     )

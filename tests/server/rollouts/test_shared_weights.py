@@ -111,6 +111,19 @@ def test_what_a_sender_of_sglangs_left_is_no_half_of_another_ones_update(trainer
     del left, bodies, body
 
 
+def test_a_bucket_of_sglangs_brings_dropped_weights_again_under_their_version(trainer, start, by_file):
+    before = trainer.seen()
+    what = [(name, one.clone()) for name, one in start.items()]
+    bodies = [{"serialized_named_tensors": [pickled(what)], "weight_version": "same"} for _ in range(2)]
+    assert bodies[0] == bodies[1], "the engine could tell them apart"
+    trainer.post("/update_weights_from_tensor", bodies[0])
+    trainer.post("/sleep?level=2")
+    trainer.post("/wake_up")
+    trainer.post("/update_weights_from_tensor", bodies[1])
+    assert trainer.seen() == before
+    del what
+
+
 def test_tensors_that_are_refused_are_let_go_of(trainer, by_file):
     what = [("nonsense", torch.zeros(4))]
     body = {"serialized_named_tensors": [pickled(what)]}
