@@ -196,13 +196,22 @@ class PoolingCore:
             self._end_all(self.end_error or closed())
             self._shutdown()
 
+    def _is_without_news(self) -> bool:
+        """Waits for texts, a second long."""
+        with self._news:
+            if self._is_closing or len(self._queue):
+                return False
+            # Not for ever: a garbage collection right here may close the engine without waking this wait.
+            is_idle = not self._news.wait(_CLOSED_POLL_S)
+        if is_idle:
+            see_imports()
+        return True
+
     def _next_step(self, waits: bool) -> list[tuple[Call, int]] | None:
         """The next texts, or none unless it waits for some; None at the end."""
+        while waits and self._is_without_news():
+            pass
         with self._news:
-            while waits and not self._is_closing and not len(self._queue):
-                has_news = self._news.wait(_CLOSED_POLL_S)
-                if not has_news:  # a collection right here may close the engine, and wakes nobody
-                    see_imports()
             if self._is_closing:
                 return None
             taken = self._queue.take()
