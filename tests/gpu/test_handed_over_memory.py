@@ -34,13 +34,16 @@ def test_what_one_process_wrote_the_next_one_reads():
         command = child_python.command(__name__, str(its.fileno()))
         environment = child_python.environment()
         other = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None and other.stdout.readline() == "ready\n"
-        chunks = Chunks()
-        torch.cuda.synchronize()
-        memory.unmap(chunks)
-        assert len(chunks) == NUM
-        ours.give(chunks.take_all())
-        said, _ = other.communicate(timeout=HANG_S)
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "ready\n"
+            chunks = Chunks()
+            torch.cuda.synchronize()
+            memory.unmap(chunks)
+            assert len(chunks) == NUM
+            ours.give(chunks.take_all())
+            said, _ = other.communicate(timeout=HANG_S)
+        finally:
+            other.kill()  # else it looks for memory for ever where this has failed
     assert other.returncode == 0 and sorted(map(int, said.split())) == [11, 12, 13]
     back = Chunks(ours.take())
     assert len(back) == NUM
