@@ -38,10 +38,10 @@ def test_it_may_be_in_a_folder_of_its_own(tmp_path):
     assert adapter_of_sounds(ModelFolder(tmp_path, {}, ())) is None, "a text alone"
 
 
-@pytest.mark.parametrize("fields", [{"r": 0}, {"r": "8"}, {}, {"r": 8, "rank_pattern": [3]}])
-def test_ranks_that_are_none_are_refused(tmp_path, fields):
+@pytest.mark.parametrize("fields", [{"r": 0}, {"r": "8"}, {}, {"r": 8, "rank_pattern": [3]}, {"r": 513}])
+def test_ranks_that_no_config_may_have_are_refused(tmp_path, fields):
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"expected ranks \(r, rank_pattern\) of at least 1, got"):
+    with pytest.raises(CheckpointError, match=r"expected ranks \(r, rank_pattern\) of 1 to 512, got"):
         adapter_of_sounds(ModelFolder(tmp_path, {"has_lora_adapter": True}, ()))
 
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from mllm_compile.config.folders.hub import SPEECH_FOLDER
 from mllm_compile.config.folders.model_folder import ModelFolder
+from mllm_compile.config.schema import MAX_ADAPTER_RANK
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
+from mllm_compile.runtime.short_repr import short_repr
 
 OF_SOUNDS = "sounds"  # the name of such an adapter; one of lora.adapters with this name is in its place
 HAS_OWN = "has_lora_adapter"
@@ -38,6 +40,9 @@ def adapter_of_sounds(model: ModelFolder) -> OwnAdapter | None:
         return None
     pattern = said.get("rank_pattern") or {}
     ranks: list[Any] = [said.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-        raise CheckpointError(f"{path}: expected ranks (r, rank_pattern) of at least 1, got {ranks}. Download it again")
+    if not all(isinstance(rank, int) and 0 < rank <= MAX_ADAPTER_RANK for rank in ranks):
+        raise CheckpointError(
+            f"{path}: expected ranks (r, rank_pattern) of 1 to {MAX_ADAPTER_RANK}, got {short_repr(ranks)}. "
+            "Download it again"
+        )
     return OwnAdapter(folder, max(ranks))
