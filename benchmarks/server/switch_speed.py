@@ -62,7 +62,8 @@ class Served:
                     models: dict[str, str] = state.get("models", {})
                     return models
             time.sleep(0.1)
-        sys.exit("the server is not ready")
+        # One that refused its command line or a config has said so.
+        sys.exit(2 if self._process.poll() == 2 else "the server is not ready")
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and answer."""

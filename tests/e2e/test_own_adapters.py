@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine
 from mllm_compile.errors import RequestError
 from tests.adapters.folders import matrices, peft_fields, write_adapter
 from tests.e2e.test_heard_features import WORKS
 from tests.lora_factors import merged
+from tests.own_adapter import ALPHA, COUNT, GREEDY, RANK, OwnAdapter, factors_of, tokens
 from tests.tiny_sounds import Sound, save_sound_model, sound_prompt, transformers_greedy
 from tests.tiny_vision import vision_engine_config
 
-KIND, COUNT, RANK, ALPHA = "granite_speech", 6, 24, 48
-GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+KIND = "granite_speech"
 NAME = "language_model.model.layers.{}.self_attn.{}_proj"  # as in the published files
 PROMPTS: list[Any] = [
     sound_prompt(KIND, [5, 6], Sound(1, 12), [7, 8]),
@@ -36,48 +34,27 @@ def say_has_own(folder: Path) -> None:
     path.write_text(json.dumps(said), encoding="utf-8")
 
 
-class Heard:
-    """A folder of the model with its adapter, and Transformers' answers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model = save_sound_model(KIND, folder / "model")
-        shapes = {}
-        for layer in range(self.model.config.text_config.num_hidden_layers):
-            of_layer = self.model.model.language_model.layers[layer].self_attn
-            shapes |= {NAME.format(layer, one): tuple(getattr(of_layer, f"{one}_proj").weight.shape) for one in "qv"}
-        tensors = matrices(shapes, RANK, 3)
-        fields = peft_fields(["q_proj", "v_proj"], RANK, lora_alpha=ALPHA, base_model_name_or_path="ibm/granite-chat")
-        write_adapter(folder / "model", tensors, fields)
-        say_has_own(folder / "model")
-        self.factors = {
-            f"{module.replace('language_model.model.', 'model.language_model.')}.weight": (
-                tensors[f"base_model.model.{module}.lora_A.weight"],
-                tensors[f"base_model.model.{module}.lora_B.weight"] * (ALPHA / RANK),
-            )
-            for module in shapes
-        }
-
-    def expected(self, prompt: Any, is_adapted: bool | None = None) -> list[int]:
-        is_adapted = not isinstance(prompt, list) if is_adapted is None else is_adapted
-        with merged(self.model, self.factors) if is_adapted else nullcontext():
-            return transformers_greedy(self.model, prompt, COUNT)
-
-    def config(self, **sections: Any) -> dict[str, Any]:
-        given = vision_engine_config(self.folder / "model", self.folder / "cache").model_dump(mode="json")
-        return given | {name: {**(given.get(name) or {}), **section} for name, section in sections.items()}
+def save_heard(folder: Path) -> OwnAdapter:
+    """The model in a folder, and its adapter beside its weights."""
+    model = save_sound_model(KIND, folder / "model")
+    shapes = {}
+    for layer in range(model.config.text_config.num_hidden_layers):
+        of_layer = model.model.language_model.layers[layer].self_attn
+        shapes |= {NAME.format(layer, one): tuple(getattr(of_layer, f"{one}_proj").weight.shape) for one in "qv"}
+    tensors = matrices(shapes, RANK, 3)
+    fields = peft_fields(["q_proj", "v_proj"], RANK, lora_alpha=ALPHA, base_model_name_or_path="ibm/granite-chat")
+    write_adapter(folder / "model", tensors, fields)
+    say_has_own(folder / "model")
+    names = {one: f"{one.replace('language_model.model.', 'model.language_model.')}.weight" for one in shapes}
+    return OwnAdapter(folder, model, factors_of(tensors, names), transformers_greedy)
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
-    yield Heard(tmp_path_factory.mktemp("own"))
+def heard(tmp_path_factory: pytest.TempPathFactory) -> OwnAdapter:
+    return save_heard(tmp_path_factory.mktemp("own"))
 
 
-def tokens(engine: Any, prompts: list[Any], **given: Any) -> list[list[int]]:
-    return [list(output.token_ids) for output in engine.generate(prompts, GREEDY, **given)]
-
-
-def test_prompts_with_sounds_are_computed_with_the_adapter_and_others_without(heard: Heard) -> None:
+def test_prompts_with_sounds_are_computed_with_the_adapter_and_others_without(heard: OwnAdapter) -> None:
     expected = [heard.expected(prompt) for prompt in PROMPTS]
     assert expected[0] != heard.expected(PROMPTS[0], is_adapted=False), "the adapter changes what is said"
     with Engine(heard.config()) as engine:
@@ -90,7 +67,7 @@ def test_prompts_with_sounds_are_computed_with_the_adapter_and_others_without(he
         assert tokens(engine, PROMPTS[1:2], adapter="sounds") == [named]
 
 
-def test_a_named_adapter_is_in_its_place_and_without_one_a_sound_is_refused(heard: Heard, tmp_path: Path) -> None:
+def test_a_named_adapter_is_in_its_place_and_without_one_a_sound_is_refused(heard: OwnAdapter, tmp_path: Path) -> None:
     shapes = {"model.language_model.layers.0.mlp.up_proj": (48, 32)}
     targets = heard.model.model.language_model.layers[0].mlp.up_proj.weight.shape
     shapes = {name: tuple(targets) for name in shapes}
@@ -121,7 +98,7 @@ def test_without_its_files_sounds_are_refused(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_it_works_with_what_works_with_sounds(heard: Heard, name: str) -> None:
+def test_it_works_with_what_works_with_sounds(heard: OwnAdapter, name: str) -> None:
     expected = [heard.expected(prompt) for prompt in PROMPTS]
     with Engine(heard.config(**WORKS[name])) as engine:
         assert tokens(engine, PROMPTS) == expected
@@ -132,7 +109,7 @@ def test_it_works_with_what_works_with_sounds(heard: Heard, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_stages_serve_text_alone_and_no_adapters(heard: Heard) -> None:
+def test_stages_serve_text_alone_and_no_adapters(heard: OwnAdapter) -> None:
     with Engine(heard.config(runtime={"pipeline_parallel_size": 2})) as engine:
         assert engine.list_adapters() == []
         assert tokens(engine, PROMPTS[1:2]) == [heard.expected(PROMPTS[1])]

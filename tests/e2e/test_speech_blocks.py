@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile import Engine, SamplingParams
+from mllm_compile import Engine
 from mllm_compile.media.sources import read_items
 from tests.adapters.folders import matrices, peft_fields, write_adapter
 from tests.e2e.test_heard_features import WORKS
 from tests.fakes import all_pages_are_back
 from tests.lora_factors import merged
 from tests.media.heard_cases import SOUND, SOUND_ID, make_folder
+from tests.own_adapter import ALPHA, COUNT, GREEDY, RANK, OwnAdapter, factors_of, tokens
 from tests.sounds import tone, wav_of
 from tests.tiny_sounds import Sound
 from tests.tiny_speech import greedy, logprobs, save_speech_model, speech_prompt
 from tests.tiny_vision import vision_engine_config
 
-COUNT, RANK, ALPHA = 6, 24, 48
-GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
 PROMPTS: list[Any] = [
     speech_prompt([5, 6], Sound(1, 40), [7, 8]),
@@ -35,48 +32,24 @@ PROMPTS: list[Any] = [
 LONG = speech_prompt([5, 6], Sound(3, 4000 + 37), [7], Sound(6, 8 * 500), [8])  # two blocks, and one that is full
 
 
-class Speech:
-    """A folder of the model with its adapter, and Transformers' answers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model = save_speech_model(folder / "model")
-        shapes = {}
-        for number, layer in enumerate(self.model.model.layers):
-            shapes[f"model.layers.{number}.self_attn.qkv_proj"] = tuple(layer.self_attn.qkv_proj.weight.shape)
-            shapes[f"model.layers.{number}.mlp.down_proj"] = tuple(layer.mlp.down_proj.weight.shape)
-        tensors = matrices(shapes, RANK, 3)
-        write_adapter(
-            folder / "model/speech-lora", tensors, peft_fields(["qkv_proj", "down_proj"], RANK, lora_alpha=ALPHA)
-        )
-        self.factors = {
-            f"{module}.weight": (
-                tensors[f"base_model.model.{module}.lora_A.weight"],
-                tensors[f"base_model.model.{module}.lora_B.weight"] * (ALPHA / RANK),
-            )
-            for module in shapes
-        }
-
-    def expected(self, prompt: Any, is_adapted: bool | None = None) -> list[int]:
-        is_adapted = not isinstance(prompt, list) if is_adapted is None else is_adapted
-        with merged(self.model, self.factors) if is_adapted else nullcontext():
-            return greedy(self.model, prompt, COUNT)
-
-    def config(self, **sections: Any) -> dict[str, Any]:
-        given = vision_engine_config(self.folder / "model", self.folder / "cache").model_dump(mode="json")
-        return given | {name: {**(given.get(name) or {}), **section} for name, section in sections.items()}
+def save_speech(folder: Path) -> OwnAdapter:
+    """The model in a folder, and its adapter for speech."""
+    model = save_speech_model(folder / "model")
+    shapes = {}
+    for number, layer in enumerate(model.model.layers):
+        shapes[f"model.layers.{number}.self_attn.qkv_proj"] = tuple(layer.self_attn.qkv_proj.weight.shape)
+        shapes[f"model.layers.{number}.mlp.down_proj"] = tuple(layer.mlp.down_proj.weight.shape)
+    tensors = matrices(shapes, RANK, 3)
+    write_adapter(folder / "model/speech-lora", tensors, peft_fields(["qkv_proj", "down_proj"], RANK, lora_alpha=ALPHA))
+    return OwnAdapter(folder, model, factors_of(tensors, {one: f"{one}.weight" for one in shapes}), greedy)
 
 
 @pytest.fixture(scope="module")
-def speech(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speech]:
-    yield Speech(tmp_path_factory.mktemp("speech"))
+def speech(tmp_path_factory: pytest.TempPathFactory) -> OwnAdapter:
+    return save_speech(tmp_path_factory.mktemp("speech"))
 
 
-def tokens(engine: Any, prompts: list[Any], **given: Any) -> list[list[int]]:
-    return [list(output.token_ids) for output in engine.generate(prompts, GREEDY, **given)]
-
-
-def test_prompts_with_sounds_have_the_adapter_and_others_none(speech: Speech) -> None:
+def test_prompts_with_sounds_have_the_adapter_and_others_none(speech: OwnAdapter) -> None:
     expected = [speech.expected(prompt) for prompt in PROMPTS]
     assert expected[0] != speech.expected(PROMPTS[0], is_adapted=False), "the adapter changes what is said"
     with Engine(speech.config()) as engine:
@@ -95,12 +68,12 @@ def test_prompts_with_sounds_have_the_adapter_and_others_none(speech: Speech) ->
         assert np.abs(np.array(ours) - logprobs(speech.model, PROMPTS[2]).numpy()).max() < 1e-4
 
 
-def test_steps_of_few_tokens_cut_sounds(speech: Speech) -> None:
+def test_steps_of_few_tokens_cut_sounds(speech: OwnAdapter) -> None:
     with Engine(speech.config(runtime={"max_num_batched_tokens": 9})) as engine:
         assert tokens(engine, PROMPTS) == [speech.expected(prompt) for prompt in PROMPTS]
 
 
-def test_sounds_of_several_blocks(speech: Speech) -> None:
+def test_sounds_of_several_blocks(speech: OwnAdapter) -> None:
     with Engine(speech.config(runtime={"max_model_len": 2048, "max_num_batched_tokens": 1024})) as engine:
         assert tokens(engine, [LONG, *PROMPTS]) == [speech.expected(prompt) for prompt in (LONG, *PROMPTS)]
 
@@ -113,7 +86,7 @@ def test_without_the_folder_of_the_adapter_sounds_are_computed_without_one(tmp_p
         assert tokens(engine, PROMPTS) == [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-def test_its_images_are_refused_by_name(speech: Speech) -> None:
+def test_its_images_are_refused_by_name(speech: OwnAdapter) -> None:
     pixels = np.zeros((1, 2, 3, 16, 16), dtype=np.float32)
     item = replace(PROMPTS[0].items[0], kind="image", tensors={"image_pixel_values": pixels})
     with Engine(speech.config()) as engine:
@@ -123,7 +96,7 @@ def test_its_images_are_refused_by_name(speech: Speech) -> None:
 
 
 @pytest.mark.slow  # the pieces of text, text with features and tower
-def test_a_compiled_runtime_hears(speech: Speech) -> None:
+def test_a_compiled_runtime_hears(speech: OwnAdapter) -> None:
     given = vision_engine_config(speech.folder / "model", speech.folder / "compiled", "inductor")
     with Engine(given) as engine:
         assert tokens(engine, PROMPTS) == [speech.expected(prompt) for prompt in PROMPTS]
@@ -147,7 +120,7 @@ def test_a_chat_with_a_wav_file_is_what_transformers_makes_of_it(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_it_works_with_what_works_with_sounds(speech: Speech, name: str) -> None:
+def test_it_works_with_what_works_with_sounds(speech: OwnAdapter, name: str) -> None:
     expected = [speech.expected(prompt) for prompt in PROMPTS]
     with Engine(speech.config(**WORKS[name])) as engine:
         assert tokens(engine, PROMPTS) == expected
