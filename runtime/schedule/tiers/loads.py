@@ -21,8 +21,9 @@ from mllm_compile.runtime.schedule.tiers.shelves import Shelves
 from mllm_compile.runtime.schedule.tiers.ticket import Ticket
 
 _MOST = 2  # at once: they share the link
-# Of a request: what came may be gone before it is admitted, or be no more than others' part of its path.
-_MOST_TRIES = 8
+# Of a request: what came may be gone before it is admitted, or be no more than others' part of its path. A load takes a
+# tenth of the time that computing it takes.
+_MOST_TRIES = 32
 
 
 @dataclass(slots=True, eq=False)
