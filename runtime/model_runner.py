@@ -146,6 +146,8 @@ class ModelRunner(RunnerPools, RunnerBatches):
     def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Load program and weights, and meet other ranks, which is under way meanwhile."""
         check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
+        for drafter in self.drafters:
+            drafter._source.begin(self.device)
         try:
             model = self._source.load(self.device)
         except torch.OutOfMemoryError as error:

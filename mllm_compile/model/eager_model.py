@@ -62,6 +62,10 @@ class EagerSource:
     def weight_bytes(self) -> int:
         return 2 * self._source.weight_bytes
 
+    def begin(self, device: torch.device) -> None:
+        """Begins what the other one does."""
+        self._source.begin(device)
+
     def load(self, device: torch.device) -> LoadedModel:
         """Loads both.
 

@@ -6,8 +6,10 @@ Imports neither transformers, Dynamo nor Inductor. Pieces and kernels are loaded
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -35,6 +37,8 @@ from mllm_compile.store.shared_weights import shared_weights
 
 if TYPE_CHECKING:
     from mllm_compile.store.opened import CompiledRuntime
+
+_T = TypeVar("_T")
 
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
@@ -73,9 +77,8 @@ class ArtifactSource:
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
-        beside = ThreadPoolExecutor(1, thread_name_prefix="kernels")
-        self._kernels = beside.submit(self._find_kernels)
-        beside.shutdown(wait=False)
+        self._kernels = _beside("kernels", self._find_kernels)
+        self._linking: Future[LinkedProgram] | None = None
 
     @property
     def _program(self) -> Program:
@@ -87,6 +90,15 @@ class ArtifactSource:
         of_adapters = 0 if lora is None else lora.layout.num_bytes
         return sum(spec.num_bytes for spec in self._weights if spec.name not in self._lent) + of_adapters
 
+    def begin(self, device: torch.device) -> None:
+        """Begins to load pieces and kernels, beside the caller."""
+        self._begun(device)
+
+    def _begun(self, device: torch.device) -> Future[LinkedProgram]:
+        if self._linking is None:
+            self._linking = _beside("pieces", partial(self._link, device))
+        return self._linking
+
     def load(self, device: torch.device) -> LoadedModel:
         """Brings program and weights to `device`.
 
@@ -96,14 +108,15 @@ class ArtifactSource:
             CheckpointError: a weight file is missing, truncated, or not the one that was compiled for.
         """
         artifact = self._artifact
-        with self._reporter.stage("load model"), ThreadPoolExecutor(1, thread_name_prefix="pieces") as beside:
-            linking = beside.submit(self._link, device)
+        with self._reporter.stage("load model"):
+            linking = self._begun(device)
             arena = arena_on(device) if self._config.runtime.enable_sleep_mode else None
             live = self._load_weights(device, arena)
             self._loaded = ref(live)
             weights = {**live.tensors, **load_constants(artifact, device)}
             self._kernels.result()
             linked = linking.result()
+            self._linking = None
             executor, layers = linked.bind(weights, self._rank)
             lora = linked.bind_lora(weights, device, self._rank)
         sizes, num_ranks = artifact.sizes, self._config.runtime.expert_parallel_size
@@ -197,6 +210,14 @@ class ArtifactSource:
         artifact = self._artifact
         ranks = (artifact.weights, *artifact.further_weights)
         return Places(artifact.tensor_names(), None if artifact.manifest.weights.are_random else ranks, rank)
+
+
+def _beside(name: str, work: Callable[[], _T]) -> Future[_T]:
+    """Begins the work in a thread of its own."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+    result = thread.submit(work)
+    thread.shutdown(wait=False)
+    return result
 
 
 def load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -171,5 +171,8 @@ class ModelSource(Protocol):
     def weight_bytes(self) -> int:
         """Bytes that load puts on the device."""
 
+    def begin(self, device: torch.device) -> None:
+        """Begin what needs no weights, beside the caller; `load` does so itself otherwise."""
+
     def load(self, device: torch.device) -> LoadedModel:
         """Bring program and weights to `device`."""

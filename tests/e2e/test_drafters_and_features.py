@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.kv_connectors.peers.meeting import VARIABLE
+from mllm_compile.store.source import ArtifactSource
 from tests.adapters.tiny_adapters import VOCAB, Adapters
 from tests.e2e.test_apart_features import DECODE, runtime_of
 from tests.e2e.test_weight_updates import write_changed
@@ -248,6 +250,30 @@ def lost_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("method", "feature"), slow_but_a_sample(product(METHODS, CHECKS), 1))
 def test_a_drafter_with_weights_goes_with_a_feature(method: str, feature: str, tmp_path: Path) -> None:
     CHECKS[feature](Drafting(method, tmp_path), tmp_path)
+
+
+def test_a_start_loads_pieces_of_both_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, ArtifactSource]] = []
+
+    def noting(name: str) -> None:
+        method = getattr(ArtifactSource, name)
+
+        def noted(source: ArtifactSource, device: torch.device) -> Any:
+            called.append((name, source))
+            return method(source, device)
+
+        monkeypatch.setattr(ArtifactSource, name, noted)
+
+    drafting = Drafting("itself", tmp_path)
+    with drafting.engine(True):
+        pass  # it is compiled
+    noting("begin")
+    noting("load")
+    with drafting.engine(True) as engine:
+        assert engine.generate(PROMPTS[:1], GREEDY)[0].token_ids
+    assert [name for name, _ in called] == ["begin", "load", "load"]
+    (_, begun), (_, of_model), (_, of_drafter) = called
+    assert begun is of_drafter is not of_model
 
 
 def test_the_pages_that_are_said_to_have_a_row_for_drafts_have_one() -> None:
