@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
@@ -19,16 +16,9 @@ from mllm_compile.passes.base import (
     PassResult,
     PassTarget,
 )
-from mllm_compile.passes.match.nodes import (
-    call,
-    drop_dead_nodes,
-    is_attention_with_output,
-    is_call,
-    takes_kernels,
-)
-from mllm_compile.passes.match.rotation import Rotation, match_rotation
+from mllm_compile.passes.match.made_heads import match_made_heads
+from mllm_compile.passes.match.nodes import drop_dead_nodes, is_attention_with_output
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.ops import op
 
 
 class FuseRopeCache(GraphPass):
@@ -80,99 +70,14 @@ class FuseRopeCache(GraphPass):
 
 def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     q, k, v, out, name = attention.args[:5]
-    if not (isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)):
+    if not isinstance(v, fx.Node) or layer.head_dim != layer.v_head_dim:
         return False
-    q_rotation, k_rotation = match_rotation(q), match_rotation(k)
-    if q_rotation is None or k_rotation is None or not _go_together(q_rotation, k_rotation):
+    heads = match_made_heads(q, k, v)
+    if heads is None:
         return False
-    val = v.meta["val"]
-    if not takes_kernels(v) or layer.head_dim != layer.v_head_dim:
-        return False
-    if layer.head_dim & (layer.head_dim - 1):  # the kernel's blocks are powers of two
-        return False
-    given = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin)
-    operands = tuple(node for node in given if node is not None)
-    # Angles of halves are copied, however they lie.
-    read = operands[:3] if q_rotation.are_halves else operands
-    if not all(statically_known_true(node.meta["val"].stride(-1) == 1) for node in read):
-        return False
-    first_user = _first_user(gm.graph, q, operands)
-    if first_user is None:
-        return False
-    cache = _cache_inputs(gm, layer, val)
-    q_rotation = _widened(gm.graph, q_rotation)
-    with gm.graph.inserting_before(first_user):
-        new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
-    q.replace_all_uses_with(new_q)
+    new_q, new_k = heads.by_kernel(gm.graph, v, _cache_inputs(gm, layer, v.meta["val"]))
     attention.args = (new_q, new_k, v, out, name, False, *attention.args[6:])
     return True
-
-
-def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
-    """The first reader of q; None if it is before any of `operands`."""
-    waiting = set(operands)
-    for node in graph.nodes:
-        waiting.discard(node)
-        if node in q.users:
-            return None if waiting else node
-    return None
-
-
-def _go_together(q: Rotation, k: Rotation) -> bool:
-    if (q.cos, q.sin, q.are_halves) != (k.cos, k.sin, k.are_halves) or (q.norm is None) != (k.norm is None):
-        return False
-    return q.norm is None or k.norm is None or (q.norm.eps, q.norm.plus_one) == (k.norm.eps, k.norm.plus_one)
-
-
-def _widened(graph: fx.Graph, rotation: Rotation) -> Rotation:
-    """The same with angles of whole heads, which the kernel reads; they are made once for all layers."""
-    if not rotation.are_halves:
-        return rotation
-    cos, sin = (_twice(graph, angles) for angles in (rotation.cos, rotation.sin) if angles is not None)
-    return replace(rotation, cos=cos, sin=sin, are_halves=False)
-
-
-def _twice(graph: fx.Graph, angles: fx.Node) -> fx.Node:
-    """cat((angles, angles), -1), behind `angles`."""
-    for user in angles.users:
-        if is_call(user, torch.cat) and user.args == ((angles, angles), -1):
-            return user
-    with graph.inserting_after(angles):
-        return call(graph, torch.cat, (angles, angles), -1)
-
-
-def _call_op(
-    graph: fx.Graph,
-    q: fx.Node,
-    k: fx.Node,
-    v: fx.Node,
-    q_rotation: Rotation,
-    k_rotation: Rotation,
-    cache: list[fx.Node],
-) -> tuple[fx.Node, fx.Node]:
-    q_norm, k_norm = q_rotation.norm, k_rotation.norm
-    weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-    eps = 0.0 if q_norm is None else q_norm.eps
-    plus_one = q_norm is not None and q_norm.plus_one
-    operands = (
-        q_rotation.source,
-        k_rotation.source,
-        v,
-        q_rotation.cos,
-        q_rotation.sin,
-        *weights,
-        eps,
-        *cache,
-        plus_one,
-    )
-    both = graph.call_function(op("rope_and_cache"), operands)
-    both.meta["val"] = tuple(torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format) for x in (q, k))
-    made = []
-    for index in range(2):
-        node = graph.call_function(operator.getitem, (both, index))
-        node.meta["val"] = both.meta["val"][index]
-        made.append(node)
-    return made[0], made[1]
 
 
 def _cache_inputs(gm: fx.GraphModule, layer: LayerSpec, v: torch.Tensor) -> list[fx.Node]:

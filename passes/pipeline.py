@@ -48,6 +48,7 @@ from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.pad_linears import PadLinears
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
+from mllm_compile.passes.rotate_heads import RotateHeads
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
@@ -85,6 +86,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
     AttendSegments,  # of towers: attention by a kernel for Hopper's tensor cores
+    RotateHeads,  # of texts: norms and rotation of q and k as one kernel before attention
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
     RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
     GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
@@ -129,8 +131,13 @@ OF_TOWERS = frozenset(
     }
 )
 
-# The passes of a model that pools: a tower's for its rows, and those of a language model's linears.
-OF_TEXTS = OF_TOWERS - {MultiplyPatches.name} | {PackLinears.name, FuseGatedLinear.name, FuseSiluMul.name}
+# The passes of a model that pools: a tower's for its rows, and those of a language model's heads and linears.
+OF_TEXTS = OF_TOWERS - {MultiplyPatches.name} | {
+    RotateHeads.name,
+    PackLinears.name,
+    FuseGatedLinear.name,
+    FuseSiluMul.name,
+}
 
 Observer = Callable[["PassReport", fx.GraphModule], None]
 

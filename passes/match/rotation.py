@@ -29,10 +29,10 @@ class Rotation:
 
 
 def match_rotation(flat: fx.Node) -> Rotation | None:
-    """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D], or over its first columns,
-    with the others behind them; or of a projection's heads as they are."""
+    """[T, H, D] ← reshape or flatten ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D], or over its
+    first columns, with the others behind them; or of a projection's heads as they are."""
     node: Any = flat.args[0] if is_call(flat, "contiguous") else flat
-    if not is_call(node, torch.reshape, "view") or len(node.meta["val"].shape) != 3:
+    if not is_call(node, torch.reshape, torch.flatten, "view") or len(node.meta["val"].shape) != 3:
         return None
     heads = _transposed(node.args[0])
     halves = _match_halves(heads)

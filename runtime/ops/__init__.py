@@ -88,6 +88,7 @@ OPS = {
     "request_lengths": "trace",
     "rms_norm": "rms_norm",
     "rope_and_cache": "attention.rope_cache",
+    "rotate_heads": "attention.rope_cache",
     "rounded_panel_expert_linear": "panels.expert_ops",
     "rounded_panel_linear": "panels.ops",
     "rows_decode": "attention.rows_decode",

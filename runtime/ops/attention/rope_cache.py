@@ -1,4 +1,4 @@
-"""One kernel for what is between the q, k, v projections and attention: norms of q and k, rotation, KV write.
+"""One kernel for what is between the q, k, v projections and attention: norms of q and k, rotation, KV write if any.
 
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
@@ -105,7 +105,7 @@ def _rotate(
 
 
 @triton.jit
-def _rope_and_cache_kernel(
+def _heads_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -133,9 +133,10 @@ def _rope_and_cache_kernel(
     KV_HEADS: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    CACHED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then of v, by the second program id."""
+    """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then, if CACHED, of v, by the second program id."""
     if EARLY:
         start_dependents()
         wait_for_prerequisites()
@@ -160,11 +161,12 @@ def _rope_and_cache_kernel(
         out = k_out_ptr + (token * HK + head) * D + half[None, :]
         tl.store(out, first.to(k_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
-        cached = keys_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
-        # A cache in eight bits gets what attention would have rounded, and the largest number for larger ones.
-        tl.store(cached, first.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
-        tl.store(cached + D // 2, second.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
-    else:
+        if CACHED:
+            cached_keys = keys_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
+            # A cache in eight bits gets what attention would have rounded, and the largest number for larger ones.
+            tl.store(cached_keys, first.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
+            tl.store(cached_keys + D // 2, second.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
+    elif CACHED:
         head = (heads + (block - q_blocks - kv_blocks) * KV_HEADS)[:, None]
         source = v_ptr + token * v_token_stride + head * v_head_stride + half[None, :]
         cached = values_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
@@ -204,16 +206,48 @@ def rope_and_cache(
     Returns:
         q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.
     """
+    return _made_heads(q, k, cos, sin, q_weight, k_weight, eps, plus_one, (slots, v, keys, values))
+
+
+@triton_op("mllm::rotate_heads", mutates_args={})
+def rotate_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does rope_and_cache's work where there is no cache: arguments and results as there."""
+    return _made_heads(q, k, cos, sin, q_weight, k_weight, eps, plus_one, None)
+
+
+def _made_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    plus_one: bool,
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     _, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((num_tokens, num_kv_heads, head_dim), dtype=k.dtype, device=k.device)
     q_heads, kv_heads = (math.gcd(count, _MAX_BLOCK_HEADS) for count in (num_heads, num_kv_heads))
-    wrap_triton(_rope_and_cache_kernel)[(slots.shape[0], num_heads // q_heads + 2 * num_kv_heads // kv_heads)](
+    q_blocks, kv_blocks = num_heads // q_heads, num_kv_heads // kv_heads
+    slots, v, keys, values = (q, k[0], k, k) if cache is None else cache  # which, as those below, are not read without
+    grid = (num_tokens, q_blocks + kv_blocks) if cache is None else (slots.shape[0], q_blocks + 2 * kv_blocks)
+    wrap_triton(_heads_kernel)[grid](
         q,
         k,
         v,
-        q if cos is None else cos,  # which, as those below, are not read without
+        q if cos is None else cos,
         q if sin is None else sin,
         q if q_weight is None else q_weight,
         k if k_weight is None else k_weight,
@@ -237,6 +271,7 @@ def rope_and_cache(
         KV_HEADS=kv_heads,
         NORM=q_weight is not None,
         PLUS_ONE=plus_one,
+        CACHED=cache is not None,
         EARLY=starts_early(),
         num_warps=min(q_heads, _MAX_WARPS),
     )

@@ -179,9 +179,11 @@ class Decoder(GraphBuilder):
         reads_all: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         feed_forward: Callable[[Decoder, fx.Node, str], fx.Node] | None = None,
+        reads_texts: bool = False,
     ) -> None:
         super().__init__()
         self.dtype = dtype
+        self._bounds = self.bounds() if reads_texts else None
         self._norms_heads, self._reads_all = norms_heads, reads_all
         self._feed_forward = feed_forward or Decoder.dense
 
@@ -225,7 +227,11 @@ class Decoder(GraphBuilder):
             turned = self.method("transpose", self.rotated(self.method("transpose", part, 1, 2), cos, sin), 1, 2)
             flat.append(self.method("reshape", turned, tokens, self.heads, self.head_dim))
         flat.append(self.method("view", v, tokens, self.heads, self.head_dim))
-        out = self.call(torch.ops.mllm.attention.default, *flat, None, self.head_dim**-0.5, 0.0, -1, "")
+        scale, ops = self.head_dim**-0.5, torch.ops.mllm
+        if self._bounds is None:
+            out = self.call(ops.attention.default, *flat, None, scale, 0.0, -1, "")
+        else:
+            out = self.call(ops.segment_attention.default, *flat, self._bounds, scale, "", -1, 0)
         out.meta["nn_module_stack"] = {"m": (f"L['self'].model.{name}.attn", torch.nn.Module)}
         attended = self.method("reshape", out, 1, tokens, self.heads * self.head_dim)
         product = self.projection(attended, f"{name}.o", self.hidden)
@@ -256,6 +262,10 @@ def decoder() -> fx.GraphModule:
 
 def decoder_with_normed_heads() -> fx.GraphModule:
     return Decoder(norms_heads=True).model()
+
+
+def decoder_of_texts() -> fx.GraphModule:
+    return Decoder(norms_heads=True, reads_texts=True).model()
 
 
 def decoder_whose_values_have_other_readers() -> fx.GraphModule:
@@ -433,6 +443,7 @@ GRAPHS = (
     not_by_token,
     decoder,
     decoder_with_normed_heads,
+    decoder_of_texts,
     decoder_whose_values_have_other_readers,
     decoder_in_float16,
     decoder_with_layer_norms,

@@ -102,13 +102,18 @@ class GraphBuilder:
     def packed_attention(self, x: fx.Node, head_dim: int = HEAD_DIM) -> fx.Node:
         """A tower's attention over x [T, H*D], one segment; [T, H*D]."""
         heads = self.method("view", x, self.size_inputs["T"], x.meta["val"].shape[1] // head_dim, head_dim)
+        bounds = self.bounds()
+        node = self.call(torch.ops.mllm.segment_attention.default, heads, heads, heads, bounds, 0.5, "")
+        node.meta["nn_module_stack"] = {"m": ("L['self'].model.tower", torch.nn.Module)}
+        return self.method("flatten", node, 1)
+
+    def bounds(self) -> fx.Node:
+        """Of one segment, [2] int32."""
         with self._mode:
             value = torch.empty(2, dtype=torch.int32)
         bounds = self._placeholder("l_cu_seqlens_", value)
         bounds.meta["input_name"] = "cu_seqlens"
-        node = self.call(torch.ops.mllm.segment_attention.default, heads, heads, heads, bounds, 0.5, "")
-        node.meta["nn_module_stack"] = {"m": ("L['self'].model.tower", torch.nn.Module)}
-        return self.method("flatten", node, 1)
+        return bounds
 
     def layer(self, x: fx.Node, index: int, scale: float = 1.0, **changes: Any) -> fx.Node:
         """x + attention(x), as the layer `index` of a model."""

@@ -264,12 +264,17 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None)
 
 
 def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values, plus_one=False):
-    q, k = (_rotate(norm(x, weight, eps, plus_one), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+    q, k = rotate_heads(q, k, cos, sin, q_weight, k_weight, eps, plus_one)
     if not len(slots):  # it is left to attention
         return torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
     keys[slots] = k
     values[slots] = v
-    return q.contiguous(), k.contiguous()
+    return q, k
+
+
+def rotate_heads(q, k, cos, sin, q_weight, k_weight, eps, plus_one=False):
+    made = (_rotate(norm(x, weight, eps, plus_one), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+    return tuple(one.contiguous() for one in made)
 
 
 def choose_experts(scores, num_chosen, softmax, renormalise):
@@ -489,6 +494,8 @@ ROPE_AND_CACHE = {
     "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool plus_one=False) -> (Tensor, Tensor)": (
         rope_and_cache
     ),
+    "rotate_heads(Tensor q, Tensor k, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, float eps, "
+    "bool plus_one=False) -> (Tensor, Tensor)": rotate_heads,
 }
 EXPERTS = {
     "choose_experts(Tensor scores, int num_chosen, int softmax, bool renormalise) -> (Tensor, Tensor)": choose_experts,
