@@ -5,8 +5,9 @@
 
 Without --lengths texts have 4 to 60 random tokens, most of them few; with it all texts of a table are equally long, and
 a step's own time is told too. Transformers runs sorted batches, padded to the longest, and one padded batch; both pool
-as the model's files say means. On a CPU the seconds of this process alone count. Largest differences from our numbers
-are printed where the weights are real. An ONNX file has the inputs input_ids and attention_mask [S, T].
+as the model's files say means. vLLM comes behind them, pools as it does by default, and is asked with --lengths alone.
+On a CPU the seconds of this process alone count. Largest differences from our numbers are printed where the weights are
+real. An ONNX file has the inputs input_ids and attention_mask [S, T].
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModel
 
-from benchmarks.script import parser_of, positive, positives, told_in_one_line
+from benchmarks.script import mistake, names_of, parser_of, positive, positives, told_in_one_line
+from benchmarks.tiers.vllm_answers import need_vllm
 from benchmarks.told_kernels import tell_kernels
 from mllm_compile import Engine
+from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.timing.clock import cpu_seconds, wall_seconds
 from mllm_compile.runtime.pooling.texts import PackedText, PoolingParams
 
 SHORTEST, LONGEST, FIRST_TOKEN = 4, 60, 1000
+ENGINES = ("mllm", "transformers", "vllm")
 Way = Callable[[], Any]
 
 
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--step", type=positive, help="most tokens of a step")
     parser.add_argument("--graphs", type=positives, help="tokens of captured steps; by default the config's")
     parser.add_argument("--kernels", type=positive, help="of a step that are told, those of most time, with --lengths")
+    parser.add_argument("--engines", type=names_of(ENGINES), default=["mllm", "transformers"], help=", ".join(ENGINES))
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     args = parser.parse_args()
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
@@ -58,12 +63,19 @@ def main() -> None:
         "cudagraph": {"piecewise_tokens": args.graphs} if args.graphs else {},
         "runtime": {"device": args.device} | ({"max_num_batched_tokens": args.step} if args.step else {}),
     }
-    model = theirs(args, getattr(torch, dtype))
-    with Engine(config) as engine:
+    if "vllm" in args.engines:
+        need_vllm()
         if args.lengths is None:
-            measure(engine, model, ragged(args.texts), args)
-        for length in args.lengths or ():
-            of_length(engine, model, length, args)
+            mistake("--engines names vllm, which is measured with --lengths alone")
+    if "mllm" in args.engines:
+        model = theirs(args, getattr(torch, dtype)) if "transformers" in args.engines else None
+        with Engine(config) as engine:
+            if args.lengths is None:
+                measure(engine, model, ragged(args.texts), args)
+            for length in args.lengths or ():
+                of_length(engine, model, length, args)
+    if "vllm" in args.engines:
+        of_vllm(args, dtype)
 
 
 def theirs(args: argparse.Namespace, dtype: torch.dtype) -> Any:
@@ -88,9 +100,10 @@ def drawn(lengths: Sequence[int]) -> list[list[int]]:
 def measure(engine: Engine, model: Any, texts: list[list[int]], args: argparse.Namespace) -> None:
     ways: dict[str, Way] = {
         "packed": lambda: np.stack([one.outputs.embedding for one in engine.embed(texts, normalize=True)]),
-        f"Transformers, sorted batches of {args.batch}": lambda: in_batches(model, texts, args.batch, args.device),
-        "Transformers, one batch": lambda: in_batches(model, texts, len(texts), args.device),
     }
+    for what, size in ((f"sorted batches of {args.batch}", args.batch), ("one batch", len(texts))):
+        if model is not None:
+            ways[f"Transformers, {what}"] = partial(in_batches, model, texts, size, args.device)
     if args.onnx is not None:
         session = OnnxModel(args.onnx)
         for size in (8, args.batch, 1):
@@ -113,26 +126,48 @@ def of_length(engine: Engine, model: Any, length: int, args: argparse.Namespace)
         "embed": (lambda: engine.embed(texts, normalize=True), total),
         f"a step of {of_step} tokens": (lambda: runner.run(packed), of_step),
         f"a step of {len(few) * length} tokens": (lambda: runner.run(few), len(few) * length),
-        f"Transformers, batches of {of_step} tokens": (
-            lambda: in_batches(model, texts, len(packed), args.device),
-            total,
-        ),
-        f"Transformers, {len(few) * length} tokens": (
-            lambda: in_batches(model, texts[: len(few)], len(few), args.device),
-            len(few) * length,
-        ),
     }
-    for way, _ in ways.values():
-        way(), way()
+    for count, chosen in ((len(packed), texts), (len(few), texts[: len(few)])):
+        if model is not None:
+            way = partial(in_batches, model, chosen, count, args.device)
+            ways[f"Transformers, batches of {count * length} tokens"] = way, len(chosen) * length
     print(f"{length} tokens a text:")
     for name, (way, tokens) in ways.items():
-        seconds = sorted(wall_seconds(way) for _ in range(args.rounds))
-        middle = statistics.median(seconds)
-        spread = (seconds[-1] - seconds[0]) / middle
-        print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}")
+        tell_rate(name, way, tokens, args.rounds)
     if args.kernels:
         print(f"  kernels of a step of {of_step} tokens:")
         tell_kernels(lambda count: [runner.run(packed) for _ in range(count)], 2, 10, args.kernels)
+
+
+def of_vllm(args: argparse.Namespace, dtype: str) -> None:
+    """Whole calls of vLLM with texts of each length."""
+    from mllm_compile.bench.adapters.vllm_engine import VllmTexts
+
+    setting = Setting(
+        source="",
+        changes={},
+        model_folder=str(args.model),
+        dtype=dtype,
+        device=args.device,
+        random_weights=args.dummy,
+        max_model_len=max(args.lengths),
+        vocab_size=2 * FIRST_TOKEN,
+        trust_remote_code=False,
+    )
+    engine = VllmTexts(setting)
+    for length in args.lengths:
+        texts = drawn([length] * max(1, args.tokens // length))
+        print(f"{length} tokens a text:")
+        tell_rate("vLLM's embed", partial(engine.embed, texts), len(texts) * length, args.rounds)
+    engine.close()
+
+
+def tell_rate(name: str, way: Way, tokens: int, rounds: int) -> None:
+    way(), way()
+    seconds = sorted(wall_seconds(way) for _ in range(rounds))
+    middle = statistics.median(seconds)
+    spread = (seconds[-1] - seconds[0]) / middle
+    print(f"  {name}: {middle * 1e3:.2f} ms, {tokens / middle:,.0f} tokens/s, spread {spread:.0%}", flush=True)
 
 
 class OnnxModel:

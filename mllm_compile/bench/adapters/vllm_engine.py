@@ -78,6 +78,16 @@ class VllmEngine:
         del self._llm  # its engine process ends with it
 
 
+class VllmTexts(VllmEngine):
+    """Embeds texts of token ids."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, runner="pooling")
+
+    def embed(self, texts: list[list[int]]) -> None:
+        self._llm.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
+
+
 class VllmImages(VllmEngine):
     """See ImageEngine. Images are pixels: what the model's processor takes for a new one is part of the times."""
 
