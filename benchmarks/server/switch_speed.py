@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,11 @@ class Served:
             found = re.search(r"listening at http://[^:]*:(\d+)", self._said.read_text())
             self._port = int(found[1]) if found else 0
             if self._port:
-                status, state = self.ask("GET", "/ready")
-                if status == 200:
-                    models: dict[str, str] = state.get("models", {})
-                    return models
+                with suppress(OSError):  # an engine that cannot start ends it
+                    status, state = self.ask("GET", "/ready")
+                    if status == 200:
+                        models: dict[str, str] = state.get("models", {})
+                        return models
             time.sleep(0.1)
         # One that refused its command line or a config has said so.
         sys.exit(2 if self._process.poll() == 2 else "the server is not ready")
