@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,19 @@ def fake_numbers(ids: Sequence[int], count: int) -> np.ndarray:
     return generator.standard_normal(count).astype(np.float32)
 
 
+class FakeStep:
+    """A step that is over."""
+
+    def __init__(self, found: list[np.ndarray]) -> None:
+        self._found = found
+
+    def is_over(self) -> bool:
+        return True
+
+    def answers(self) -> list[np.ndarray]:
+        return self._found
+
+
 class FakePooling:
     """A runner; see the module's header."""
 
@@ -35,8 +48,8 @@ class FakePooling:
     def __init__(self, facts: PoolingFacts) -> None:
         self._facts = facts
 
-    def launch(self, texts: Sequence[PackedText]) -> Callable[[], list[np.ndarray]]:
-        return lambda: [self._answer(text) for text in texts]
+    def launch(self, texts: Sequence[PackedText]) -> FakeStep:
+        return FakeStep([self._answer(text) for text in texts])
 
     def _answer(self, text: PackedText) -> np.ndarray:
         count = text.params.dimensions or self._facts.outputs

@@ -8,7 +8,7 @@ Shape legend: T tokens, S texts, W width of a hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,11 +60,11 @@ class PoolingRunner:
 
     def run(self, texts: Sequence[PackedText]) -> Answers:
         """The answer to each text: [D] or [labels] float32, or [n, …] for its tokens."""
-        return self.launch(texts)()
+        return self.launch(texts).answers()
 
     @torch.inference_mode()
-    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
-        """Queues a step; what it returns waits for the answers, in the order of the texts.
+    def launch(self, texts: Sequence[PackedText]) -> BegunTexts:
+        """Queues a step.
 
         Texts of equal lengths are side by side: a CPU computes their attention in one call.
         """
@@ -84,7 +84,7 @@ class PoolingRunner:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return lambda: _answers(parts, len(texts), event)
+        return BegunTexts(parts, len(texts), event)
 
     def _hidden_states(self, texts: Sequence[PackedText], lengths: np.ndarray, bounds: np.ndarray) -> torch.Tensor:
         ids = np.concatenate([text.ids for text in texts])
@@ -157,10 +157,28 @@ class _Part:
         return list(made) if self.splits is None else np.split(made, self.splits)
 
 
-def _answers(parts: Sequence[_Part], count: int, event: torch.cuda.Event | None) -> Answers:
-    if event is not None:
-        event.synchronize()
-    found: dict[int, np.ndarray] = {}
-    for part in parts:
-        found.update(zip(part.places.tolist(), part.answers(), strict=True))
-    return [found[place] for place in range(count)]
+@dataclass(frozen=True, eq=False)
+class BegunTexts:
+    """A step that is queued.
+
+    Attributes:
+        parts: the answers, once `event` has come; None: they are there.
+        count: of texts.
+    """
+
+    parts: Sequence[_Part]
+    count: int
+    event: torch.cuda.Event | None
+
+    def is_over(self) -> bool:
+        """True if the answers are there."""
+        return self.event is None or self.event.query()
+
+    def answers(self) -> Answers:
+        """Waits for them; in the order of the texts."""
+        if self.event is not None:
+            self.event.synchronize()
+        found: dict[int, np.ndarray] = {}
+        for part in self.parts:
+            found.update(zip(part.places.tolist(), part.answers(), strict=True))
+        return [found[place] for place in range(self.count)]

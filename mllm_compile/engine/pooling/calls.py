@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -152,29 +152,26 @@ class PoolingCalls:
         priority: int,
     ) -> list[EmbeddingRequestOutput]:
         asked = self.rules.embed(pooling, normalize, dimensions)
-        texts, answers = self._answered(prompts, asked, cut_to, priority, prompt_name)
         return [
             EmbeddingRequestOutput(self._id(), EmbeddingOutput(answer), text.ids)
-            for text, answer in zip(texts, answers, strict=True)
+            for text, answer in self._answered(prompts, asked, cut_to, priority, prompt_name)
         ]
 
     def classify(
         self, prompts: TextPrompts, use_activation: bool, cut_to: int | None, priority: int
     ) -> list[ClassificationRequestOutput]:
         asked = self.rules.classify(use_activation)
-        texts, answers = self._answered(prompts, asked, cut_to, priority)
         return [
             ClassificationRequestOutput(self._id(), ClassificationOutput(answer), text.ids)
-            for text, answer in zip(texts, answers, strict=True)
+            for text, answer in self._answered(prompts, asked, cut_to, priority)
         ]
 
     def pooled(
         self, prompts: TextPrompts, asked: PoolingParams, cut_to: int | None, priority: int
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        texts, answers = self._answered(prompts, asked, cut_to, priority)
         return [
             PoolingRequestOutput(self._id(), PoolingOutput(answer), text.ids)
-            for text, answer in zip(texts, answers, strict=True)
+            for text, answer in self._answered(prompts, asked, cut_to, priority)
         ]
 
     def score(
@@ -209,20 +206,20 @@ class PoolingCalls:
         cut_to: int | None,
         priority: int,
         prompt_name: str | None = None,
-    ) -> tuple[list[ReadText], Answers]:
-        """The texts and their answers. Those of a first step are read first, and the others while it computes."""
-        texts: list[ReadText] = []
-        futures: list[Future[Answers]] = []
+    ) -> Iterator[tuple[ReadText, np.ndarray]]:
+        """The texts and their answers, in their order. Texts of a step are read while the one ahead is computed."""
+        parts: list[tuple[list[ReadText], Future[Answers]]] = []
         try:
-            for read in self.reader.parts(prompts, self.core.most_tokens, prompt_name=prompt_name, cut_to=cut_to):
-                if futures:
-                    self.core.give_way()
-                part = read()
-                texts += part
-                futures.append(self.submit(part, asked, priority))
-            return texts, [answer for future in futures for answer in future.result()]
+            with self.core.reading():
+                for read in self.reader.parts(prompts, self.core.most_tokens, prompt_name=prompt_name, cut_to=cut_to):
+                    if parts:
+                        self.core.give_way(parts[-1][1])
+                    texts = read()
+                    parts.append((texts, self.submit(texts, asked, priority)))
+            for texts, future in parts:
+                yield from zip(texts, future.result(), strict=True)
         except BaseException:
-            for future in futures:
+            for _, future in parts:
                 future.cancel()
             raise
 

@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,12 +26,22 @@ logger = logging.getLogger("mllm_compile.engine")
 
 Answers = list[np.ndarray]
 _CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
-_MOMENT_S = 0.005
+_GLANCE_S = 0.0003  # how often a thread that more texts are promised looks whether its step is over
 _MOST_WAITING = 1 << 20  # texts of all callers
 _OF_GENERATION = (
     *("kv_pages_used", "kv_pages_cached", "kv_pages_total", "prefix_hit_tokens", "prefix_query_tokens"),
     *("preemptions", "recomputed_tokens", "generated_tokens", "broken_logits"),
 )
+
+
+class BegunStep(Protocol):
+    """A step on its way."""
+
+    def is_over(self) -> bool:
+        """True if `answers` does not wait."""
+
+    def answers(self) -> Answers:
+        """Waits for them, in the order of the texts; called once."""
 
 
 class Runner(Protocol):
@@ -40,8 +51,8 @@ class Runner(Protocol):
     def is_asynchronous(self) -> bool:
         """True if a step that has begun runs beside the thread that began it; False: it is over by then."""
 
-    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
-        """Begins a step; what it returns waits for the answers. The next step may begin before it is called."""
+    def launch(self, texts: Sequence[PackedText]) -> BegunStep:
+        """Begins a step. The next one may begin before its answers are asked for."""
 
 
 @dataclass(eq=False)
@@ -54,11 +65,11 @@ class _Waiting:
 
 @dataclass(eq=False)
 class _Step:
-    """A step that has begun."""
+    """A step that has begun, and what it answers."""
 
     taken: list[tuple[Call, int]]
     texts: list[PackedText]
-    answers: Callable[[], Answers]
+    begun: BegunStep
 
 
 class PoolingCore:
@@ -84,10 +95,11 @@ class PoolingCore:
         self._runner, self._queue = runner, queue
         self._prepare, self._check_device, self._shutdown = prepare_thread, check_device, shutdown
         lock = threading.RLock()
-        self._news, self._taken = threading.Condition(lock), threading.Condition(lock)
-        self._waiting = 0
+        self._news, self._begun = threading.Condition(lock), threading.Condition(lock)
+        self._waiting = self._readers = 0
         self._answers: dict[Call, _Waiting] = {}
         self._futures: dict[Call, Future[Answers]] = {}
+        self._ahead: dict[Future[Answers], int] = {}  # texts of each that no step has begun
         self._is_closing = False
         self._pid = os.getpid()
         self.end_error: EngineDeadError | None = None
@@ -156,15 +168,28 @@ class PoolingCore:
                 raise RequestError(f"{self._waiting:,} texts wait; at most {_MOST_WAITING:,} may. Ask again later.")
             self._waiting += len(texts)
             self._answers[call], self._futures[call] = _Waiting([None] * len(texts), len(texts)), future
+            self._ahead[future] = len(texts)
             self._queue.add(call)
             self._news.notify()
         return future
 
-    def give_way(self) -> None:
-        """Waits until steps have taken all texts, a moment at most: a caller that goes on in Python would keep the
-        thread from its next step for as long (the interpreter's lock)."""
-        with self._taken:
-            self._taken.wait_for(lambda: not self._waiting, _MOMENT_S)
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within the context more texts are promised: the thread begins a step of them beside the one that runs."""
+        with self._news:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._news:
+                self._readers -= 1
+                self._news.notify()
+
+    def give_way(self, future: Future[Answers]) -> None:
+        """Waits until steps of all its texts have begun, or it is over: a caller that goes on in Python would keep the
+        thread from its next step for as long (the interpreter's lock). So one part of a call waits, and no more."""
+        with self._begun:
+            self._begun.wait_for(lambda: future not in self._ahead)
 
     def close(self) -> None:
         """Ends calls that wait, and gives all memory back. May be called again."""
@@ -179,7 +204,7 @@ class PoolingCore:
         try:
             self._prepare()
             begun: _Step | None = None
-            while (taken := self._next_step(waits=begun is None)) is not None:
+            while (taken := self._next_step(begun)) is not None:
                 following = self._begin(taken) if taken else None  # ahead of the answers: the device is never idle
                 if begun is not None:
                     self._end(begun)
@@ -207,16 +232,19 @@ class PoolingCore:
             see_imports()
         return True
 
-    def _next_step(self, waits: bool) -> list[tuple[Call, int]] | None:
-        """The next texts, or none unless it waits for some; None at the end."""
-        while waits and self._is_without_news():
+    def _next_step(self, begun: _Step | None) -> list[tuple[Call, int]] | None:
+        """The next texts. Without a step that has begun it waits for some, else at most until that is over, and only
+        for those that are promised. None at the end."""
+        while begun is None and self._is_without_news():
             pass
         with self._news:
+            if begun is not None:
+                while self._readers and not (self._is_closing or len(self._queue) or begun.begun.is_over()):
+                    self._news.wait(_GLANCE_S)
             if self._is_closing:
                 return None
             taken = self._queue.take()
             self._waiting -= len(taken)
-            self._taken.notify_all()
         gone = {call for call, _ in taken if self._futures[call].cancelled()}
         kept = [(call, number) for call, number in taken if call not in gone]
         for call in gone:
@@ -225,15 +253,30 @@ class PoolingCore:
 
     def _begin(self, taken: list[tuple[Call, int]]) -> _Step | None:
         texts = [call.texts[number] for call, number in taken]
+        if not self._runner.is_asynchronous:
+            self._say_begun(taken)
         try:
             return _Step(taken, texts, self._runner.launch(texts))
         except Exception as error:
             self._fail_step(taken, error)
             return None
+        finally:
+            if self._runner.is_asynchronous:
+                self._say_begun(taken)
+
+    def _say_begun(self, taken: list[tuple[Call, int]]) -> None:
+        with self._begun:
+            for call, count in Counter(call for call, _ in taken).items():
+                future = self._futures.get(call)
+                if future in self._ahead:
+                    self._ahead[future] -= count
+                    if not self._ahead[future]:
+                        del self._ahead[future]
+            self._begun.notify_all()
 
     def _end(self, step: _Step) -> None:
         try:
-            answers = step.answers()
+            answers = step.begun.answers()
         except Exception as error:
             self._fail_step(step.taken, error)
             return
@@ -276,7 +319,10 @@ class PoolingCore:
             self._waiting -= len(call.waiting)
             call.waiting.clear()
             self._answers.pop(call, None)
-            return self._futures.pop(call, None) or Future()
+            future = self._futures.pop(call, None) or Future()
+            if self._ahead.pop(future, None) is not None:
+                self._begun.notify_all()
+            return future
 
     def _end_all(self, error: EngineDeadError) -> None:
         with self._news:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,12 +82,13 @@ class TextReader:
         prompt_name: str | None = None,
         cut_to: int | None = None,
     ) -> list[Callable[[], list[ReadText]]]:
-        """The texts as `read` gives them, in one part or two: of about `most_tokens` together, then all others. Each
-        part is read, and may be refused, when it is called."""
+        """The texts as `read` gives them, in parts of about `most_tokens` together. Each part is read, and may be
+        refused, when it is called."""
         listed = _listed_raw(prompts)
-        first = _about_as_many(listed, most_tokens)
-        parts = ((0, listed[:first]), (first, listed[first:]))
-        return [partial(self._read, part, begin, prompt_name, cut_to) for begin, part in parts if part]
+        edges = [0]
+        while edges[-1] < len(listed):
+            edges.append(_about_as_many(listed, edges[-1], most_tokens))
+        return [partial(self._read, listed[one:other], one, prompt_name, cut_to) for one, other in pairwise(edges)]
 
     def _read(self, listed: Sequence[Any], begin: int, prompt_name: str | None, cut_to: int | None) -> list[ReadText]:
         """Args: begin: the place of the first one in the call, for messages."""
@@ -243,12 +245,13 @@ def _listed_raw(prompts: TextPrompts) -> list[Any]:
     return listed
 
 
-def _about_as_many(listed: Sequence[Any], most_tokens: int) -> int:
-    """The prompts, from the first on, that have about as many tokens together."""
+def _about_as_many(listed: Sequence[Any], begin: int, most_tokens: int) -> int:
+    """Where the prompts end, from `begin` on, that have about as many tokens together."""
     tokens = 0
-    for number, one in enumerate(listed):
+    for number in range(begin, len(listed)):
         if tokens >= most_tokens:
             return number
+        one = listed[number]
         if type(one) is not list and isinstance(one, Mapping):
             one = next(iter(one.values()), ())
         size = len(one) if isinstance(one, Sequence) or getattr(one, "ndim", 0) == 1 else 1

@@ -18,6 +18,16 @@ from tests.hang_guard import until
 PARAMS = PoolingParams("embed", ("mean",))
 
 
+class _Begun:
+    """A step whose answers come when they are asked for."""
+
+    def __init__(self, answers: Callable[[], Answers], is_over: bool = True) -> None:
+        self.answers, self._is_over = answers, is_over
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+
 class _Runner:
     is_asynchronous = True
 
@@ -25,9 +35,9 @@ class _Runner:
         self.steps: list[list[int]] = []
         self._run = run
 
-    def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+    def launch(self, texts: Sequence[PackedText]) -> _Begun:
         self.steps.append([int(text.ids[0]) for text in texts])
-        return lambda: self._run(texts)
+        return _Begun(lambda: self._run(texts))
 
 
 def _texts(*numbers: int) -> list[PackedText]:
@@ -109,7 +119,7 @@ def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
     class Runner:
         is_asynchronous = True
 
-        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
             number = int(texts[0].ids[0])
             events.append(f"begin {number}")
 
@@ -117,7 +127,7 @@ def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
                 events.append(f"read {number}")
                 return _as_they_are(texts)
 
-            return answers
+            return _Begun(answers)
 
     core = PoolingCore(Runner(), TextQueue(100, 1))
     future = core.submit(_texts(1, 2, 3))
@@ -127,16 +137,61 @@ def test_a_step_begins_before_the_answers_of_the_one_ahead_are_read() -> None:
     core.close()
 
 
+def test_promised_texts_begin_while_a_step_runs() -> None:
+    events: list[str] = []
+
+    class Runner:
+        is_asynchronous = True
+
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
+            number = int(texts[0].ids[0])
+            events.append(f"begin {number}")
+
+            def answers() -> Answers:
+                events.append(f"read {number}")
+                return _as_they_are(texts)
+
+            return _Begun(answers, is_over=number > 1)
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    core.start()
+    with core.reading():
+        first = core.submit(_texts(1))
+        core.give_way(first)
+        assert events == ["begin 1"], "its end is not waited for"
+        second = core.submit(_texts(2))
+        core.give_way(second)
+    assert [_values(first), _values(second)] == [[1], [2]]
+    assert events == ["begin 1", "begin 2", "read 1", "read 2"]
+    core.close()
+
+
+def test_who_gives_way_to_a_call_that_fails_goes_on() -> None:
+    class Runner:
+        is_asynchronous = True
+
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
+            raise RuntimeError("broken")
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    future = core.submit(_texts(1, 2))
+    core.start()
+    core.give_way(future)
+    with pytest.raises(MllmError, match="broken"):
+        future.result()
+    core.close()
+
+
 def test_answers_that_are_there_do_not_wait_for_the_next_step() -> None:
     done: list[bool] = []
 
     class Runner:
         is_asynchronous = False
 
-        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
             if texts[0].ids[0] == 2:
                 done.append(first.done())
-            return lambda: _as_they_are(texts)
+            return _Begun(lambda: _as_they_are(texts))
 
     core = PoolingCore(Runner(), TextQueue(100, 1))
     first, second = core.submit(_texts(1)), core.submit(_texts(2))
@@ -150,10 +205,10 @@ def test_a_step_that_cannot_begin_fails_its_calls_and_no_other() -> None:
     class Runner:
         is_asynchronous = True
 
-        def launch(self, texts: Sequence[PackedText]) -> Callable[[], Answers]:
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
             if texts[0].ids[0] == 2:
                 raise RuntimeError("broken")
-            return lambda: _as_they_are(texts)
+            return _Begun(lambda: _as_they_are(texts))
 
     core = PoolingCore(Runner(), TextQueue(100, 1))
     futures = [core.submit(_texts(number)) for number in (1, 2, 3)]

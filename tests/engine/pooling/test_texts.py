@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile.engine.pooling import core, texts
+from mllm_compile.engine.pooling import texts
 from mllm_compile.engine.pooling.texts import TextReader
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.pooling.facts import PoolingFacts
@@ -63,8 +63,7 @@ def test_a_priority_that_is_no_number_hurts_no_other_call(priority):
         assert len(engine.embed([5], priority=-1)) == 1
 
 
-def test_the_texts_behind_a_first_step_are_read_while_it_is_computed(monkeypatch):
-    monkeypatch.setattr(core, "_MOMENT_S", 60.0)
+def test_the_texts_of_a_step_are_read_once_the_one_ahead_has_begun(monkeypatch):
     asked = [[number % 100] * 20 for number in range(60)]  # of 20 tokens; a step takes 512
     with fake_pooling_engine(None, {}) as engine:
         begun, read, taken = engine.pooling.core, TextReader._read, []
@@ -75,7 +74,7 @@ def test_the_texts_behind_a_first_step_are_read_while_it_is_computed(monkeypatch
 
         monkeypatch.setattr(TextReader, "_read", watched)
         answers = engine.embed(asked, normalize=False)
-    assert taken == [(0, 26, 0), (26, 34, 0)], "a step has taken the first ones"
+    assert taken == [(0, 26, 0), (26, 26, 0), (52, 8, 0)], "steps have taken those ahead"
     assert [list(answer.prompt_token_ids) for answer in answers] == asked
     for ids, answer in zip(asked, answers, strict=True):
         assert np.array_equal(answer.outputs.embedding, fake_numbers(ids, WIDTH))
@@ -96,8 +95,9 @@ def test_a_bad_text_behind_a_first_step_refuses_the_call_whole(wrong, told):
 
 def test_how_many_texts_a_step_takes_is_guessed_of_any():
     about = texts._about_as_many
-    assert about([[1] * 30] * 4, 60) == 2
-    assert about([{"prompt_token_ids": [1] * 30}] * 4, 60) == 2
-    assert about(["x" * 120] * 4, 60) == 2
-    assert about([np.ones(30, np.int64)] * 4, 60) == 2
-    assert about([1, None, np.float64(2)], 60) == 3
+    assert about([[1] * 30] * 4, 0, 60) == 2
+    assert about([[1] * 30] * 4, 1, 60) == 3
+    assert about([{"prompt_token_ids": [1] * 30}] * 4, 0, 60) == 2
+    assert about(["x" * 120] * 4, 0, 60) == 2
+    assert about([np.ones(30, np.int64)] * 4, 0, 60) == 2
+    assert about([1, None, np.float64(2)], 0, 60) == 3
