@@ -54,9 +54,10 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     ]
     # Each token of a prompt is a row of attention to its source (runtime/program/sources.py).
     has_many = bool(program.cross_layers) or config.runtime.max_running_requests > MOST_REQUESTS
+    of_source = {layer.name for layer in program.cross_layers}
     of_layers, made = made_by_kind(
         served,
-        lambda layer: replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks"),
+        lambda layer: (replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks"), layer.name in of_source),
         partial(_variants, config, has_many),
     )
     variants = {name: variants for name, (variants, _) in of_layers.items()}
@@ -80,14 +81,16 @@ def _is_served(layer: LayerSpec) -> bool:
 
 
 def _variants(
-    config: ResolvedConfig, has_many: bool, layer: LayerSpec, index: int
+    config: ResolvedConfig, has_many: bool, kind: tuple[LayerSpec, bool], index: int
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
-    """A layer's variants and their pieces; `has_many`: batches may have more than MOST_REQUESTS rows.
+    """Variants and their pieces of a layer, which may attend to a source; `has_many`: batches may have more than
+    MOST_REQUESTS rows.
 
     In deterministic mode there is one for any batch, and where steps may have any number of rows several with the same
     numbers. A step may hold many tokens of one request, so split_decode fetches no key before the previous kernel has
     ended. And a request's numbers must not depend on the number of others.
     """
+    layer, of_source = kind
     if config.runtime.any_rows and layer.window_left < 0 and not layer.chunk and not layer.has_distance_bias:
         return _variants_in_order(config, layer, index)
     splits = OF_ONE if config.runtime.any_rows else OF_MANY
@@ -98,7 +101,7 @@ def _variants(
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
     variants: tuple[DecodeVariant, ...] = DecodeVariant(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
     if _has_kernels(config, layer):
-        variants = _hopper_variants(config.runtime, has_many, layer, *variants)
+        variants = _hopper_variants(config.runtime, has_many, layer, of_source, *variants)
     called = {variant.piece for variant in variants}
     return variants, tuple(piece for piece in (few, many) if piece.name in called)
 
@@ -117,7 +120,12 @@ def _variants_in_order(
 
 
 def _hopper_variants(
-    runtime: RuntimeSection, has_many: bool, layer: LayerSpec, few: DecodeVariant, many: DecodeVariant
+    runtime: RuntimeSection,
+    has_many: bool,
+    layer: LayerSpec,
+    of_source: bool,
+    few: DecodeVariant,
+    many: DecodeVariant,
 ) -> tuple[DecodeVariant, ...]:
     """Clusters for few requests, or a piece without clusters of such heads; shares for many, and a piece for more
     than these count."""
@@ -130,6 +138,7 @@ def _hopper_variants(
     if has_clusters(head_dim):
         most = most_in_clusters(shares, runtime.max_model_len)
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
+        features["of_source"] = of_source
         clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, together=together, **features)
         if splits:
             served = tuple(kernel for kernel in clusters if kernel.split in splits)

@@ -61,8 +61,9 @@ LATE_ROWS = (
 def compiled_decoder(
     folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, head_dim: int = 128, **features: int
 ) -> Decode:
-    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, head_dim=head_dim, **features)
     clusters = cluster_kernels(heads, kv_heads, page_size, **features)
+    features.pop("of_source", None)
+    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, head_dim=head_dim, **features)
     with KernelCompiler() as compiler:
         compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
@@ -130,6 +131,13 @@ def test_two_heads_of_64_are_taken_as_one(decoders, kind, heads, kv_heads, num_r
     cache = Cache((LENGTHS * 5)[:num_requests], kv_heads, 64, 64, torch.bfloat16)
     poison(cache)
     assert worst_error(decoders(kind, heads, kv_heads // 2, 64, together=2), cache, heads) < 8e-3
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_a_sources_keys_are_all_there(decoders, num_requests):
+    cache = Cache([1500] * num_requests, 20, 64, 64, torch.bfloat16)
+    poison(cache)
+    assert worst_error(decoders(CLUSTERS, 20, 10, 64, together=2, of_source=True), cache, 20) < 8e-3
 
 
 @pytest.mark.parametrize(

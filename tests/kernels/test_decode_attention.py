@@ -113,8 +113,9 @@ def test_a_prompt_may_have_more_rows_of_attention_to_its_source_than_shares_coun
     has_kernels(True)
     cross = replace(LAYER, name="layers.0.encoder_attn")
     of_both, _ = add_decode_attention(resolved(H200), replace(program(LAYER), cross_layers=(cross,)))
-    for variants in of_kind(of_both.layer_kernels, "decode").values():
+    for name, variants in of_kind(of_both.layer_kernels, "decode").items():
         assert [variant.most_sequences for variant in variants[1:]] == [MOST_REQUESTS * LAYER.num_kv_heads, None]
+        assert {kernel.of_source for kernel in variants[0].kernels} == {name == cross.name}, "none of its keys is new"
 
 
 def test_two_heads_of_64_are_taken_as_one_of_128(has_kernels):

@@ -20,7 +20,7 @@
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), TOKENS (rows of a request, up to 16;
 // those behind its last token see no key), TOGETHER (rotation.cuh), ROWS (TOKENS times GROUP, up to 64; FP8: 32), PAGE
 // (tokens), SPLIT (blocks of a cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the
-// cache is e4m3, fp8_keys.cuh).
+// cache is e4m3, fp8_keys.cuh), OF_SOURCE (no key is new).
 
 constexpr int D = 128;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
@@ -235,7 +235,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
   };
   const int first = min(mine, STAGES);
-  const bool waits_for_key = has_new_key && mine <= STAGES && !rotation.k;
+  const bool waits_for_key = has_new_key && mine <= STAGES && !rotation.k && !OF_SOURCE;
   if (threadIdx.x == 0)
     for (int i = 0; i < first - waits_for_key; i++) ask(i);
   Weights norm_weights;

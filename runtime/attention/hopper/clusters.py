@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
@@ -38,6 +38,7 @@ class ClusterKernel(DecodeKernel):
     """
     Attributes:
         split: blocks of a cluster, which take a head's tiles in turns.
+        of_source: keys are a source's: earlier steps wrote all of them.
     """
 
     headers: ClassVar[tuple[str, ...]] = (*DecodeKernel.headers, "attention/hopper/new_tokens.cuh")
@@ -46,10 +47,11 @@ class ClusterKernel(DecodeKernel):
     function: ClassVar[str] = "cluster_decode"
 
     split: int
+    of_source: bool = field(default=False, kw_only=True)
 
     @property
     def name(self) -> str:
-        return f"clusters_{self.heads_name}_split{self.split}"
+        return f"clusters_{self.heads_name}_split{self.split}" + ("_source" if self.of_source else "")
 
     @property
     def num_threads(self) -> int:
@@ -72,7 +74,8 @@ class ClusterKernel(DecodeKernel):
         return min(self.page_size, TILE)
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "SPLIT": self.split, "STAGES": self.stages}
+        of_cluster = {"SPLIT": self.split, "STAGES": self.stages, "OF_SOURCE": int(self.of_source)}
+        return {**super().constants(), **of_cluster}
 
 
 def cluster_kernels(
@@ -84,9 +87,10 @@ def cluster_kernels(
     fp8: bool = False,
     together: int = 1,
     tokens: int = 1,
+    of_source: bool = False,
 ) -> tuple[ClusterKernel, ...]:
     """The kernels of a layer, one for each split; num_kv_heads: as they have them."""
-    group, features = num_heads // num_kv_heads, {"sinks": sinks, "fp8": fp8}
+    group, features = num_heads // num_kv_heads, {"sinks": sinks, "fp8": fp8, "of_source": of_source}
     return tuple(
         ClusterKernel(num_kv_heads, group, page_size, split, **features, together=together, tokens=tokens)
         for split in SPLITS

@@ -254,7 +254,7 @@ def test_each_token_sees_the_keys_of_e4m3_up_to_its_own(built, tokens, group, sp
     ids=str,
 )
 def test_two_heads_of_64_are_taken_as_one_of_128(built, group, split, parts, before, sinks, dtype):
-    compare(built, 1, group, split, parts, before, sinks, False, dtype, together=2)
+    compare(built, 1, group, split, parts, before, sinks, False, dtype, together=2, of_source=not sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -277,12 +277,13 @@ def test_keys_and_values_of_heads_that_do_not_rotate_are_written(
     compare(built, tokens, group, split, parts, before, sinks, True, dtype, together=together, turns=False)
 
 
-def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, together=1, turns=True):
+def compare(built, tokens, group, split, parts, before, sinks, rotates, dtype, together=1, turns=True, of_source=False):
     """Compares the kernel over a cache of `dtype` with float32. `rotates`: it writes new tokens too, whose heads it
     norms and rotates if `turns`."""
     fp8 = dtype == torch.float8_e4m3fn
     bits, nothing = (torch.uint8, torch.nan) if fp8 else (torch.int16, torch.inf)
-    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, sinks=sinks, fp8=fp8, together=together, tokens=tokens)
+    features = {"sinks": sinks, "fp8": fp8, "of_source": of_source}
+    kernel = ClusterKernel(_KV_HEADS, group, _PAGE, split, together=together, tokens=tokens, **features)
     kv_heads, dim = _KV_HEADS * together, _DIM // together
     library = built(kernel)
     generator = torch.Generator().manual_seed(tokens)
