@@ -109,6 +109,11 @@ class Loads:
         run, pages = self._cache.match_prefix(token_ids, salt)
         if is_last:
             return self._waits_for_room(request, *self._of_use(run, pages.size), num_needed, num_promised)
+        has_to_ask = not self._lookups.has_asked(request) and shelves.has_to_ask(request)
+        # Ahead of its path's keys, which take long: most looks at those that wait end here.
+        room = self._room
+        if room is not None and not has_to_ask and room.is_taken(request, num_needed - pages.size, num_promised):
+            return True
         keys = self._keys.first(request, token_ids, salt, run, pages.size)
         known, first_missing = keys[: pages.size], keys[pages.size :]
         if first_missing and (on_its_way := self._loading.get(first_missing[0])) is not None:
@@ -116,7 +121,7 @@ class Loads:
             on_its_way.waiting.add(request)
             return True
         # Once: a path of many pages takes its time at each step.
-        if not self._lookups.has_asked(request) and shelves.has_to_ask(request):
+        if has_to_ask:
             keys = self._keys.all(request, token_ids, salt, keys)
             if self._lookups.holds_back(request, self._path(keys, pages.size, salt)):
                 return True

@@ -86,6 +86,22 @@ class Room:
         """True if the request waits for room, its own or others', or for pages on their way."""
         return request in self._behind or (self._wish is not None and self._wish.request is request)
 
+    def is_taken(self, request: Request, num_needed: int, num_promised: int) -> bool:
+        """True if a request waits since those ahead of it take what is free, whatever of its path is to be loaded.
+
+        Args:
+            num_needed: pages that it needs at least.
+            num_promised: as holds_back has it.
+        """
+        if request in self._granted or not (self._cache.evictable_pages or self._tickets):
+            return False
+        ahead = self._ahead_of(request)
+        is_short = num_needed + num_promised + sum(ahead) > self._allocator.available_pages
+        if not is_short or (self._wish is None and not ahead):
+            return False
+        self._behind.add(request)
+        return True
+
     def holds_back(
         self, request: Request, run: PageRun | None, num_needed: int, num_promised: int, rest: Sequence[bytes]
     ) -> bool:
@@ -106,7 +122,7 @@ class Room:
             if num_needed <= free or tries >= _MOST_TRIES:
                 self._grant(request, num_needed)
                 return False
-        ahead = [count for one, count in self._granted.items() if one.urgency < request.urgency]
+        ahead = self._ahead_of(request)
         wanted = num_needed + num_promised + sum(ahead)
         if wanted <= free:
             self._grant(request, num_needed)
@@ -123,6 +139,10 @@ class Room:
         self._grant(request, num_needed)
         self.advance()
         return self._wish is not None
+
+    def _ahead_of(self, request: Request) -> list[int]:
+        """Pages that are free for each request that is more urgent."""
+        return [count for one, count in self._granted.items() if one.urgency < request.urgency]
 
     def _grant(self, request: Request, num_pages: int) -> None:
         self._granted[request] = max(0, num_pages)

@@ -9,6 +9,7 @@ import pytest
 
 from mllm_compile.runtime.schedule.pages.sessions import SessionTag
 from mllm_compile.runtime.schedule.tiers.index import Entry, TierIndex
+from mllm_compile.runtime.schedule.tiers.prompt_keys import PromptKeys
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, make_request, prompt_of
 from tests.runtime.schedule.tiers.fake_copies import FakeCopies
 from tests.runtime.schedule.tiers.test_tiers import settled, simulation
@@ -80,6 +81,26 @@ def test_a_request_waits_for_pages_that_are_leaving_the_cache() -> None:
     settled(sim)
     sim.check_answers()
     assert again.host_tokens > 0
+    sim.check_all_returned()
+
+
+def test_no_keys_are_made_for_a_request_that_waits_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, copies = filled(3, num_slots=8)
+    copies.ends = 0.0
+    sim.add(make_request("late", prompt_of(40, first=9), max_tokens=2, **FREE))
+    sim.step()
+    first, asked = PromptKeys.first, list[Any]()
+    monkeypatch.setattr(
+        PromptKeys, "first", lambda keys, request, *of: [asked.append(request), first(keys, request, *of)][1]
+    )
+    behind = sim.add(make_request("behind", prompt_of(20, first=0), max_tokens=2, **FREE))
+    sim.step()
+    assert sim.scheduler.tiers._room.is_for(behind)
+    assert behind not in asked
+    copies.ends = 1.0
+    settled(sim)
+    sim.check_answers()
+    assert behind in asked
     sim.check_all_returned()
 
 
