@@ -73,6 +73,11 @@ class Tenant(ServedEngine):
         return self.front.is_idle and not self.front.supervisor.is_wanted
 
     @property
+    def takes_memory(self) -> bool:
+        """True if it takes over what others hand over; a start looks at what the device has."""
+        return self._is_started
+
+    @property
     def idle_since(self) -> float:
         return self.front.supervisor.worked_s
 
@@ -108,7 +113,7 @@ class Tenant(ServedEngine):
         assert isinstance(self.share, Share), "a model without a share is refused"
         self.waits_since, self.is_awake, self.is_alive = None, True, True
         if not self._is_started:
-            close_all(memory)  # a start looks at what the device has
+            close_all(memory)
             await self._start(self.share)
             return
         self.front.supervisor.give_memory(memory)
@@ -117,7 +122,7 @@ class Tenant(ServedEngine):
         except ApiError:
             if self._is_started:  # a part of its memory may have fitted
                 with contextlib.suppress(ApiError):
-                    await self._ask("park")
+                    await self._ask("park", hands_over=False)
                 close_all(self.front.supervisor.take_memory())
             self.is_awake = False
             raise
@@ -149,8 +154,11 @@ class Tenant(ServedEngine):
         self._begin_turn()
         self._ended.set()
 
-    async def park(self) -> list[int]:
+    async def park(self, *, hands_over: bool) -> list[int]:
         """Takes its memory back; requests that run are set aside, and computed anew at its next turn.
+
+        Args:
+            hands_over: not to the device, as far as it can be handed over.
 
         Returns:
             What it hands over of the device, as descriptors, which are the caller's: each is closed or given to `take`.
@@ -161,7 +169,7 @@ class Tenant(ServedEngine):
         supervisor = self.front.supervisor
         supervisor.set_aside()
         try:
-            await self._ask("park")
+            await self._ask("park", hands_over=hands_over)
         except ApiError:
             close_all(supervisor.take_memory())  # a part may have come before the error
             if supervisor.state == PARKED:
@@ -172,12 +180,12 @@ class Tenant(ServedEngine):
             self.wanted()
         return supervisor.take_memory()
 
-    async def _ask(self, call: str) -> Any:
+    async def _ask(self, call: str, **fields: Any) -> Any:
         calls = self.front.rollouts
         assert calls is not None, "fronts of many models have them"
         try:
             async with asyncio.timeout(_MOST_S):
-                return await calls.ask(call)
+                return await calls.ask(call, **fields)
         except TimeoutError:
             self.front.supervisor.kill()  # it may hold memory, and nobody else looks whether a parked one is stuck
             raise ApiError(503, f"the engine has not answered {call} for {_MOST_S:g} s", code="engine_stuck") from None
