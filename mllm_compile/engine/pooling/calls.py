@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -210,8 +211,9 @@ class PoolingCalls:
         """The texts and their answers, in their order. Texts of a step are read while the one ahead is computed."""
         parts: list[tuple[list[ReadText], Future[Answers]]] = []
         try:
-            with self.core.reading():
-                for read in self.reader.parts(prompts, self.core.most_tokens, prompt_name=prompt_name, cut_to=cut_to):
+            reads = self.reader.parts(prompts, self.core.most_tokens, prompt_name=prompt_name, cut_to=cut_to)
+            with self.core.reading() if len(reads) > 1 else nullcontext():
+                for read in reads:
                     if parts:
                         self.core.give_way(parts[-1][1])
                     texts = read()
