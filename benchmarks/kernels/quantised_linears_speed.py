@@ -7,7 +7,7 @@ GPU's memory. They are qkv, o with its residual and the next norm, gate_up with 
 and norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones. `zeros` have
 zero points too; `mxfp4` and `nvfp4` are floats of four bits. --each times the four linears apart, each in a chain of
 its own kind. It gives the rate of reading its weight, in GB/s and as a share of the rate of a sum over a gigabyte, and
-its error. --head times the shape's head, which stays in bfloat16. --sweep does all that for several divisions of the
+its error. --head times the shape's head in each form, too. --sweep does all that for several divisions of the
 work beside the chosen one. Every form's outputs are compared with float32 first; an `error` is the worst token's
 distance over torch's in bfloat16.
 """
@@ -40,6 +40,7 @@ from mllm_compile.runtime.ops.stream_quantised import few, tiles
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, QuantisedTiling
 from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling
+from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, SCALES, VALUES, WeightScheme, third_role
 
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--each", action="store_true", help="times the four linears apart too")
-    parser.add_argument("--head", action="store_true", help="the shape's head too, in bfloat16")
+    parser.add_argument("--head", action="store_true", help="the shape's head too")
     parser.add_argument("--sweep", action="store_true", help="other divisions too")
     options = parser.parse_args(arguments)
     need_hopper()
@@ -238,28 +239,36 @@ def main(arguments: Sequence[str]) -> int:
     with KernelCompiler() as compiler:
         for form in options.forms:
             _measure(compiler, form, options, limit)
-        if options.head:
-            _measure_head(compiler, options, limit)
+            if options.head:
+                _measure_head(compiler, form, options, limit)
     return 0
 
 
-def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: float) -> None:
-    hidden = SHAPES[options.shape][0]
-    weight = (torch.randn(HEAD_ROWS, hidden, device="cuda") * 0.02).bfloat16()
+def _measure_head(compiler: KernelCompiler, form: str, options: argparse.Namespace, limit: float) -> None:
+    hidden, ops = SHAPES[options.shape][0], _ops(form)
+    weight = random_weight(HEAD_ROWS, hidden, form)
+    run = torch.ops.mllm.stream_linear if form == "bf16" else torch.ops.mllm.stream_quantised_linear
     for tokens in options.tokens:
-        if not is_streamed(HEAD_ROWS, hidden, tokens):
-            continue
         x, squares = (
             torch.randn(tokens, hidden, device="cuda").bfloat16(),
             torch.rand(tokens, hidden // 16, device="cuda"),
         )
-        tiling = choose_bf16_tiling(
-            bf16_ops.STREAMED.plain_kind((weight,), squares, False, False, False), bucket_of(tokens)
-        )
-        load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
-        time = graph_us(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
-        rate = weight.nbytes / time / 1e3
-        print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}")
+        kind, bucket = ops.plain_kind(weight.tensors, squares, False, False, False), bucket_of(tokens)
+        if form == "bf16":
+            if not is_streamed(HEAD_ROWS, hidden, tokens):
+                continue
+            tilings: list[Any] = [choose_bf16_tiling(kind, bucket)]
+        elif not is_quantised_streamed(kind, tokens):
+            continue
+        else:
+            tilings = [choose_tiling(kind, bucket)]
+            if options.sweep:
+                tilings += [tiling for _, tiling in sweep_tilings(kind, bucket)]
+        for tiling in tilings:
+            load(compiler, [tiling], ops.load_kernels)
+            time = graph_us(partial(run, x, *weight.tensors, squares, EPS, False))
+            rate = weight.num_bytes / time / 1e3
+            print(f"{form:6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}  head, {tiling.name}")
 
 
 def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, limit: float) -> None:

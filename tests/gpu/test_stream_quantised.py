@@ -16,7 +16,13 @@ from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
-from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS, choose_tiling, is_streamed
+from mllm_compile.runtime.ops.stream_quantised.shapes import (
+    BUCKETS,
+    MAX_TOKENS,
+    choose_tiling,
+    is_streamed,
+    most_tokens,
+)
 from mllm_compile.runtime.quantised.numbers import dequantised, in_lanes, paired, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, third_role
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
@@ -203,6 +209,24 @@ def test_plain_ones_with_a_bias_and_with_a_residual_for_any_width(tmp_path, rows
         (gate, up), (torch_gate, torch_up) = product.chunk(2, -1), torchs.chunk(2, -1)
         true = silu(gate) * up
         assert off_by(ours, true) <= margin * off_by(silu(torch_gate) * torch_up, true), num_tokens
+
+
+@by_scheme
+def test_a_head_is_as_near_to_float32_as_torchs(tmp_path, scheme):
+    """As many rows as Qwen3's vocabulary, behind a norm or not."""
+    rows, columns = 151936, 1024
+    weight = Weight(rows, columns, scheme)
+    kinds, most = [weight.kind, replace(weight.kind, norm_blocks=columns // 16)], most_tokens(weight.kind)
+    assert is_streamed(weight.kind, most)
+    load(kinds, tmp_path, min(most, MAX_TOKENS))
+    for num_tokens in (count for count in (1, 8, 9, 16, 33, 64, 90, 128, 200, 256) if count <= most):
+        x, squares = random(num_tokens, columns), torch.rand(num_tokens, columns // 16, device="cuda") * 32
+        for sums in (None, squares):
+            factor = 1.0 if sums is None else torch.rsqrt(sums.sum(-1, keepdim=True) / columns + EPS)
+            true = linear(x.float(), weight.exact) * factor
+            theirs = (linear(x, weight.exact.bfloat16()).float() * factor).bfloat16()
+            ours = torch.ops.mllm.stream_quantised_linear(x, *weight.tensors, sums, EPS, False)
+            assert off_by(ours, true) <= MARGIN * off_by(theirs, true), num_tokens
 
 
 @pytest.mark.parametrize("tokens", BUCKETS)

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes, early_stages
+from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 from mllm_compile.runtime.ops.stream_quantised.linear import (
+    BLOCK_BYTES,
     GROUP,
     HEADERS,
     QuantisedKind,
@@ -136,8 +138,8 @@ def _steps_of_piece(kind: QuantisedKind, piece: int) -> int:
 
 
 def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> FewTiling | None:
-    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
-    None: none fits.
+    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's,
+    or, of a head, whose sums take a third of that, as a multiprocessor has room for; None: none fits.
     """
     groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
     if kind.columns % (split * math.lcm(kind.panel, _ZEROS_UNIT if kind.zeros else 1)):
@@ -149,15 +151,15 @@ def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> Fe
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS // 2))
     elif passes > 1 and kind.group and of_piece < _INPUT_REGISTERS:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
-    clusters, room = min(groups, _CLUSTERS[split]), room_of_block(kind)
+    clusters, room = min(groups, _CLUSTERS[split]), BLOCK_BYTES if is_head(kind.rows) else room_of_block(kind)
     tilings = (FewTiling(kind, tokens, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1))
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 
 
 def all_tilings(kind: QuantisedKind, tokens: int) -> list[FewTiling]:
     """The possible tilings. Of integers of four bits tiles take less than those for more than eight tokens: 8B's layer
-    took 55.9 µs with 16, 52.5 by tiles (H200)."""
-    if kind.values == "int4" and tokens > FEWEST_TOKENS:
+    took 55.9 µs with 16, 52.5 by tiles (H200). So many sums of a head leave a ring no room."""
+    if (kind.values == "int4" or is_head(kind.rows)) and tokens > FEWEST_TOKENS:
         return []
     tilings = (divide(kind, tokens, split, size) for split, size in itertools.product(_CLUSTERS, _PIECES))
     most = math.inf if tokens == FEWEST_TOKENS else _MOST_PASSES

@@ -79,6 +79,7 @@ class QuantisedKind(LinearKind):
         }
 
 
+BLOCK_BYTES = 227 << 10  # of shared memory, at most
 # Shared memory of a multiprocessor; of that, a block's of the system.
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 _MORE_BYTES = 1 << 10

@@ -7,7 +7,6 @@ from typing import Any
 
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
-from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 from mllm_compile.runtime.ops.stream_quantised import few as by_few
 from mllm_compile.runtime.ops.stream_quantised import tiles as by_tiles
 from mllm_compile.runtime.ops.stream_quantised.few import FewTiling
@@ -29,9 +28,8 @@ _TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
 
 
 def is_streamed(kind: QuantisedKind, tokens: int) -> bool:
-    """True if a weight divides into tiles, for up to `tokens` tokens. A head does not: its sums of so many rows have no
-    room."""
-    fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0 and not is_head(kind.rows)
+    """True if a weight divides into tiles, for up to `tokens` tokens."""
+    fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0
     fits &= kind.columns <= _MOST_COLUMNS
     fits &= _has_known_scales(kind) and tokens <= most_tokens(kind) and kind.rows * tokens < 2**31
     return fits and all(_is_few(kind, bucket) or by_tiles.takes(kind, bucket) for bucket in BUCKETS if bucket <= tokens)

@@ -15,7 +15,9 @@ from typing import ClassVar
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes, early_stages
+from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 from mllm_compile.runtime.ops.stream_quantised.linear import (
+    BLOCK_BYTES,
     GROUP,
     HEADERS,
     PANEL_BYTES,
@@ -30,12 +32,9 @@ _X_BYTES = 2  # of an input of a token
 _GROUP_ROWS = 64  # of wgmma, and of a warp group
 _MOST_WARP_GROUPS, _MANY_TOKENS, _MOST_OF_MANY = 3, 64, 2  # that multiply: up to so many tokens, and with more
 _MOST_STAGES = 32
-# Shared memory of a block: about half, so that there is room for one of the next kernel, whose weight comes while this
-# one ends; or all.
-_BLOCK_BYTES = 227 << 10
 _BESIDE_THREADS = 256  # 128 registers each
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
-_TURNS = (1, 2, 3, 4, 6, 8)  # that a block takes undivided tiles in
+_TURNS, _TURNS_OF_HEAD = (1, 2, 3, 4, 6, 8), range(4, 33)  # that a block takes undivided tiles in
 _MOST_ROWS = 256  # of a box
 # Bytes a clock of a multiprocessor: from memory, through the L2, and those that shared memory takes or gives.
 _MEMORY_RATE, _L2_RATE, _SHARED_RATE = 13.8, 24.0, 128.0
@@ -171,11 +170,13 @@ def divide(
 
 
 def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
-    """The possible tilings."""
+    """The possible tilings. A block has about half of a multiprocessor's shared memory, so that there is room for one
+    of the next kernel, whose weight comes while this one ends; or all."""
+    of_one = _TURNS_OF_HEAD if is_head(kind.rows) else _TURNS
     for split, column_groups, panels, room in itertools.product(
-        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (room_of_block(kind), _BLOCK_BYTES)
+        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (room_of_block(kind), BLOCK_BYTES)
     ):
-        for turns in _TURNS if split == 1 else (1,):
+        for turns in of_one if split == 1 else (1,):
             rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
             tiling = divide(kind, tokens, rows, split, column_groups, panels, room)
             if tiling is not None:

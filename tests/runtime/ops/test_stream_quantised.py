@@ -17,6 +17,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, bucket_of
+from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
 from mllm_compile.runtime.ops.stream_quantised import few, tiles
 from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, kind_of_weight
@@ -59,6 +60,7 @@ def kinds(max_rows: int, columns: tuple[int, int]) -> st.SearchStrategy[Quantise
     )
 
 
+HEADS = kinds(4096, (1, 64)).filter(lambda kind: is_head(kind.rows) and not kind.residual)
 KINDS = kinds(128, (1, 64)) | kinds(1023, (1, 224))
 
 
@@ -80,7 +82,16 @@ def test_few_tokens_divide_into_pieces_that_fit_beside_the_next_kernels(kind, to
     assert tokens * kind.values_a_byte * tiling.steps <= 64, "registers of inputs"
 
 
-@given(KINDS, st.sampled_from([tokens for tokens in BUCKETS if tokens > few.MAX_TOKENS]))
+@given(HEADS)
+def test_a_head_of_few_tokens_divides_into_pieces_that_fill_a_multiprocessor(kind):
+    tiling = few.choose(kind, few.FEWEST_TOKENS)
+    assert tiling.shared_bytes == tiling.needed_bytes <= _SHARED_BYTES
+    assert tiling.stages >= 2
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+    assert not few.takes(kind, few.MAX_TOKENS), "tiles are"
+
+
+@given(KINDS | HEADS, st.sampled_from([tokens for tokens in BUCKETS if tokens > few.MAX_TOKENS]))
 def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
     assume(is_streamed(kind, tokens))
     tiling = tiles.choose(kind, tokens)
@@ -97,7 +108,7 @@ def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (24576, 4096), (1024, 3072), (64, 512)])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (24576, 4096), (1024, 3072), (64, 512), (151936, 4096)])
 def test_weights_of_whole_panels_are_streamed(rows, columns, form):
     kind = QuantisedKind(rows, columns, **form)
     assert [tokens for tokens in BUCKETS if is_streamed(kind, tokens)] == [
@@ -115,7 +126,7 @@ def test_weights_of_whole_panels_are_streamed(rows, columns, form):
     [
         QuantisedKind(4100, 1024),
         QuantisedKind(1024, 192),
-        QuantisedKind(151936, 4096),
+        QuantisedKind(151904, 4096),
         QuantisedKind(4096, 65536),
         QuantisedKind(1024, 1024, group=64),
         QuantisedKind(1024, 1024, group=GROUP, scales="bfloat16"),
@@ -129,7 +140,7 @@ def test_weights_of_whole_panels_are_streamed(rows, columns, form):
     ],
     ids=lambda kind: kind.name,
 )
-def test_what_does_not_divide_and_other_scales_and_heads_are_left_alone(kind):
+def test_what_does_not_divide_and_other_scales_are_left_alone(kind):
     assert not is_streamed(kind, 8)
 
 
@@ -198,6 +209,7 @@ COMPILED += [(QuantisedKind(2560, 9728, residual=True, **INT4), 32)]
 COMPILED += [(QuantisedKind(24576, 4096, 256, gated=True, **FP8_GROUPS), tokens) for tokens in (64, 128)]
 COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, **INT4_ZEROS), 128)]
 COMPILED += [(QuantisedKind(24576, 4096, 256, gated=True, **MXFP4), 64)]
+COMPILED += [(QuantisedKind(151936, 4096, 256, **form), tokens) for form in (FP8, INT4) for tokens in (8, 16, 64)]
 COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, **NVFP4), tokens) for tokens in (16, 64, 128)]
 COMPILED += [
     (QuantisedKind(2560, 9728, residual=True, **INT4), 8),
