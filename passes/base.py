@@ -207,6 +207,7 @@ class WeightSchemes:
         transposed: likewise, of weights that may be experts' [E, K, N]: the schemes of [E, N, K].
         are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
             whose errors choose tokens and experts, keep their numbers; of int8 a head does not.
+        takes_head: a head is quantised none the less.
         head: the head's weight by its own name, where it is the embedding by another; "" where it is not tied.
         in_panels: linears compute with them as they are, in panels (pack_linears).
         rounds_inputs: in panels, of inputs that are rounded to eight bits.
@@ -215,6 +216,7 @@ class WeightSchemes:
     schemes: Mapping[str, WeightScheme]
     transposed: Mapping[str, WeightScheme] = field(default_factory=dict)
     are_chosen: bool = False
+    takes_head: bool = False
     head: str = ""
     in_panels: bool = False
     rounds_inputs: bool = False

@@ -53,8 +53,8 @@ class QuantiseLinears(GraphPass):
 
     Requires: a canonical graph; gm.meta[WEIGHT_SCHEMES] says which weights, and their schemes. A weight that anything
         else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that
-        ranks cut within what shares a scale. If the checkpoint did not quantise them, so do the head, routers, and
-        linears of few rows.
+        ranks cut within what shares a scale. If the checkpoint did not quantise them, so do routers, linears of few
+        rows, and the head where it is not asked for.
     Preserves: the product with the dequantised weight.
     """
 
@@ -69,7 +69,7 @@ class QuantiseLinears(GraphPass):
             kept = _choosing_linears(gm) if weight_schemes.are_chosen else set()
             fewest_rows = _FEWEST_ROWS if weight_schemes.are_chosen else 1
             for node in list(gm.graph.nodes):
-                if is_call(node, LINEAR) and (node not in kept or _is_head_in_panels(node, weight_schemes)):
+                if is_call(node, LINEAR) and (node not in kept or _is_taken_head(node, weight_schemes)):
                     matches += _quantise(gm, node, weight_schemes, fewest_rows, told)
                 elif (linear := match_expert_linear(node)) is not None and linear.scales is None:
                     matches += _quantise_experts(gm, node, linear, weight_schemes, fewest_rows, told)
@@ -92,7 +92,9 @@ def _quantise(
     rows, columns = map(int, weight.meta["val"].shape)  # of a rank's part of a row
     if not weight_schemes.in_panels:
         scheme = scheme.of_linear(columns)
-    elif not fits_panels(scheme, rows, columns) and not weight_schemes.are_chosen:
+    elif not fits_panels(scheme, rows, columns) and not (
+        weight_schemes.are_chosen or _is_taken_head(node, weight_schemes)
+    ):
         return False  # stays as dequantised once, while it is read
     inputs = _inputs(gm, weight, scheme, False, told, weight_schemes.head if is_tied_head else "")
     group = min(scheme.group, columns)
@@ -103,8 +105,10 @@ def _quantise(
     return True
 
 
-def _is_head_in_panels(node: fx.Node, weight_schemes: WeightSchemes) -> bool:
-    """True for a head in int8, whose errors are a hundredth."""
+def _is_taken_head(node: fx.Node, weight_schemes: WeightSchemes) -> bool:
+    """True for a head that is asked for, or in int8, whose errors are a hundredth."""
+    if weight_schemes.takes_head and _is_head(node):
+        return True
     _, weight, _ = linear_operands(node)
     scheme = weight_schemes.schemes.get(weight.meta.get("weight_name", ""))
     return weight_schemes.in_panels and scheme is not None and scheme.kind == "int8" and _is_head(node)

@@ -21,7 +21,7 @@ from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lent_weights import with_lent
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.pieces import layers_with_made_constants, state_operands
-from mllm_compile.compiler.program_checks import check_cut, check_layers, check_program
+from mllm_compile.compiler.program_checks import check_cut, check_head, check_layers, check_program
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
 from mllm_compile.compiler.weight_schemes import weight_schemes
 from mllm_compile.config.folders.model_folder import ModelFolder, check_remote_code
@@ -192,6 +192,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     """
     rewritten = rewrite_graph(config, built, trace, observer=observer)
     check_cut(rewritten.graph, config.runtime)
+    check_head(rewritten.graph, config, built.hf_model)
     _add_projection(rewritten.graph, built.hf_model)
     return lowered_of(config, built, rewritten, partial(_with_pieces, config, built.hf_model))
 

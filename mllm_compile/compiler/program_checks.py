@@ -11,6 +11,7 @@ from mllm_compile.errors import ConfigError
 if TYPE_CHECKING:
     from torch import fx
 
+    from mllm_compile.model.hf_model import HFModel
     from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.program.spec import Program
 
@@ -63,6 +64,19 @@ def check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
             f"runtime.expert_parallel_size is {size}, and this model has no experts that can be dealt to as many "
             "ranks: expected a mixture whose number of experts divides by it. Set another, or "
             "runtime.tensor_parallel_size, which cuts any model."
+        )
+
+
+def check_head(graph: fx.GraphModule, config: ResolvedConfig, hf_model: HFModel) -> None:
+    """Refuses a model whose head is to be quantised, and is no linear that alone makes logits."""
+    from mllm_compile.model.hf_model import head_key
+    from mllm_compile.passes.base import QUANTISED_TENSORS
+
+    asked, told = config.model.lm_head_quantization, graph.meta.get(QUANTISED_TENSORS, {})
+    if asked != "none" and head_key(hf_model.model) not in {one.weight_name for one in told.values()}:
+        raise ConfigError(
+            f"model.lm_head_quantization is {asked}, but this model's head is no linear whose outputs are logits, or "
+            "something else than the embedding reads its weight too. Leave it out."
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mllm_compile.compiler.rewriting import left_out_of
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -20,27 +21,40 @@ if TYPE_CHECKING:
 def weight_schemes(
     config: ResolvedConfig, hf_model: HFModel, table: Mapping[str, PlannedTensor] | None
 ) -> WeightSchemes:
-    """The weights that config.model.quantization wants in few bits, where rows are whole.
+    """The weights that config.model.quantization and lm_head_quantization want in few bits, where rows are whole.
 
     Args:
         table: model key → what of the checkpoint fills it; None for random weights.
+
+    Raises:
+        ConfigError: a head is to be quantised that the checkpoint has quantised, or in parts.
     """
     from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, scheme_of
-    from mllm_compile.model.hf_model import tied_head
+    from mllm_compile.model.hf_model import head_key, tied_head
     from mllm_compile.passes.base import WeightSchemes
     from mllm_compile.runtime.quantised.scheme import MXFP4, quantised_as
 
-    asked = config.model.quantization
-    if asked == "none" or asked == "dequantize":
+    asked, of_head = config.model.quantization, config.model.lm_head_quantization
+    key_of_head = head_key(hf_model.model)
+    if (asked == "none" or asked == "dequantize") and of_head == "none":
         return WeightSchemes({})
 
     def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
         planned = None if table is None else as_linear(table[name], is_transposed)
+        is_whole = planned is None or can_be_quantised(planned)
+        if of_head != "none" and name == key_of_head:
+            if not is_whole:
+                raise ConfigError(
+                    f"model.lm_head_quantization is {of_head}, but {name!r} is no plain matrix in the checkpoint; "
+                    "expected one in 16 or 32 bits. Leave it out."
+                )
+            return quantised_as(of_head, shape[-1])
+        if asked == "none" or asked == "dequantize":
+            return None
         if asked == "keep" or asked == "keep_a8":
             if planned is None:  # random weights, of which experts' alone have a scheme
                 return MXFP4 if len(shape) > 2 else None
             return scheme_of(planned)
-        is_whole = planned is None or can_be_quantised(planned)
         return quantised_as(asked, shape[-2 if is_transposed else -1]) if is_whole else None
 
     def schemes(is_transposed: bool) -> dict[str, WeightScheme]:
@@ -55,6 +69,7 @@ def weight_schemes(
         schemes(False),
         schemes(True),
         are_chosen=not config.model.keeps_weights,
+        takes_head=of_head != "none",
         head=head,
         in_panels=in_panels,
         rounds_inputs=asked in ("keep_a8", "int8"),

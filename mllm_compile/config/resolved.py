@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema import EngineConfig, HeadQuantization
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.config_sections import (
     CudaGraphSection,
@@ -54,6 +54,7 @@ class ResolvedModel(_Resolved):
     classifier_from_token: tuple[str, str] | None = None
     has_encoder: bool = False
     score_template: str | None = None
+    lm_head_quantization: HeadQuantization = "none"
     prediction_layer: int | None = None
     token_map: str | None = None
 

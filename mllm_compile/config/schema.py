@@ -41,6 +41,7 @@ from mllm_compile.runtime.config_sections import (
 )
 from mllm_compile.runtime.pooling.facts import ModelTask
 
+HeadQuantization = Literal["none", "fp8", "int4"]
 MAX_ADAPTERS = 256
 MAX_ADAPTER_RANK = 512
 
@@ -67,6 +68,11 @@ class ModelConfig(Section):
     keep: as the checkpoint has them, or it is refused. keep_a8: likewise, with inputs rounded to eight bits, on a CPU.
     fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too. int8:
     likewise, with inputs rounded to eight bits, on a CPU."""
+
+    lm_head_quantization: HeadQuantization = "none"
+    """The head's weight in memory. none: as `quantization` has it, which leaves a plain one in `dtype`, but for int8.
+    fp8, int4: a plain one in eight or four bits, rounded to the nearest while it is read; dummy weights too. A tied
+    embedding stays, beside it."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""

@@ -321,6 +321,12 @@ def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> Non
             ) from error
 
 
+def head_key(model: Any) -> str:
+    """The name of the head's parameter, which is the embedding's where they are tied; empty where there is no head."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return next((name for name, one in model.named_parameters() if one is weight), "")
+
+
 def tied_head(model: Any) -> str:
     """The name of the head's weight, where it is the embedding too; else an empty one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

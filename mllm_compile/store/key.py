@@ -126,6 +126,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "weights": weights.fingerprint(),
         **_weight_index(model),
         "quantisation": _quantisation(config, model),
+        **_head(config),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
         "expert stats": "on" if config.runtime.sees_experts else "off",
@@ -209,6 +210,12 @@ def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
         "dequantize": f"dequantised to {config.model.dtype}",
     }.get(asked, asked)
     return f"{model.scheme.name.replace(', ', '; ')}, {becomes}, settings {settings}"
+
+
+def _head(config: ResolvedConfig) -> dict[str, str]:
+    """The form that the head's weight is quantised to; where it is not, no factor."""
+    asked = config.model.lm_head_quantization
+    return {} if asked == "none" else {"head": asked}
 
 
 def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:

@@ -37,6 +37,10 @@ def check_config(config: EngineConfig | ResolvedConfig) -> None:
         raise ConfigError(
             f"trainable: model.quantization is {quantization}; expected none, as rounded weights have no gradients"
         )
+    if (of_head := config.model.lm_head_quantization) != "none":
+        raise ConfigError(
+            f"trainable: model.lm_head_quantization is {of_head}; expected none, as rounded weights have no gradients"
+        )
 
 
 def check_artifact(artifact: Artifact) -> None:

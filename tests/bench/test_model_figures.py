@@ -82,6 +82,9 @@ def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
     figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", weight_schemes=WeightSchemes(schemes, are_chosen=True))
     assert figures.weight_bytes(1) == pytest.approx(weight_bytes + 2 * 0.6223e9, rel=2e-3)
     assert figures.fp8_params == pytest.approx(6.9458e9 if kind == "fp8" else 0, rel=1e-3)
+    asked = WeightSchemes(schemes, are_chosen=True, takes_head=True)
+    with_head = model_figures(SHAPES / "qwen3-8b", "bfloat16", weight_schemes=asked)
+    assert with_head.weight_bytes(1) == pytest.approx(weight_bytes * (1 + 0.6223 / 6.9458), rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,12 @@ def test_what_vllm_does_not_make_of_a_checkpoint_is_refused(adapter, quantizatio
         adapter.open_engine(setting)
 
 
+def test_a_head_that_vllm_does_not_quantise_is_refused(adapter):
+    setting = replace(SETTING, random_weights=True, quantization="fp8", lm_head_quantization="fp8")
+    with pytest.raises(BenchmarkError, match=r"model\.lm_head_quantization is fp8, which vLLM does not do"):
+        adapter.open_engine(setting)
+
+
 def test_it_is_given_pixels_and_one_placeholder_an_image(adapter, tmp_path):
     config = '{"image_token_id": 77, "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}'
     (tmp_path / "config.json").write_text(config)

@@ -134,17 +134,18 @@ def test_an_activation_leaves_the_inputs_of_a_linear_in_fp8(groups):
         assert (stands_for - wanted).norm() <= 0.03 * wanted.norm()
 
 
-def dummy(folder: Path) -> Path:
+def dummy(folder: Path, **sizes: int) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(SHAPE | sizes))
     return folder
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_dummy_weights_decode_in_graphs_what_they_score_in_prompts(kind, tmp_path):
-    folder = dummy(tmp_path / "model")
+@pytest.mark.parametrize(("kind", "of_head"), [("fp8", "none"), ("int4", "none"), ("none", "fp8"), ("int4", "int4")])
+def test_dummy_weights_decode_in_graphs_what_they_score_in_prompts(kind, of_head, tmp_path):
+    folder = dummy(tmp_path / "model", vocab_size=65536 if of_head != "none" else 4096)
     kept: dict[str, Any] = {"backend": "inductor", "without": IN_FP8}
-    with engine(folder, tmp_path / "cache", **kept, load_format="dummy", quantization=kind) as served:
+    bits = {"quantization": kind, "lm_head_quantization": of_head}
+    with engine(folder, tmp_path / "cache", **kept, load_format="dummy", **bits) as served:
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
         prompts = [random_ids(16 + index, 4096, index) for index in range(9)]
         outputs = served.generate(prompts, params)

@@ -89,6 +89,18 @@ def test_what_is_quantised_by_choice_spares_heads_routers_and_small_gates():
     assert quantised(gm) == {"layers.0.attn.q.weight", "layers.0.attn.o.weight"}, "k and v have eight rows"
 
 
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_a_head_that_is_asked_for_is_quantised_whatever_becomes_of_the_rest(in_panels, monkeypatch):
+    monkeypatch.setattr("mllm_compile.passes.quantise_linears._FEWEST_ROWS", 1)
+    for are_chosen in (False, True):
+        gm = one_layer()
+        name = "head.weight"
+        schemes = WeightSchemes({name: FP8}, are_chosen=are_chosen, takes_head=True, in_panels=in_panels)
+        gm.meta[WEIGHT_SCHEMES] = schemes
+        apply(QuantiseLinears(), gm)
+        assert quantised(gm) == {name}, "where no panels take its scheme the op dequantises it"
+
+
 def test_hidden_states_beside_the_logits_spare_no_linear():
     builder = GraphBuilder()
     x = builder.layer(builder.embed(), 0)

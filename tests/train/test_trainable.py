@@ -236,6 +236,7 @@ def test_a_models_own_adapter_is_refused_by_what_it_is(tmp_path: Path) -> None:
         ({"speculative": {"method": "ngram"}}, r"speculative\.method is ngram; expected none"),
         ({"lora": {"max_adapters": 1}}, r"the section lora has adapters; expected none"),
         ({"model": {"quantization": "int8"}}, r"model\.quantization is int8; expected none"),
+        ({"model": {"lm_head_quantization": "fp8"}}, r"model\.lm_head_quantization is fp8; expected none"),
         ({"runtime": {"skip_compiled": True}}, r"runtime\.skip_compiled is true; expected false"),
     ],
 )

@@ -37,6 +37,11 @@ def settings_of(setting: Setting) -> dict[str, Any]:
             f"model.quantization is {quantization}, which vLLM does not do while it reads a checkpoint. Set it to auto "
             "or fp8, set model.load_format: dummy for int4, or measure mllm alone."
         )
+    if setting.lm_head_quantization != "none":
+        raise BenchmarkError(
+            f"model.lm_head_quantization is {setting.lm_head_quantization}, which vLLM does not do while it reads a "
+            "checkpoint. Leave it out, or measure mllm alone."
+        )
     settings: dict[str, Any] = {
         "dtype": setting.dtype,
         "load_format": "dummy" if is_random else "auto",

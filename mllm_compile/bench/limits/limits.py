@@ -79,7 +79,7 @@ class ModelFigures:
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
         state_bytes: of one request, over all layers that carry a state.
-        quantised_params: the part of `layer_params` that is quantised in memory, in `quantised_bytes`.
+        quantised_params: the part of both that is quantised in memory, in `quantised_bytes`.
         fp8_params: the part of them in fp8, which a GPU may multiply in fp8.
         expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
         tower: of images; None: the model has none that is served.

@@ -10,7 +10,7 @@ import torch
 from mllm_compile.bench.limits.limits import ModelFigures, TowerFigures
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import experts_of_layers, experts_per_token
-from mllm_compile.model.hf_model import HFModel, build_on_meta
+from mllm_compile.model.hf_model import HFModel, build_on_meta, head_key
 from mllm_compile.model.states.count_layers import count_layers
 from mllm_compile.model.towers.visual_grids import grid_tower, tower_of
 
@@ -49,6 +49,11 @@ def model_figures(
     layers = sum(count for key, count in parameters.items() if key not in left_out)
     kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
     quantised_params, quantised_bytes, fp8_params = _quantised(model, weight_schemes, {id(embedding), id(head)}, 2)
+    if weight_schemes is not None and (weight_schemes.takes_head or not weight_schemes.are_chosen):
+        of_head = weight_schemes.schemes.get(head_key(model))
+        if of_head is not None:
+            quantised_params += head.numel()
+            quantised_bytes += of_head.num_bytes(*head.shape)
     quantised_expert_params, quantised_expert_bytes, _ = _quantised(model, weight_schemes, set(), 3)
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)

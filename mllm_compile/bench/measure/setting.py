@@ -36,7 +36,7 @@ class Setting:
         vocab_size: prompts' ids are below it.
         trust_remote_code: the config's.
         num_ranks: over how many devices an engine cuts the model, or spreads its experts.
-        quantization: the resolved config's.
+        quantization, lm_head_quantization: the resolved config's.
     """
 
     source: str
@@ -50,6 +50,7 @@ class Setting:
     trust_remote_code: bool
     num_ranks: int = 1
     quantization: str = "none"
+    lm_head_quantization: str = "none"
 
     @classmethod
     def from_config(cls, source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Self:
@@ -101,6 +102,7 @@ class Setting:
             trust_remote_code=resolved.model.trust_remote_code,
             num_ranks=max(num_parts, config.runtime.expert_parallel_size),
             quantization=resolved.model.quantization,
+            lm_head_quantization=resolved.model.lm_head_quantization,
         )
 
     def engine_config(self) -> EngineConfig:

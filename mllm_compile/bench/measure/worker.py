@@ -90,7 +90,7 @@ def figures_of(setting: Setting) -> ModelFigures:
 
 def _weight_schemes(setting: Setting) -> WeightSchemes | None:
     """The weights that our engine has in few bits; None: it has none."""
-    if setting.quantization in ("none", "dequantize"):
+    if setting.quantization in ("none", "dequantize") and setting.lm_head_quantization == "none":
         return None
     from mllm_compile.compiler.lowering import build_model
     from mllm_compile.compiler.target import find_target

@@ -43,7 +43,8 @@ def has_any_rows(
 
 
 def _has_alike_products(config: EngineConfig, model: ModelFolder) -> bool:
-    """True if weights are in 16 bits, or in fp8 with scales of rows; and there are no adapters, images or latents."""
+    """True if weights are in 16 bits, or in fp8 with scales of rows, and the head as the checkpoint has it; and there
+    are no adapters, images or latents."""
     quantization, scheme = config.model.quantization, model.scheme
     if scheme is None or scheme.is_plain or quantization == "dequantize":
         has_weights = quantization in ("auto", "none", "dequantize", "fp8")
@@ -51,6 +52,7 @@ def _has_alike_products(config: EngineConfig, model: ModelFolder) -> bool:
         has_weights = scheme.has_fp8_rows
     sections = (model.config, model.config.get("text_config") or {})
     names = {str(name) for section in sections for name in section}
+    has_weights &= config.model.lm_head_quantization == "none"
     return has_weights and not config.lora.max_adapters and not any(name.startswith(_OF_OTHER_LAYERS) for name in names)
 
 

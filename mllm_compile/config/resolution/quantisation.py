@@ -10,7 +10,7 @@ from mllm_compile.config.resolved import (
     AutoChoices,
     Quantization,
 )
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema import EngineConfig, HeadQuantization
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.pooling.facts import ModelTask
 
@@ -77,6 +77,26 @@ def resolve_quantization(
             f"or model.path to the original, which is quantised to {chosen} while it is read."
         )
     return "keep"
+
+
+def checked_head(config: EngineConfig) -> HeadQuantization:
+    """The form of the head's weight, as it is asked for.
+
+    Raises:
+        ConfigError: another key does not allow it.
+    """
+    asked = config.model.lm_head_quantization
+    if asked == "none":
+        return asked
+    if config.model.quantization == "int8":
+        why = "model.quantization is int8, which has the head in eight bits already"
+    elif _QUANTISING_PASS in config.compile.disable_passes:
+        why = f"compile.disable_passes names {_QUANTISING_PASS}, which puts quantised weights into the program"
+    elif config.runtime.skip_compiled:
+        why = "runtime.skip_compiled is set: Transformers' own model has its own head"
+    else:
+        return asked
+    raise ConfigError(f"model.lm_head_quantization is {asked}, but {why}. Leave one of them out.")
 
 
 def _check_kept(chosen: str, scheme: Scheme | None, config: EngineConfig, device: DeviceInfo) -> None:

@@ -28,7 +28,7 @@ from mllm_compile.config.resolution.deterministic import (
 )
 from mllm_compile.config.resolution.device import DeviceInfo, has_amx
 from mllm_compile.config.resolution.graphs import resolve_graphs
-from mllm_compile.config.resolution.quantisation import resolve_quantization
+from mllm_compile.config.resolution.quantisation import checked_head, resolve_quantization
 from mllm_compile.config.resolution.sparse_keys import check_chosen_keys, full_length
 from mllm_compile.config.resolution.task import check_encoder_decoder, has_encoder, resolve_task
 from mllm_compile.config.resolution.tiers import check_tiers, kv_transfer, write_policy
@@ -125,6 +125,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
             quantization=resolve_quantization(config, model, device, dtype, task, choices),
+            lm_head_quantization=checked_head(config),
             trust_remote_code=config.model.trust_remote_code,
             split_special_tokens=config.model.split_special_tokens,
             task=task,

@@ -19,6 +19,7 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _ENCODERS = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)(?<!MT)(Model|ForMaskedLM|ForPreTraining|EncoderModel)")
 # Keys that a model that pools has no use for, or is not served with.
 _OF_GENERATION = {
+    "model": ("lm_head_quantization",),
     "runtime": (
         *("deterministic", "enable_sleep_mode", "expert_stats", "routed_experts", "skip_compiled", "enable_dbo"),
         *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "max_total_tokens"),
