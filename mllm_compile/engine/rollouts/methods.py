@@ -112,9 +112,8 @@ class RolloutMethods:
         """
         self._sleep.wake_up(tags)
 
-    def pass_memory_by(self, passage: Passage | None) -> None:
-        """Has `sleep` hand memory over to another process, in place of the device, and `wake_up` take such first; None:
-        no more."""
+    def pass_memory_by(self, passage: Passage) -> None:
+        """Has `sleep` hand memory over to another process, in place of the device, and `wake_up` take such first."""
         self._sleep.pass_memory_by(passage)
 
     @property

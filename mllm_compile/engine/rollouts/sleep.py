@@ -69,8 +69,8 @@ class EngineSleep:
         """Bytes of the host's memory that copies of this rank's weights have, asleep or awake."""
         return 0 if isinstance(self._memory, str) else self._memory.host_bytes
 
-    def pass_memory_by(self, passage: Passage | None) -> None:
-        """Hands memory that is given back over to other processes, and takes theirs first; None: no more."""
+    def pass_memory_by(self, passage: Passage) -> None:
+        """Hands memory that is given back over to other processes, and takes theirs first."""
         if isinstance(self._memory, SleepingMemory):
             self._memory.passage = passage
 

@@ -145,7 +145,6 @@ class EngineServer:
         self._loads = ThreadPoolExecutor(2, thread_name_prefix="mllm-loads")
         self._calls: EngineCalls | None = None
         self._free_before: int | None = None  # of a shared device, ahead of the engine
-        self._passage: Passage | None = None  # of its memory
         self._telling = threading.Lock()  # the last list of adapters that the front hears is the newest
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
@@ -163,8 +162,7 @@ class EngineServer:
             return self._serve_pooling(engine, timeline)
         with engine:
             if begin.shares_device:
-                self._passage = passage_at(os.environ[passage.VARIABLE])
-                engine.pass_memory_by(self._passage)
+                engine.pass_memory_by(passage_at(os.environ[passage.VARIABLE]))
             events = StepEvents(self._channel.send, lambda: engine.weights.version)
             engine.core.tell_steps(events)
             if engine.config is not None and engine.config.runtime.kv_events_config.is_on:
@@ -282,7 +280,7 @@ class EngineServer:
         if self._calls is None:
             from mllm_compile.server.rl.engine_calls import EngineCalls
 
-            self._calls = EngineCalls(engine, self._tell, self._passage)
+            self._calls = EngineCalls(engine, self._tell)
         return self._calls
 
     def _change_adapters(self, engine: Engine, command: LoadAdapter | UnloadAdapter) -> None:

@@ -3,7 +3,7 @@
 Models that wait are served in the order in which they began to. One that runs gives way at once when it has no
 requests, the longest idle one first; else when it has had its turn: then its requests are set aside. So a model waits
 for at most one turn and one switch of each that is ahead of it. Memory goes from the one to the other as it is, as far
-as the device can hand it over, and to the device for a start. A start holds up all switches, as it measures memory;
+as the device can hand it over. A start holds up all switches, as it measures memory;
 tenant.py ends one that hangs.
 """
 
@@ -115,7 +115,7 @@ class Broker:
     async def _park(self, victim: Tenant, tenant: Tenant) -> None:
         began = time.monotonic()
         try:
-            self._handed_over += await victim.park(hands_over=tenant.takes_memory)
+            self._handed_over += await victim.park()
         except ApiError as error:
             logger.error("%s cannot be parked, and stays: %s", victim.name, error.message)
             victim.is_pinned = victim.is_awake

@@ -73,11 +73,6 @@ class Tenant(ServedEngine):
         return self.front.is_idle and not self.front.supervisor.is_wanted
 
     @property
-    def takes_memory(self) -> bool:
-        """True if it takes over what others hand over; a start looks at what the device has."""
-        return self._is_started
-
-    @property
     def idle_since(self) -> float:
         return self.front.supervisor.worked_s
 
@@ -113,7 +108,7 @@ class Tenant(ServedEngine):
         assert isinstance(self.share, Share), "a model without a share is refused"
         self.waits_since, self.is_awake, self.is_alive = None, True, True
         if not self._is_started:
-            close_all(memory)
+            close_all(memory)  # a start looks at what the device has
             await self._start(self.share)
             return
         self.front.supervisor.give_memory(memory)
@@ -122,7 +117,7 @@ class Tenant(ServedEngine):
         except ApiError:
             if self._is_started:  # a part of its memory may have fitted
                 with contextlib.suppress(ApiError):
-                    await self._ask("park", hands_over=False)
+                    await self._ask("park")
                 close_all(self.front.supervisor.take_memory())
             self.is_awake = False
             raise
@@ -154,11 +149,8 @@ class Tenant(ServedEngine):
         self._begin_turn()
         self._ended.set()
 
-    async def park(self, *, hands_over: bool) -> list[int]:
+    async def park(self) -> list[int]:
         """Takes its memory back; requests that run are set aside, and computed anew at its next turn.
-
-        Args:
-            hands_over: not to the device, as far as it can be handed over.
 
         Returns:
             What it hands over of the device, as descriptors, which are the caller's: each is closed or given to `take`.
@@ -169,7 +161,7 @@ class Tenant(ServedEngine):
         supervisor = self.front.supervisor
         supervisor.set_aside()
         try:
-            await self._ask("park", hands_over=hands_over)
+            await self._ask("park")
         except ApiError:
             close_all(supervisor.take_memory())  # a part may have come before the error
             if supervisor.state == PARKED:
@@ -180,12 +172,12 @@ class Tenant(ServedEngine):
             self.wanted()
         return supervisor.take_memory()
 
-    async def _ask(self, call: str, **fields: Any) -> Any:
+    async def _ask(self, call: str) -> Any:
         calls = self.front.rollouts
         assert calls is not None, "fronts of many models have them"
         try:
             async with asyncio.timeout(_MOST_S):
-                return await calls.ask(call, **fields)
+                return await calls.ask(call)
         except TimeoutError:
             self.front.supervisor.kill()  # it may hold memory, and nobody else looks whether a parked one is stuck
             raise ApiError(503, f"the engine has not answered {call} for {_MOST_S:g} s", code="engine_stuck") from None

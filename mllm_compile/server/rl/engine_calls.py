@@ -17,7 +17,6 @@ from mllm_compile.server.wire.messages import Control, Controlled
 
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
-    from mllm_compile.process.passage import Passage
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -29,11 +28,10 @@ class EngineCalls:
 
     Args:
         tell: sends an answer to the front.
-        passage: the way of its device's memory to other engines; None: it shares no device.
     """
 
-    def __init__(self, engine: Engine, tell: Callable[[Controlled], None], passage: Passage | None) -> None:
-        self._engine, self._weights, self._tell, self._passage = engine, engine.weights, tell, passage
+    def __init__(self, engine: Engine, tell: Callable[[Controlled], None]) -> None:
+        self._engine, self._weights, self._tell = engine, engine.weights, tell
         from mllm_compile.transfer.transfers import Transfers  # torch, which no front imports
 
         self._transfers = Transfers(engine.weights)
@@ -45,7 +43,7 @@ class EngineCalls:
             "flush": self._flush,
             "sleep": partial(engine.sleep, refuses=True),
             "wake_up": engine.wake_up,
-            "park": self._park,
+            "park": partial(engine.sleep, 1, "keep"),
             "is_sleeping": lambda: engine.is_sleeping,
             "start": self._start,
             "finish": self._finish,
@@ -90,13 +88,6 @@ class EngineCalls:
         if told["is_paused"]:
             told |= {"state": self._engine.state, "seconds": round(self._engine.core.gate.held_seconds, 1)}
         return told
-
-    def _park(self, hands_over: bool) -> None:
-        self._engine.pass_memory_by(self._passage if hands_over else None)
-        try:
-            self._engine.sleep(1, "keep")
-        finally:
-            self._engine.pass_memory_by(self._passage)
 
     def _resume(self) -> None:
         self._engine.resume()

@@ -82,7 +82,6 @@ class CountingModel:
     async def take(self, memory: Sequence[int]) -> None:
         self._machine.num_taken_over += len(memory)
         close_all(memory)  # each once: what is closed already is an error
-        assert self.is_alive or not memory, "a start looks at what the device has"
         self.waits_since, self.is_alive = None, True
         await asyncio.sleep(0)
         machine, size = self._machine, self.share.awake_bytes
@@ -92,11 +91,7 @@ class CountingModel:
         self.is_awake, self.has_turn_since, self.waits_since = True, next(machine.clock), None
         machine.events.append(("wakes", self.name))
 
-    @property
-    def takes_memory(self) -> bool:
-        return self.is_alive
-
-    async def park(self, *, hands_over: bool) -> list[int]:
+    async def park(self) -> list[int]:
         await asyncio.sleep(0)
         if self.cannot_park:
             raise ApiError(503, "the host is full")
@@ -105,7 +100,7 @@ class CountingModel:
         self._machine.events.append(("parks", self.name))
         if not self.is_idle:
             self.wanted()
-        return [self._machine.hand_over()] if hands_over else []
+        return [self._machine.hand_over()]
 
     def _refuse(self, error: ApiError) -> None:
         self.refusals.append(error)

@@ -42,7 +42,7 @@ def test_an_engine_that_cannot_be_woken_gives_back_what_it_has_taken(is_lost):
     async def work() -> list[str]:
         tenant, asked = _tenant(), []
 
-        async def ask(call: str, **fields: Any) -> Any:
+        async def ask(call: str) -> Any:
             asked.append(call)
             if call == "wake_up":
                 if is_lost:
@@ -107,7 +107,7 @@ def test_an_engine_that_does_not_answer_its_broker_is_ended(monkeypatch):
         engine = Passage(its_passage)
         engine.give([memory])  # and then it hangs
         with pytest.raises(ApiError, match=r"has not answered park for 0.01 s"):
-            await tenant.park(hands_over=True)
+            await tenant.park()
         os.set_blocking(end, False)
         assert os.read(end, 1) == b"", "its memory is held, and no model has it"
         os.close(end)

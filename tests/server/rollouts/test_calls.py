@@ -104,7 +104,7 @@ def test_a_trainer_that_joins_anew_may_send_a_version_again(monkeypatch):
         version=version, is_whole=True, epoch=1, num_tensors=1, pause_s=0.0
     )
     told: list[Controlled] = []
-    calls = EngineCalls(engine, told.append, None)
+    calls = EngineCalls(engine, told.append)
     received = []
     monkeypatch.setattr(calls._transfers, "check_named", lambda name: None)
     monkeypatch.setattr(calls._transfers, "receive_bucket", lambda *bucket, is_flat: received.append(bucket))
