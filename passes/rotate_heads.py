@@ -17,7 +17,7 @@ class RotateHeads(GraphPass):
     """Puts one kernel between the projections and attention over texts.
 
     Why: Inductor's kernels for norms and rotation of Qwen3-0.6B's heads take 107 of 583 µs of a layer of 8,192 tokens,
-        several times what the bytes take (docs/lab/encoders.md).
+        one kernel 31 (docs/lab/encoders.md).
 
     Before::
 
