@@ -112,7 +112,8 @@ def scores_of(model: Any, source: torch.Tensor, start: list[int], ids: list[int]
     states = model.get_encoder()(source.to(model.dtype) if source.is_floating_point() else source)[0]
     given = torch.tensor([[*start, *ids[:-1]]], device=states.device)
     read = BaseModelOutput(last_hidden_state=states)  # of T5Gemma Transformers 5.17 takes no tuple
-    logits = model(encoder_outputs=read, decoder_input_ids=given, use_cache=False).logits[0].float()
+    # With a cache, as generate() has one: else T5Gemma hides what is padding in an answer.
+    logits = model(encoder_outputs=read, decoder_input_ids=given, use_cache=True).logits[0].float()
     of_ids = logits.log_softmax(-1)[len(start) - 1 :]
     return of_ids.gather(1, torch.tensor(ids, device=states.device)[:, None])[:, 0].cpu()
 

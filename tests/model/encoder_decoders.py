@@ -100,6 +100,8 @@ def save_encoder_decoder(name: str, folder: Path, **changes: Any) -> Any:
         config = model_class.config_class(**(told | changes))
     torch.manual_seed(0)
     model = model_class(config).eval()
+    if name == "t5gemma":
+        model.set_attn_implementation("eager")  # Transformers 5.17 takes sdpa, which drops soft caps
     for of, parameter in model.named_parameters():
         if parameter.dim() > 1 and parameter.requires_grad:  # tables of positions have none
             torch.nn.init.normal_(parameter, std=_std_of(of, model.config))
