@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +107,29 @@ class Engine:
 
     def end(self, job: Job, reason: str) -> None:
         self.step({}, StepRest(ended=[messages.end_of(job.prompts[0].key, [(reason, None)], None)]))
+
+
+def test_a_request_that_is_over_is_nobodys_circle():
+    """A prompt of 100,000 tokens takes megabytes, until the collector looks."""
+
+    async def run() -> None:
+        engine = Engine()
+        job = engine.start(Client(), row=1)
+        engine.step({1: "a"})
+        engine.end(job, "stop")
+        assert engine.over == [job]
+        engine.over.clear()
+        engine.step({}, StepRest())  # the next step's row is another's
+        engine.dispatcher._by_row.clear()
+        prompt = weakref.ref(job.prompts[0])
+        gc.disable()
+        try:
+            del job
+            assert prompt() is None
+        finally:
+            gc.enable()
+
+    asyncio.run(run())
 
 
 def test_a_step_is_told_at_once_and_a_slow_reader_gets_its_news_in_one():

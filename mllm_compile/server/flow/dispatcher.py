@@ -201,7 +201,7 @@ class Dispatcher:
         ended = {end.key: runs.pop(end.key) for end in rest.ended if end.key in runs}
         for key, index, reason, stop_reason in rest.finished:
             run = ended.get(key) or runs.get(key)
-            if run is not None:
+            if run is not None and not run[0].is_over:
                 self._end(run[0], run[1].choices[index], reason, stop_reason)
         for end in rest.ended:
             if end.key in ended:
@@ -209,6 +209,8 @@ class Dispatcher:
 
     def _end_run(self, job: Job, prompt: PromptRun, end: End) -> None:
         self._no_longer_waits(prompt)
+        if job.is_over:
+            return
         if end.error is not None:
             error = of_kind(end.error_kind, end.error)
             if error.param == "structured_outputs":  # the engine's name of the form

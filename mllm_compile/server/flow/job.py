@@ -277,6 +277,9 @@ class Job:
             choice.finish_reason = choice.finish_reason or "abort"
         self._cancel(self, self.prompts)
         self._on_over(self)
+        self.writer.let_go()  # circles would keep long prompts until the collector looks
+        for prompt in self.prompts:
+            prompt.choices = []
 
     def _free(self) -> None:
         """Sends what was kept while the reader was slow; runs in the writer's task, where nobody sees an error."""

@@ -40,7 +40,7 @@ class Writer:
 
     def __init__(self, outlet: Outlet, on_free: Callable[[], None]) -> None:
         self._send, self._write_chunk = outlet
-        self._on_free = on_free
+        self._on_free: Callable[[], None] | None = on_free
         self._queue: deque[Message] = deque()
         self._waiter: asyncio.Task[None] | None = None
         self.busy_since: float | None = None  # the reader is slow
@@ -66,6 +66,10 @@ class Writer:
         if self._waiter is not None:
             self._waiter.cancel()
 
+    def let_go(self) -> None:
+        """Calls `on_free` no more; what was pushed goes out."""
+        self._on_free = None
+
     def _push(self, message: Message) -> None:
         if self.busy_since is not None:
             self._queue.append(message)
@@ -84,7 +88,8 @@ class Writer:
             self.busy_since = time.monotonic()
             await self._send(self._queue.popleft())
         self.busy_since = self._waiter = None
-        self._on_free()
+        if self._on_free is not None:
+            self._on_free()
 
 
 @types.coroutine
