@@ -7,13 +7,14 @@ and is not served is refused, one that is unknown may only say nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import AdapterNotFoundError, CheckpointError, UnsupportedModelError
 from mllm_compile.files.json_file import json_object, read_file
+from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.short_repr import short_repr
 
 CONFIG_FILE = "adapter_config.json"
@@ -107,6 +108,16 @@ def config_of_folder(folder: Path) -> tuple[bytes, PeftConfig]:
         expected = "expected a folder as PEFT's save_pretrained writes it"
         raise AdapterNotFoundError(f"{folder} has no {CONFIG_FILE}; {expected}")
     return text, read_peft_config(json_object(text, path, CheckpointError), path)
+
+
+def check_folders(folders: Iterable[str]) -> None:
+    """Reads the configs of adapters, before a model is compiled for them.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as config_of_folder.
+    """
+    for folder in folders:
+        config_of_folder(user_path(folder))
 
 
 def read_peft_config(fields: Mapping[str, Any], path: Path) -> PeftConfig:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import json_object, runtime_settings
 from mllm_compile.errors import ConfigError
-from mllm_compile.files.user_path import user_path
 from mllm_compile.kv_events.installed import check_installed
 from mllm_compile.runtime.config_sections import KVEventsSection
 
@@ -62,7 +61,7 @@ def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
         ConfigError: no request could name an adapter, or no client load one.
         MllmError: the config of an adapter is not there, or is refused.
     """
-    from mllm_compile.adapters.peft_config import config_of_folder
+    from mllm_compile.adapters.peft_config import check_folders
     from mllm_compile.server.names import own_names
 
     if options.allow_runtime_lora and not source.lora.max_adapters:
@@ -73,8 +72,7 @@ def check_adapters(source: EngineConfig, options: ServeOptions) -> None:
             f"--lora-modules, lora.adapters: {same!r} is the model's own name, which requests mean by it. Give the "
             "adapter another name, or the model one by --served-model-name"
         )
-    for path in source.lora.adapters.values():  # before a model is compiled for them
-        config_of_folder(user_path(path))
+    check_folders(source.lora.adapters.values())
 
 
 def lora_keys(

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
@@ -101,6 +102,10 @@ class Engine(PoolingMethods, RolloutMethods, SpeechMethods):
 
         self.timeline = timeline_of(reporter or reporter_for())
         source = config_or_runtime(config)
+        if load_adapters and not isinstance(source, Path) and source.lora.adapters:
+            from mllm_compile.adapters.peft_config import check_folders
+
+            check_folders(source.lora.adapters.values())
         with (
             kept_bytecode(),
             early_context(source, self.timeline),

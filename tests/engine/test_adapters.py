@@ -18,7 +18,7 @@ from mllm_compile import Engine, RequestError, SamplingParams
 from mllm_compile.engine.core.adapter_queue import AdapterParts
 from mllm_compile.engine.start.adapters import PoolWriter
 from mllm_compile.engine.start.assemble import _live_weights
-from mllm_compile.errors import CheckpointError, EngineDeadError, MllmError
+from mllm_compile.errors import AdapterNotFoundError, CheckpointError, EngineDeadError, MllmError
 from mllm_compile.runtime.lora.pool import LoraPool
 from mllm_compile.runtime.lora.target import LoraBuffers, LoraLayout, LoraTarget, a_name
 from tests.adapters.fake_device import BASE, AdapterRunner, FakeDevice, adapter_folder, changed_token
@@ -62,6 +62,14 @@ def engine(runner: AdapterRunner, device: FakeDevice, tmp_path: Path) -> Iterato
 
 def tokens(engine: Engine, adapter: Any, prompts: Any = PROMPT) -> Any:
     return engine.generate(prompts, PARAMS, adapter=adapter)[0].token_ids
+
+
+def test_an_adapter_that_is_not_there_is_said_before_the_model_is_looked_for():
+    config = {"model": {"path": "./no_model"}, "lora": {"max_adapters": 1, "adapters": {"sql": "./no_adapter"}}}
+    with pytest.raises(AdapterNotFoundError, match=r"no_adapter has no adapter_config\.json"):
+        Engine(config)
+    with pytest.raises(MllmError, match="no_model"):  # whoever loads them later is told of the model
+        Engine(config, load_adapters=False)
 
 
 def test_each_prompt_of_a_call_has_its_own_adapter(engine):
