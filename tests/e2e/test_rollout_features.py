@@ -180,7 +180,11 @@ CHECKS: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
     ),
     "recurrent states": ("works", "works", check_states),
     "images, deterministic mode": ("works", "works", check_images_and_determinism),
-    "drafts, adapters": ("works; they stay as they are", "works; they stay as they are", check_drafts_and_adapters),
+    "drafts, adapters": (
+        "works; a drafter's own weights and adapters stay as they are",
+        "works; they stay as they are",
+        check_drafts_and_adapters,
+    ),
     "several ranks": ("works", "works", partial(check, runtime={"tensor_parallel_size": 2})),
     "`skip_compiled`": ("refused", "refused", SKIPPED),
     "`lora.dora`": ("refused", "refused at level 2", DORA),
