@@ -23,6 +23,7 @@ from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.dequantise_experts import DequantiseExperts
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.expand_latents import ExpandLatents
 from mllm_compile.passes.fuse_add_norm import FuseAddNorm
@@ -105,6 +106,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     GroupExperts,  # the rows of each expert as one product, in variants for 1, 64, 256 and any number of tokens
     StreamExpertRows,  # experts in MXFP4 in these variants: weights are streamed, with the activation
     SumExperts,  # the weighted sum of each token's rows, for more tokens
+    DequantiseExperts,  # in MXFP4, of many tokens: ahead of their products
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens

@@ -1,13 +1,13 @@
 """Microseconds of one layer's experts with bfloat16 weights and with those in few bits, by number of tokens.
 
     python -m benchmarks.kernels.quantised_experts_speed [--tokens 1,8,64,2048] [--sweep] [--shape qwen-30b-a3b]
-        [--forms bf16,row,group,int4,mxfp4,streamed]
+        [--forms bf16,row,group,int4,mxfp4,streamed,tiled]
 
 Needs an NVIDIA GPU. A CUDA graph runs both linears of a layer (without what chooses and orders rows) for several sets
 of choices, so that weights come from the GPU's memory. Of fp8, `row` weights have a scale a row, `group` weights one
-for 128 inputs, as `int4` ones. `streamed` is MXFP4 by stream_expert_rows, with gpt-oss' activation. GB/s are of the
-chosen experts' weights, each once; an `error` is the distance from float32 over torch's distance in bfloat16. --sweep
-times other sizes of tiles too.
+for 128 inputs, as `int4` ones. `streamed` is MXFP4 by stream_expert_rows, with gpt-oss' activation; `tiled` is MXFP4
+dequantised ahead of expert_tiles, with its gathers. GB/s are of the chosen experts' weights, each once; an `error` is
+the distance from float32 over torch's distance in bfloat16. --sweep times other sizes of tiles too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference, order_of_step
 from mllm_compile.runtime.ops.experts.shapes import VARIANT_TOKENS
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
@@ -57,6 +59,7 @@ FORMS = {
     "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
     "streamed": MXFP4,
+    "tiled": MXFP4,
 }
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' activation
 SETS = 6  # of choices
@@ -69,7 +72,8 @@ class Experts:
     """Both linears of a layer in one form."""
 
     def __init__(self, shape: Shape, form: str) -> None:
-        self.shape, self.scheme, self.is_streamed = shape, FORMS[form], form == "streamed"
+        self.shape, self.scheme = shape, FORMS[form]
+        self.is_streamed, self.is_tiled = form == "streamed", form == "tiled"
         rows = 2 * shape.inner
         sizes = {"up": (rows, shape.hidden), "down": (shape.hidden, shape.inner)}
         self.tensors = {name: self._weight(*size) for name, size in sizes.items()}
@@ -103,10 +107,41 @@ class Experts:
                 weight = self.tensors[name][VALUES], self.tensors[name][SCALES], None
                 x = op("stream_expert_rows")(x, order, blocks, *weight, *its, name == "down", block)
             return x
+        if self.is_tiled:
+            inner = self._tiled("up", x, order, blocks, True)[:, : self.shape.inner]
+            return self._tiled("down", inner, order, blocks, False)
         is_gated = self.shape.is_gated
         inner = self._linear("up", x, order, blocks, block, True, is_gated)
         inner = inner if is_gated else inner[:, : self.shape.inner].contiguous()
         return self._linear("down", inner, order, blocks, block, False, False)
+
+    def _tiled(
+        self, name: str, x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor | None, of_tokens: bool
+    ) -> torch.Tensor:
+        self._load_tiles()
+        values, scales = self.tensors[name][VALUES], self.tensors[name][SCALES]
+        weight = op("dequantised_experts")(values, scales, torch.bfloat16)
+        sources = order // self.shape.chosen if of_tokens else order
+        rows = x.index_select(0, sources.clamp(0, len(x) - 1))
+        ids = x.new_empty(len(x) * (self.shape.chosen if of_tokens else 1), 1)  # its size is read
+        return op("expert_tiles")(rows, order, blocks, weight, ids)
+
+    def _load_tiles(self) -> None:
+        from mllm_compile.runtime.ops.expert_tiles.ops import load_expert_tiles
+
+        if self.loaded:
+            return
+        self.loaded.add(BLOCK)
+        sizes = (one[VALUES].shape for one in self.tensors.values())
+        kernels = [ExpertTilesKernel(rows, 2 * half, is_gated=False) for _, rows, half in sizes]
+        load_expert_tiles(kernels, _compiled(kernels), torch.device("cuda:0"))
+
+    def order(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """The order of rows, their blocks, and the size of these."""
+        if not self.is_tiled:
+            return order_of_step(ids, self.shape.experts)
+        slots = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
+        return *op("order_experts")(ids, slots, self.shape.experts, BLOCK, 0), BLOCK
 
     def _load(self, block: int) -> None:
         """Compiles and loads the kernels for such blocks, once."""
@@ -119,10 +154,7 @@ class Experts:
             rows_kernel(tensors[VALUES], None, self.shape.chosen, name == "up", name == "up", name == "down", block)
             for name, tensors in self.tensors.items()
         ]
-        with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-            compiler.write(tuple(kernels), Path(folder), NullReporter())
-            binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
-        load_expert_rows(kernels, binaries, torch.device("cuda:0"))
+        load_expert_rows(kernels, _compiled(kernels), torch.device("cuda:0"))
 
     def _linear(
         self,
@@ -159,8 +191,15 @@ class Experts:
                 inner = silu(gate) * right if shape.is_gated else gate.contiguous()
             found.append(expert_linear_reference(inner, ids, down, None, False, False).float())
         true, theirs = found
-        ours = self.run(x, *order_of_step(ids, shape.experts)).float()
+        ours = self.run(x, *self.order(ids)).float()
         return ((ours - true).norm() / (theirs - true).norm()).item()
+
+
+def _compiled(kernels: Sequence[CudaKernel]) -> dict[str, bytes]:
+    """Binaries by the kernel's name."""
+    with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
+        compiler.write(tuple(kernels), Path(folder), NullReporter())
+        return {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
@@ -169,7 +208,7 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
 
     chosen = dict(_TILINGS)
     yield "chosen", chosen
-    if sweep and form not in ("bf16", "streamed"):
+    if sweep and form not in ("bf16", "streamed", "tiled"):
         most = next(most for most in chosen if block <= most)
         for tiling in SWEEP_MANY if most == max(chosen) else SWEEP:
             yield "x".join(map(str, tiling)), {**chosen, most: tiling}
@@ -202,7 +241,7 @@ def _measure(experts: Experts, form: str, tokens: int, sweep: bool) -> None:
     sets = SETS if tokens <= max(VARIANT_TOKENS) else 1
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     choices = [torch.rand(tokens, shape.experts, device="cuda").topk(shape.chosen).indices for _ in range(sets)]
-    orders = [order_of_step(ids, shape.experts) for ids in choices]
+    orders = [experts.order(ids) for ids in choices]
     num_bytes = sum(experts.num_bytes(ids) for ids in choices) / sets
     flops = 2 * tokens * shape.chosen * 3 * shape.hidden * shape.inner
 

@@ -41,6 +41,7 @@ OPS = {
     "counted_positions": "trace",
     "cross_attention": "trace",
     "cross_attention_with_output": "attention.layer_op",
+    "dequantised_experts": "experts.dequantise",
     "dequantised_integers": "quantised_linear.integers",
     "draw_tokens": "tokens.draw",
     "end_decode": "tokens.decode_loop",

@@ -10,6 +10,8 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import MXFP4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,6 +131,34 @@ def test_a_graph_replays_them_on_other_choices(tmp_path):
         ids.copy_(torch.rand(300, shape[0], generator=generator, device="cuda").topk(shape[1]).indices)
         graph.replay()
         assert torch.equal(captured, tiled(x, ids, slots, up, down))
+
+
+@pytest.mark.parametrize("shape", [(32, 4, 2880, 5760), (12, 3, 192, 192)], ids=str)
+def test_linears_without_a_gate_multiply_what_mxfp4_stands_for(tmp_path, shape):
+    """As gpt-oss has them."""
+    from mllm_compile.runtime.ops import op
+    from mllm_compile.runtime.ops.expert_tiles.ops import load_expert_tiles
+
+    experts, chosen, inputs, outputs = shape
+    kernels = [ExpertTilesKernel(outputs, inputs, False)]
+    with KernelCompiler() as compiler:
+        compiler.write(tuple(kernels), tmp_path, NullReporter())
+    load_expert_tiles(kernels, {path.stem: path.read_bytes() for path in tmp_path.iterdir()}, torch.device("cuda:0"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    plain = torch.randn(experts, outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
+    tensors = quantised(plain, MXFP4)
+    weight = op("dequantised_experts")(tensors["values"], tensors["scales"], torch.bfloat16)
+    assert torch.equal(weight, dequantised(tensors, "mxfp4", 32, inputs, torch.bfloat16))
+    for tokens in (257, 2048):
+        x, ids, slots = inputs_of((experts, chosen, inputs, outputs), tokens)
+        order, blocks = op("order_experts")(ids, slots, experts, BLOCK, 0)
+        rows = x.index_select(0, (order // chosen).clamp(0, tokens - 1))
+        ours = op("expert_tiles")(rows, order, blocks, weight, ids)
+        true = expert_linear_reference(x.float(), ids, weight.float(), None, False, True)
+        error, limit = (
+            (one.float() - true).norm() for one in (ours, expert_linear_reference(x, ids, weight, None, False, True))
+        )
+        assert error <= MARGIN * limit, tokens
 
 
 @pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16])

@@ -154,19 +154,23 @@ def lowered_for_hopper(folder, monkeypatch, **sections) -> Lowered:
         return with_lora(target.config, lowered, folder / "graphs", Timeline())
 
 
+def our_ops(piece) -> list[str]:
+    return [str(node.target).split(".")[1] for node in piece.graph.nodes if "mllm." in str(node.target)]
+
+
 def ops_of_few(gm: fx.GraphModule) -> list[list[str]]:
     """Our ops in each variant for one token."""
-    middle = [gm.get_submodule(variants[1]) for variants in gm.meta[VARIANTS].values() if 1 in variants]
-    return [
-        [str(node.target).split(".")[1] for node in piece.graph.nodes if "mllm." in str(node.target)]
-        for piece in middle
-    ]
+    return [our_ops(gm.get_submodule(variants[1])) for variants in gm.meta[VARIANTS].values() if 1 in variants]
 
 
 def test_gpt_oss_is_rewritten_as_for_a_hopper_gpu(tmp_path, monkeypatch):
-    found = ops_of_few(lowered_for_hopper(tmp_path, monkeypatch).graph)
+    gm = lowered_for_hopper(tmp_path, monkeypatch).graph
+    found = ops_of_few(gm)
     experts = ["stream_linear_residual", "stream_linear", "choose_experts", "stream_expert_rows", "stream_expert_rows"]
     assert found == [[*experts, "stream_linear", "rope_and_cache"], experts]
+    of_many = [our_ops(gm.get_submodule(name)) for name, variants in gm.meta[VARIANTS].items() if 1280 in variants]
+    experts = ["choose_experts", "order_experts", *2 * ["dequantised_experts", "expert_tiles"], "sum_experts"]
+    assert of_many == [[*experts, "rope_and_cache"], experts]
 
 
 def test_with_adapters_of_experts_weights_are_streamed_and_adapters_add_to_them(tmp_path, monkeypatch):

@@ -173,7 +173,7 @@ def _integers(
 
 
 @triton.jit
-def _powers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def powers_of_two(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Powers of two of E8M0, for `_four_bit_floats`; in bfloat16 2^63 times larger, and at most 2^127 then."""
     if dtype == tl.bfloat16:
         powers = ((tl.minimum(codes.to(tl.int32), 191) + 63) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -183,7 +183,7 @@ def _powers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _four_bit_float(codes: tl.tensor, powers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def four_bit_float(codes: tl.tensor, powers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     bits = ((codes & 7).to(tl.uint32) << 22) | ((codes & 8).to(tl.uint32) << 28)
     larger = tl.full((1, 1), 8.507059173023462e37, tl.float32)  # 2^126
     return (bits.to(tl.float32, bitcast=True) * larger * powers).to(dtype)
@@ -200,10 +200,10 @@ def _four_bit_floats(
         numbers = tl.inline_asm_elementwise(_FROM_E2M1, operands, [units, powers], types, is_pure=True, pack=2)
     else:
         numbers = (
-            _four_bit_float(units, powers, dtype),
-            _four_bit_float(units >> 4, powers, dtype),
-            _four_bit_float(units >> 8, powers, dtype),
-            _four_bit_float(units >> 12, powers, dtype),
+            four_bit_float(units, powers, dtype),
+            four_bit_float(units >> 4, powers, dtype),
+            four_bit_float(units >> 8, powers, dtype),
+            four_bit_float(units >> 12, powers, dtype),
         )
     return numbers
 
@@ -346,7 +346,7 @@ def _quantised_linear_kernel(
                 elif G > 1:
                     next_scales = tl.load(scales_at + next_group, mask=next_group + wide * 0 < G, other=0.0)
                 if KIND == "mxfp4":
-                    powers = tl.broadcast_to(_powers(codes, dtype)[:, :, None], (COLUMNS, GROUPS, GROUP // _UNIT))
+                    powers = tl.broadcast_to(powers_of_two(codes, dtype)[:, :, None], (COLUMNS, GROUPS, GROUP // _UNIT))
                     a, b, c, d = _four_bit_floats(values, tl.reshape(powers, (COLUMNS, DEPTH // _UNIT)), dtype)
                     total = _add_products(a, b, c, d, w, x, y, z, total, PRECISION)
                 else:

@@ -71,7 +71,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         name = schema.partition("(")[0]
         library.define(schema)
         library.impl(name, function, "CPU")
-        if function in (silu_mul_in_fp8, dequantised_integers):  # a pass asks what they give
+        if function in (silu_mul_in_fp8, dequantised_experts, dequantised_integers):  # a pass asks what they give
             torch.library.register_fake(f"mllm::{name}", function, lib=library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
@@ -392,6 +392,10 @@ def silu_mul_in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.T
     return (parts / scales).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1)
 
 
+def dequantised_experts(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantised({VALUES: values, SCALES: scales}, "mxfp4", 32, 2 * values.shape[-1], dtype)
+
+
 def dequantised_integers(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -472,6 +476,7 @@ SILU_MUL = {
     "silu_mul_in_fp8(Tensor x, int groups) -> (Tensor, Tensor)": silu_mul_in_fp8,
 }
 INTEGERS = {
+    "dequantised_experts(Tensor values, Tensor scales, ScalarType dtype) -> Tensor": dequantised_experts,
     "dequantised_integers(Tensor values, Tensor scales, Tensor? zeros, ScalarType dtype) -> Tensor": (
         dequantised_integers
     ),

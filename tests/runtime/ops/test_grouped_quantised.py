@@ -79,6 +79,19 @@ def test_rows_are_multiplied_by_their_experts_weights(grouped, name, dtype, toke
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_in_mxfp4_are_dequantised_bit_for_bit(monkeypatch, dtype):
+    from mllm_compile.runtime.ops.experts import dequantise
+
+    monkeypatch.setattr(dequantise, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(dequantise, "starts_early", lambda: False)
+    tensors = quantised(torch.randn(EXPERTS, OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0)), MXFP4)
+    assert len(tensors["values"].unique()) == 256
+    ours = dequantise.dequantised_experts(tensors["values"], tensors["scales"], dtype)
+    assert torch.equal(ours, dequantised(tensors, "mxfp4", 32, INPUTS, dtype))
+
+
+@interpreted
 def test_constants_can_be_written_into_a_string_of_a_pieces_source():
     from mllm_compile.runtime.ops.experts import grouped_quantised
 
