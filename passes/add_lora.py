@@ -249,8 +249,9 @@ class _Adapters:
         return [(name, part) for name, part in named if name in self._wish.weights and name not in self._factors]
 
     def _weight_of(self, tensor: str) -> str:
+        """The weight that a tensor is of; a tied head's that is quantised keeps its own name."""
         quantised = self._quantised.get(tensor)
-        return tensor if quantised is None else quantised.weight_name
+        return tensor if quantised is None or tensor == self._wish.tied_head else quantised.weight_name
 
     def _inputs_of(
         self,
@@ -280,7 +281,9 @@ class _Adapters:
     ) -> None:
         start = 0
         for index, (name, part) in enumerate(parts):
-            cuts = self._cuts.get(name) or self._cuts.get(stored_in, ())  # a tied head's are the embedding's
+            quantised = self._quantised.get(stored_in)
+            cuts_of = stored_in if quantised is None else quantised.weight_name  # a tied head's are the embedding's
+            cuts = self._cuts.get(name) or self._cuts.get(cuts_of, ())
             by_dim: dict[int, Ranges] = {cut.dim: cut.ranges for cut in cuts}
             of_outputs, of_inputs = (by_dim.get(dim, ()) for dim in ((1, 0) if kind == "embedding" else (0, 1)))
             self._targets.append(
