@@ -50,10 +50,10 @@ def stands_for(weight: torch.Tensor, kind: Any) -> torch.Tensor:
     return dequantised(quantised(weight, scheme), kind, scheme.group, weight.shape[1], torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_tied", "linears"),
-    [("fp8", True, None), ("int4", True, "modelopt fp8"), ("fp8", False, "gptq"), ("int4", False, None)],
-)
+PLAIN = [("fp8", True, None), ("int4", True, "modelopt fp8"), ("fp8", False, "gptq"), ("int4", False, None)]
+
+
+@pytest.mark.parametrize(("kind", "is_tied", "linears"), slow_but_a_sample(PLAIN, 1))
 def test_a_plain_head_is_quantised_while_it_is_read(kind, is_tied, linears, tmp_path):
     folder, plain = shallow_tiny(tmp_path / "model"), tmp_path / "plain"
     if linears is None:
@@ -72,7 +72,7 @@ def test_a_plain_head_is_quantised_while_it_is_read(kind, is_tied, linears, tmp_
     assert kind in " ".join(line for line in lines.told if "GB of linears" in line)
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+@pytest.mark.parametrize("name", slow_but_a_sample(["gptq", "fp8 blocks"], 1))
 def test_a_head_that_the_checkpoint_quantises_stays_so(name, tmp_path):
     """GPTQ's lm_head: true, and compressed-tensors whose targets name it, have its tensors as a linear's."""
     folder = shallow_tiny(tmp_path / "model")
@@ -127,7 +127,7 @@ def check_stages(tmp_path: Path) -> None:
 
 
 def check_log_probabilities(tmp_path: Path) -> None:
-    """Those of a checkpoint that holds what the head stands for."""
+    """A checkpoint that holds what the head stands for has the same scores."""
     with engine_of(tmp_path) as ours:
         found = scores(ours)
     plain = untied(
@@ -213,7 +213,7 @@ def test_the_page_has_every_feature():
     assert dict(rows) == {name: what for name, (what, _) in FEATURES.items()}
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
+@pytest.mark.parametrize("name", slow_but_a_sample(list(FEATURES), 1))
 def test_a_quantised_head_does_what_the_page_says(name, tmp_path):
     FEATURES[name][1](tmp_path)
 

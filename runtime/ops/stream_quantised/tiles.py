@@ -213,11 +213,14 @@ def cost(tiling: TileTiling) -> tuple[float, ...]:
     sent = tiling.rows * tiling.tokens * 4 * tiling.column_groups / _SEND_RATE if is_sent else 0
     in_flight = tiling.stages * tiling.panels * tiling.rows * PANEL_BYTES
     starved = max(0, min(64 << 10, inputs * weight) - in_flight) / _MEMORY_RATE
-    beside = 0 if tiling.is_beside else 2000
+    # A head is a step's last linear. Of as many clocks fewer turns are better: with 16 tokens 8B's took 166 µs in 18
+    # turns, and 128 in four bits in eight; with 32, in six turns, 153 and 107 (H200).
+    of_head = is_head(kind.rows)
+    beside = 0 if tiling.is_beside or of_head else 2000
     # A warp group waits for its own products. With 16 tokens 8B's down in four bits takes 11.5 µs so beside the next
     # kernel, and 11.9 alone by two warp groups; a layer takes 51.2 and 53.7 (H200).
     alone = 40 * tiling.tokens if groups * tiling.column_groups == 1 else 0
     # With 64 tokens 8B's o and down take 12.0 and 24.8 µs by clusters of four, 10.8 and 21.0 by clusters of two that
     # read x twice as often, of fp8; in four bits 9.6 and 19.1, 8.0 and 15.9 (H200).
     of_fours = 2 if split == 4 and tiling.tokens <= _MANY_TOKENS else 1
-    return (inputs * of_input * of_fours + sent + starved + beside + alone, -tiling.panels)
+    return (inputs * of_input * of_fours + sent + starved + beside + alone, of_head * turns, -tiling.panels)
