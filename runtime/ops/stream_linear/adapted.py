@@ -6,7 +6,6 @@ Shape legend: as linear.py; P parts of a packed linear, r the adapters' rank.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -22,9 +21,8 @@ from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling
 MAX_TOKENS = 64  # of a wgmma
 MOST_RANK = 32  # of B a lane has four rows in registers
 _RANK_UNIT = 16  # of a product of tensor cores
-_STEP = 32  # inputs
-# Of long rows a helper has more, so that blocks are enough for all tasks.
-_ROW_STEPS, _LONG_ROW_STEPS, _TILE_STEPS, _LONG = 8, 12, 9, 8192
+_SHRINK_SPLITS, _LONG_SPLITS, _LONG = 16, 32, 8192  # parts of the inputs: 256 or 384 are a warp's, of 8B
+_ROW_HELPERS = 2  # further warps of a block of rows.cu
 _MOST_INPUTS = 64  # registers of a lane, as further warps leave fewer
 _PARTS = tuple[tuple[int, int], ...]
 
@@ -51,6 +49,11 @@ class AdaptedKind(LinearKind):
         return self.rank * len(self.parts)
 
     @property
+    def shrink_splits(self) -> int:
+        """Parts of the inputs that products with A are summed in."""
+        return _LONG_SPLITS if self.columns > _LONG else _SHRINK_SPLITS
+
+    @property
     def plain(self) -> LinearKind:
         """The linear without adapters."""
         return LinearKind(*(getattr(self, field.name) for field in fields(LinearKind)))
@@ -61,6 +64,7 @@ class AdaptedKind(LinearKind):
             "RANK": self.rank,
             "A_ROWS": self.a_rows,
             "B_ROWS": sum(count for _, count in self.parts),
+            "SHRINK_SPLITS": self.shrink_splits,
         }
 
     def preamble(self) -> str:
@@ -77,41 +81,9 @@ class AdaptedKind(LinearKind):
         )
 
 
-class Shrinking:
-    """The products with A, which both divisions have alike.
-
-    Attributes:
-        helpers: warps of a block that adapters have.
-    """
-
-    helpers: ClassVar[int]
-    kind: AdaptedKind
-    tokens: int
-
-    @property
-    @abstractmethod
-    def helper_steps(self) -> int:
-        """A helper's steps of _STEP inputs, which it asks for at once or by halves."""
-
-    @property
-    def shrink_splits(self) -> int:
-        """Parts of the inputs that products with A are summed in."""
-        return math.ceil(self.kind.columns / _STEP / self.helper_steps / self.helpers)
-
-    @property
-    def num_sums(self) -> int:
-        """Numbers between A and B."""
-        return self.shrink_splits * self.tokens * self.kind.a_rows
-
-    def adapter_constants(self) -> dict[str, int]:
-        return {"ADAPTED_TOKENS": self.tokens, "SHRINK_SPLITS": self.shrink_splits, "HELPERS": self.helpers}
-
-
 @dataclass(frozen=True)
-class AdaptedRowTiling(Shrinking, RowTiling):
+class AdaptedRowTiling(RowTiling):
     """The division of the linear without adapters; a block has further warps."""
-
-    helpers: ClassVar[int] = 2
 
     headers: ClassVar[tuple[str, ...]] = ("ops/stream_linear/adapters.cuh",)
 
@@ -119,7 +91,7 @@ class AdaptedRowTiling(Shrinking, RowTiling):
 
     @cached_property
     def num_threads(self) -> int:
-        return 32 * (self.warps + self.helpers)
+        return 32 * (self.warps + _ROW_HELPERS)
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -127,12 +99,8 @@ class AdaptedRowTiling(Shrinking, RowTiling):
         plain = RowTiling(self.kind.plain, *_division(self, RowTiling))
         return plain.shared_bytes + self.tokens * self.kind.a_rows * 4 + 16 + 16
 
-    @property
-    def helper_steps(self) -> int:
-        return _LONG_ROW_STEPS if self.kind.columns > _LONG else _ROW_STEPS
-
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), **self.adapter_constants()}
+        return {**super().constants(), "ADAPTED_TOKENS": self.tokens, "HELPERS": _ROW_HELPERS}
 
     @property
     def lane_inputs(self) -> int:
@@ -145,10 +113,8 @@ class AdaptedRowTiling(Shrinking, RowTiling):
 
 
 @dataclass(frozen=True)
-class AdaptedTileTiling(Shrinking, TileTiling):
+class AdaptedTileTiling(TileTiling):
     """The division of the linear without adapters, whose warps for the norm help."""
-
-    helpers: ClassVar[int] = 3
 
     headers: ClassVar[tuple[str, ...]] = (*TileTiling.headers, "ops/stream_linear/adapters.cuh")
 
@@ -160,12 +126,8 @@ class AdaptedTileTiling(Shrinking, TileTiling):
         plain = TileTiling(self.kind.plain, *_division(self, TileTiling))
         return plain.shared_bytes + MAX_TOKENS * self.kind.a_rows * 2 + 16 + 16
 
-    @property
-    def helper_steps(self) -> int:
-        return _TILE_STEPS
-
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), **self.adapter_constants()}
+        return {**super().constants(), "ADAPTED_TOKENS": self.tokens}
 
     def preamble(self) -> str:
         return super().preamble() + self.kind.preamble()
@@ -174,10 +136,9 @@ class AdaptedTileTiling(Shrinking, TileTiling):
 AdaptedTiling = AdaptedRowTiling | AdaptedTileTiling
 
 
-@cache
-def most_sums(kind: AdaptedKind) -> int:
-    """The most numbers that a kernel of the linear has between A and B, each with a tag."""
-    return max(choose(kind, tokens).num_sums for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
+def num_sums(tiling: AdaptedTiling) -> tuple[int, int, int]:
+    """The shape of what a kernel has between A and B, float32."""
+    return tiling.kind.shrink_splits, tiling.tokens, tiling.kind.a_rows
 
 
 def takes(rows: int, columns: int, rank: int, parts: _PARTS) -> bool:

@@ -21,7 +21,7 @@ from mllm_compile.runtime.ops.stream_linear.adapted import (
     AdaptedKind,
     AdaptedTileTiling,
     AdaptedTiling,
-    most_sums,
+    num_sums,
     parts_of,
 )
 from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
@@ -35,7 +35,7 @@ class _Adapters(ctypes.Structure):
     """Mirrors Adapters in adapters.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "b", "slots", "sums", "counts")),
+        *((name, ctypes.c_void_p) for name in ("a", "b", "slots", "shrunk", "counts")),
         ("early_slots", ctypes.c_int),
     )
 
@@ -45,7 +45,6 @@ class AdaptedLinear(LoadedLinear):
 
     _counts: dict[int, torch.Tensor] = {}  # noqa: RUF012  (by device: Counts in adapters.cuh)
     _places: dict[tuple[int, int], int] = {}  # noqa: RUF012  (by device and the address of A)
-    _sums: dict[tuple[int, int, int], torch.Tensor] = {}  # noqa: RUF012  (likewise, and by their number)
     _numbers = itertools.count()  # of places; threads of two engines never get the same one
 
     def __init__(self, kernel: LinearTiling, binaries: Mapping[str, bytes]) -> None:
@@ -58,18 +57,16 @@ class AdaptedLinear(LoadedLinear):
     def _tell_beside(self, x: torch.Tensor, beside: Iterable[Any]) -> Iterable[Argument]:
         a, b, slots, *_, early_slots = beside
         assert isinstance(self.kernel, AdaptedTiling), "as Family chooses"
+        shrunk = x.new_empty(num_sums(self.kernel), dtype=torch.float32)
         device = x.get_device()
         # Two engines may run the same kernel at the same time, but each has its own A.
         key = device, a.data_ptr()
-        sums = self._sums.get((*key, most := most_sums(self.kernel.kind)))
-        if sums is None:  # no launch has the tag 0
-            sums = self._sums.setdefault((*key, most), torch.zeros(most, 2, dtype=torch.int32, device=x.device))
         place = self._places[key] if key in self._places else self._places.setdefault(key, next(self._numbers))
         counts = self._counts[device]
         its_counts = counts.data_ptr() + place % _MOST_COUNTS * counts.stride(0) * counts.element_size()
         by_tma = isinstance(self.kernel, AdaptedTileTiling)  # which A's products do not read x by
         rows_of_x = (address_of(x),) if by_tma else ()
-        addresses = (tensor.data_ptr() for tensor in (a, b, slots, sums))
+        addresses = (tensor.data_ptr() for tensor in (a, b, slots, shrunk))
         return (*rows_of_x, _Adapters(*addresses, its_counts, early_slots))
 
 

@@ -1,30 +1,28 @@
 // What adapters add to a linear of few tokens on Hopper, for rows.cu and tiles.cu: B . (A . x), A and B of each token's
 // slot.
 //
-// Some warps of a block are for it, its helpers, so that no warp that reads the weight waits. All blocks' helpers
-// together multiply A of each slot that tokens have: a task is up to 8 tokens of one slot, 16 rows of A and a part of
-// the inputs, which the helpers of a block divide. They leave float32 sums in `sums`, each with the launch's tag beside
-// it: 8 bytes are written and read at once, so that nobody waits for a count of what is written. Each block adds up
-// what its outputs need into shared memory, as it comes. That is all blocks' reading of all sums, so parts are few.
-// Sums have one order, so numbers are the same every time. Blocks that run take the tasks, so nobody waits for one that
-// does not run yet. Where slots are an input of the step, factors are asked for ahead of x: a kernel's wait covers what
-// kernels of the step write.
+// Some warps of a block are for it, so that no warp that reads the weight waits. All blocks' such warps together
+// multiply A of each slot that tokens have: a task is up to 8 tokens of one slot, 16 rows of A and a part of the
+// inputs. They leave float32 sums in `shrunk` and count tasks. When all are done, each block adds up what its outputs
+// need into shared memory. Sums have one order, so numbers are the same every time. Warps that run take the tasks, so
+// nobody waits for a block that does not run yet. Where slots are an input of the step, factors are asked for ahead of
+// x: a kernel's wait covers what kernels of the step write.
 //
 // Defined by adapted.py: RANK, A_ROWS (RANK rows of each part), B_ROWS (of all parts' outputs), SHRINK_SPLITS (parts of
-// the inputs), ADAPTED_TOKENS (at most), HELPERS (warps), and of an output `part_of` (-1: no part) and its row of B,
-// `row_of_b`.
+// the inputs), ADAPTED_TOKENS (at most), HELPERS of rows.cu (warps), and of an output `part_of` (-1: no part) and its
+// row of B, `row_of_b`.
 
 constexpr int A_GROUPS = (A_ROWS + 15) / 16, A_STEP = 32, A_STEPS = K / A_STEP, TASK_TOKENS = 8;
-constexpr int A_BATCH = ADAPTED_TOKENS > 8 ? 9 : 4;  // steps asked for at once: as registers of the kernel allow
+constexpr int A_BATCH = ADAPTED_TOKENS > 8 ? 8 : 4;  // steps asked for at once: as registers of the kernel allow
 constexpr int SLOT_WORDS = (ADAPTED_TOKENS + 31) / 32;
 
-struct Counts {
-  u32 taken, left, launches;  // tasks, and blocks that have all sums: 0 between launches; and launches that have ended
+struct Counts {  // 0 between launches
+  u32 taken, done, left;  // tasks; and warps that have seen them all done
 };
 struct Adapters {
   const char *a, *b;  // [slots, A_ROWS, K], [slots, B_ROWS, RANK]
   const int* slots;   // of each token; -1: none
-  uint2* sums;        // [SHRINK_SPLITS, ADAPTED_TOKENS, A_ROWS], of the linear alone: a sum, and its launch's tag
+  float* shrunk;      // [SHRINK_SPLITS, ADAPTED_TOKENS, A_ROWS]
   Counts* counts;
   int early_slots;  // no kernel right ahead writes slots
 };
@@ -84,29 +82,10 @@ __device__ __forceinline__ uint4 load_if(bool is_there, const char* from) {
   return is_there ? *(const uint4*)from : uint4{0, 0, 0, 0};
 }
 
-// The helpers of a block: which of them this thread is in, and what they share. All of them meet.
-struct Helpers {
-  int warp, lane;
-  float4* sums;  // [HELPERS - 1][32]
-  u32* number;   // of the block's task
-  u32* tag;      // of the launch; none that has been
-
-  __device__ __forceinline__ int thread() const { return warp * 32 + lane; }
-  __device__ __forceinline__ bool is_first() const { return thread() == 0; }
-};
-__device__ __forceinline__ void meet_helpers() {
-  asm volatile("bar.sync 3, %0;" ::"n"(32 * HELPERS) : "memory");
-}
-
 // A task as a lane has it: its slot and part of the inputs, the first of the lane's two rows of A, and the token that
 // it loads; -1: none.
 struct Task {
   int slot, part, row, token;
-
-  // The helper's first step of inputs; the next helper's is where it ends.
-  __device__ __forceinline__ int begin(int helper) const {
-    return (part * HELPERS + helper) * A_STEPS / (SHRINK_SPLITS * HELPERS);
-  }
 };
 // From their total on there is none. Finding tokens takes half a microsecond: those of the first task are found ahead
 // of the wait.
@@ -119,15 +98,14 @@ __device__ __forceinline__ Task task_of(const StepSlots& slots, u32 number) {
   const int group = number / SHRINK_SPLITS % A_GROUPS, part = number % SHRINK_SPLITS;
   return {its.slot, part, group * 16 + lane / 4, __ffsll(tokens) - 1};
 }
-// A helper's products of a task: of two tokens, in two rows. Inputs are in the order of rows.cu: 16 bytes of a row
-// serve two products.
-__device__ __forceinline__ float4 shrink(const Adapters& adapters, const char* x, const Task& task, int helper) {
-  const int quad = threadIdx.x % 4, row = task.row, token = task.token;
+// Inputs are in the order of rows.cu: 16 bytes of a row serve two products.
+__device__ __forceinline__ void shrink(const Adapters& adapters, const char* x, const Task& task) {
+  const int quad = threadIdx.x % 4, part = task.part, row = task.row, token = task.token;
   const char* of_x = x + ((u64)max(token, 0) * K + quad * 8) * 2;
   const char* of_a = adapters.a + (((u64)task.slot * A_ROWS + row) * K + quad * 8) * 2;
-  const int end = task.begin(helper + 1);
+  const int end = (part + 1) * A_STEPS / SHRINK_SPLITS;
   float even[4] = {}, odd[4] = {};
-  for (int step = task.begin(helper); step < end; step += A_BATCH) {
+  for (int step = part * A_STEPS / SHRINK_SPLITS; step < end; step += A_BATCH) {
     uint4 upper[A_BATCH], lower[A_BATCH], v[A_BATCH];
 #pragma unroll
     for (int i = 0; i < A_BATCH; i++) {
@@ -143,41 +121,22 @@ __device__ __forceinline__ float4 shrink(const Adapters& adapters, const char* x
       multiply_add(odd, upper[i].z, lower[i].z, upper[i].w, lower[i].w, v[i].z, v[i].w);
     }
   }
-  return {even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3]};
-}
-// A sum and its tag, written at once; two of them.
-__device__ __forceinline__ void store_tagged(uint2* to, float sum, u32 tag) {
-  asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(__float_as_uint(sum)), "r"(tag) : "memory");
-}
-__device__ __forceinline__ void load_tagged(uint4& v, bool is_asked, const uint2* from) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)is_asked) : "memory");
-}
-// Leaves the sums of a task, added up over the helpers.
-__device__ __forceinline__ void store_sums(const Adapters& adapters, const Task& task, float4 sums,
-                                           const Helpers& helpers) {
 #pragma unroll
-  for (int i = 0; i < HELPERS - 1; i++) {
-    const float4 v = helpers.sums[i * 32 + helpers.lane];
-    sums.x += v.x, sums.y += v.y, sums.z += v.z, sums.w += v.w;
-  }
-  const float of_rows[4] = {sums.x, sums.y, sums.z, sums.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int token = __shfl_sync(~0u, task.token, (threadIdx.x % 4 * 2 + i % 2) * 4), row = task.row + i / 2 * 8;
-    if (token >= 0 && row < A_ROWS)
-      store_tagged(adapters.sums + (task.part * ADAPTED_TOKENS + token) * A_ROWS + row, of_rows[i], *helpers.tag);
+  for (int i = 0; i < 4; i++) {  // of two tokens, in two rows
+    const int out_token = __shfl_sync(~0u, token, (quad * 2 + i % 2) * 4), out_row = row + i / 2 * 8;
+    store_if(out_token >= 0 && out_row < A_ROWS,
+             adapters.shrunk + (part * ADAPTED_TOKENS + out_token) * A_ROWS + out_row, even[i] + odd[i]);
   }
 }
 
-// The number of the block's first task, which is none from their total on.
-__device__ __forceinline__ u32 take_first(const Adapters& adapters, const Helpers& helpers) {
-  if (helpers.is_first()) {
-    *helpers.number = atomicAdd(&adapters.counts->taken, 1);
-    *helpers.tag = *(volatile const u32*)&adapters.counts->launches + 1;
-  }
-  meet_helpers();
-  return *helpers.number;
+__device__ __forceinline__ u32 seen(const u32* count) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(count) : "memory");
+  return v;
+}
+// A number of a task, which is none from their total on.
+__device__ __forceinline__ u32 take(const Adapters& adapters) {
+  return threadIdx.x % 32 ? 0 : atomicAdd(&adapters.counts->taken, 1);
 }
 // A multiple of 16 bytes into shared memory; the barrier counts them.
 __device__ __forceinline__ void load_bytes(u32 to, const char* from, u32 bytes, u32 barrier) {
@@ -187,96 +146,65 @@ __device__ __forceinline__ void load_bytes(u32 to, const char* from, u32 bytes, 
 __device__ __forceinline__ void fetch(const char* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
-// Gets a helper's A of a task near.
-__device__ __forceinline__ void fetch_a(const Adapters& adapters, const Task& task, int helper) {
-  const int first_row = task.row - threadIdx.x % 32 / 4;
-  const int begin = task.begin(helper) * A_STEP, end = task.begin(helper + 1) * A_STEP;
+// Gets A of a task near.
+__device__ __forceinline__ void fetch_a(const Adapters& adapters, const Task& task) {
+  const int part = task.part, first_row = task.row - threadIdx.x % 32 / 4;
+  const int begin = part * A_STEPS / SHRINK_SPLITS * A_STEP, end = (part + 1) * A_STEPS / SHRINK_SPLITS * A_STEP;
   const char* from = adapters.a + (u64)task.slot * A_ROWS * K * 2;
   for (int row = first_row + threadIdx.x % 32; row < min(first_row + 16, A_ROWS); row += 32)
     for (int column = begin; column < end; column += 64) fetch(from + ((u64)row * K + column) * 2);
 }
-// The tasks that the block takes, `task` of this number first.
+// The tasks that the warp takes, `task` of this number first.
 __device__ __forceinline__ void shrink_some(const Adapters& adapters, const StepSlots& slots, const char* x, u32 number,
-                                            Task task, const Helpers& helpers) {
+                                            Task task) {
   const u32 total = slots.num_tasks();
-  while (number < total) {
-    meet_helpers();  // all have read the number, and the first warp others' sums
-    const u32 taken = helpers.is_first() ? atomicAdd(&adapters.counts->taken, 1) : 0;
-    const float4 sums = shrink(adapters, x, task, helpers.warp);
-    if (helpers.warp) helpers.sums[helpers.thread() - 32] = sums;
-    if (helpers.is_first()) *helpers.number = taken;
-    meet_helpers();
-    if (helpers.warp == 0) store_sums(adapters, task, sums, helpers);
-    number = *helpers.number;
+  u32 done = 0;
+  for (; number < total; done++) {
+    const u32 taken = take(adapters);
+    shrink(adapters, x, task);
+    number = __shfl_sync(~0u, taken, 0);
     task = task_of(slots, number);
   }
+  __threadfence();
+  __syncwarp();
+  if (done && threadIdx.x % 32 == 0) atomicAdd(&adapters.counts->done, done);
 }
-// Of all blocks that have their sums, the last one makes the counts 0 again, and the next launch's tag another one. The
-// answer to its count takes a microsecond: it is behind what others wait for.
-__device__ __forceinline__ void leave(const Adapters& adapters, int num_blocks, const Helpers& helpers) {
+// Waits for all tasks, of all blocks' warps.
+__device__ __forceinline__ void wait_for_all(const Adapters& adapters, const StepSlots& slots) {
+  const u32 total = slots.num_tasks();
+  while (threadIdx.x % 32 == 0 && seen(&adapters.counts->done) < total) {
+  }
+  __syncwarp();
+}
+// Of all warps that have seen all tasks done, the last one makes the counts 0 again. The answer to its count takes a
+// microsecond: it is behind what others wait for.
+__device__ __forceinline__ void leave(const Adapters& adapters, int num_warps) {
   Counts& counts = *adapters.counts;
-  if (helpers.is_first() && atomicAdd(&counts.left, 1) == num_blocks - 1)
-    atomicExch(&counts.taken, 0), atomicExch(&counts.left, 0), atomicAdd(&counts.launches, 1);
+  if (threadIdx.x % 32 == 0 && atomicAdd(&counts.left, 1) == num_warps - 1)
+    atomicExch(&counts.taken, 0), atomicExch(&counts.done, 0), atomicExch(&counts.left, 0);
 }
 
-// Adds up A . x of the parts in the mask, two neighbours of [ADAPTED_TOKENS][A_ROWS] by a thread of the helpers'. Its
-// loads do not wait for each other. Until one of them is there nothing else is asked for: reads of the weight go on.
-template <typename Store>
-__device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const StepSlots& slots, u32 parts,
-                                              const Helpers& helpers, Store store) {
-  constexpr int MOST_LOADS = ADAPTED_TOKENS > 8 ? 30 : 16, PITCH_OF_SPLIT = ADAPTED_TOKENS * A_ROWS;
-  constexpr int TWOS = RANK / 2, COUNT = ADAPTED_TOKENS * TWOS, HELPING = 32 * HELPERS;
-  constexpr int TURNS = (COUNT + HELPING - 1) / HELPING;
-  constexpr int SPLITS = SHRINK_SPLITS < MOST_LOADS ? SHRINK_SPLITS : MOST_LOADS;
-  constexpr int AT_ONCE = MOST_LOADS / SPLITS < TURNS ? MOST_LOADS / SPLITS : TURNS;
-  const u32 tag = *helpers.tag;
-  meet_helpers();  // the first warp has others' sums, in whose place these may be
+// Adds up A . x of the parts in the mask, four neighbours of [ADAPTED_TOKENS][A_ROWS] by each of HELPING threads. A
+// thread's loads of a part do not wait for each other.
+template <int HELPING, typename Store>
+__device__ __forceinline__ void add_up_shrunk(const Adapters& adapters, const StepSlots& slots, u32 parts, int thread,
+                                              Store store) {
+  constexpr int FOURS = RANK / 4, COUNT = ADAPTED_TOKENS * FOURS;
   for (u32 left = parts; left; left &= left - 1) {
     const int first_row = (__ffs(left) - 1) * RANK;
-#pragma unroll 1
-    for (int first = 0; first < TURNS; first += AT_ONCE) {
-      float2 sums[AT_ONCE] = {};
-      int places[AT_ONCE];  // -1: none
 #pragma unroll
-      for (int turn = 0; turn < AT_ONCE; turn++) {
-        const int at = (first + turn) * HELPING + helpers.thread(), token = min(at, COUNT - 1) / TWOS;
-        const bool is_there = at < COUNT && slots.adapted >> token & 1;
-        places[turn] = is_there ? token * A_ROWS + first_row + at % TWOS * 2 : -1;
+    for (int first = 0; first < COUNT; first += HELPING) {
+      const int at = first + thread, token = min(at, COUNT - 1) / FOURS;
+      const int i = token * A_ROWS + first_row + at % FOURS * 4;
+      const bool is_there = at < COUNT && slots.adapted >> token & 1;
+      float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int s = 0; s < SHRINK_SPLITS; s++) {
+        const float4* from = (const float4*)(adapters.shrunk + s * ADAPTED_TOKENS * A_ROWS + i);
+        const float4 v = is_there ? __ldcg(from) : float4{0.f, 0.f, 0.f, 0.f};
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
-#pragma unroll
-      for (int split = 0; split < SHRINK_SPLITS; split += SPLITS) {
-        uint4 values[AT_ONCE][SPLITS];
-        const uint2* from = adapters.sums + split * PITCH_OF_SPLIT;
-        for (uint4 v = {0, places[0] >= 0 ? tag - 1 : tag, 0, 0}; v.y != tag;) load_tagged(v, true, from + places[0]);
-        bool is_missing;
-        auto ask = [&](bool again) {
-          is_missing = false;
-#pragma unroll
-          for (int turn = 0; turn < AT_ONCE; turn++)
-#pragma unroll
-            for (int s = 0; s < SPLITS; s++) {
-              uint4& v = values[turn][s];
-              const bool is_there = places[turn] >= 0 && split + s < SHRINK_SPLITS;
-              const bool is_asked = again ? v.y != tag || v.w != tag : is_there;
-              if (!again) v = uint4{0, tag, 0, tag};
-              load_tagged(v, is_asked, from + s * PITCH_OF_SPLIT + places[turn]);
-            }
-#pragma unroll
-          for (int turn = 0; turn < AT_ONCE; turn++)
-#pragma unroll
-            for (int s = 0; s < SPLITS; s++) is_missing |= values[turn][s].y != tag || values[turn][s].w != tag;
-        };
-        ask(false);
-        while (is_missing) ask(true);
-#pragma unroll
-        for (int turn = 0; turn < AT_ONCE; turn++)
-#pragma unroll
-          for (int s = 0; s < SPLITS; s++)
-            sums[turn].x += __uint_as_float(values[turn][s].x), sums[turn].y += __uint_as_float(values[turn][s].z);
-      }
-#pragma unroll
-      for (int turn = 0; turn < AT_ONCE; turn++)
-        if (places[turn] >= 0) store(places[turn], sums[turn]);
+      if (is_there) store(i, sum);
     }
   }
 }

@@ -54,7 +54,6 @@ struct Shared {
 #if RANK
   alignas(16) float shrunk[TOKENS * A_ROWS];
   u64 shrunk_there;
-  u32 task, tag;
 #endif
 };
 
@@ -65,12 +64,11 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
                                              int first_finished) {
   if (!adapters.early_slots) wait_for_prerequisites();
   const int lane = threadIdx.x % 32, helper = threadIdx.x / 32 - WARPS;
-  // Until sums are added up, nothing else is where A . x will be.
-  const Helpers helpers = {helper, lane, (float4*)shared.shrunk, &shared.task, &shared.tag};
-  const u32 number = take_first(adapters, helpers);
+  const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
+  const u32 number = __shfl_sync(~0u, taken, 0);
   const Task task = task_of(slots, number);
-  if (number < slots.num_tasks()) fetch_a(adapters, task, helper);
+  if (number < slots.num_tasks()) fetch_a(adapters, task);
   const int slot = __shfl_sync(~0u, slots.mine[0], lane / 4);
   u32 parts = 0;
   for (int group = first_finished, turn = 0; group < GROUPS; group += SPLIT * CLUSTERS, turn++)
@@ -83,11 +81,13 @@ __device__ __forceinline__ void add_adapters(const Adapters& adapters, const cha
       if (GATED) fetch_b(adapters, slot, row + OUTPUTS);
     }
   if (adapters.early_slots) wait_for_prerequisites();
-  shrink_some(adapters, slots, x, number, task, helpers);
-  add_up_shrunk(adapters, slots, parts, helpers, [&](int i, float2 v) { *(float2*)(shared.shrunk + i) = v; });
+  shrink_some(adapters, slots, x, number, task);
+  wait_for_all(adapters, slots);
+  add_up_shrunk<32 * HELPERS>(adapters, slots, parts, 32 * helper + lane,
+                              [&](int i, float4 v) { *(float4*)(shared.shrunk + i) = v; });
   __syncwarp();
   if (lane == 0) arrive(shared_address(&shared.shrunk_there));
-  leave(adapters, CLUSTERS * SPLIT, helpers);
+  leave(adapters, CLUSTERS * SPLIT * HELPERS);
 }
 #else
 constexpr int ALL_WARPS = WARPS;
@@ -142,9 +142,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
 
   wait_for_prerequisites();
-#if RANK
-  const int adapter = token < num_tokens ? adapters.slots[token] : -1;
-#endif
   // The order of inputs is the same for x and weight, and such that 16 bytes of either are what a lane multiplies.
   uint4 xs[CHUNKS][STEPS];
 #pragma unroll
@@ -205,6 +202,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     send(address_of_peer(to, owner), sum, address_of_peer(arrived + 8 * place, owner));
   }
 
+#if RANK
+  const int adapter = token < num_tokens ? adapters.slots[token] : -1;
+#endif
   // Finishes the cluster's turns `place * SPLIT + rank`: four outputs of a token by a lane, or two.
   for (int place = warp; place * SPLIT + rank < turn; place += WARPS) {
     const int group = first_group + (place * SPLIT + rank) * CLUSTERS;

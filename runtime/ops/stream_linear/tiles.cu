@@ -47,7 +47,6 @@ struct Shared {
 #if RANK
   alignas(16) u32 shrunk[ALL_TOKENS * A_ROWS / 2];
   u64 shrunk_there;
-  u32 task, tag;
 #endif
 };
 
@@ -138,10 +137,6 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next_weight + (u64)blockIdx.x * SHARE), "r"(SHARE)
                  : "memory");
 #endif
-#if RANK
-  if (!adapters.early_slots) wait_for_prerequisites();
-  const StepSlots slots(adapters.slots, num_tokens);
-#endif
   wait_for_prerequisites();
   for (int i = 0; i < ahead && asks; i++) ask_x(i, i % STEPS);
   auto ask_stage = [&](int i, int turn, int step) {
@@ -149,6 +144,7 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
     ask_weight(i, turn, step), ask_x(i, step);
   };
 #if RANK
+  const StepSlots slots(adapters.slots, num_tokens);
   const int pages = num_pages(slots);
   for (int turn = 0, i = 0; turn < turns; turn++) {
     // The lane has these to itself: while others went through them too, it asked late.
@@ -267,25 +263,24 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 }
 
 #if RANK
-static_assert(HELPERS == 3, "the warps of the group that asks, but the one that does");
+constexpr int HELPERS = 3;  // warps of a block
 // What a helper does for adapters: shrinks, and gets B near for what the block finishes; `meanwhile` what else it has
 // to do, before it waits for others.
 template <typename Work>
 __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Shared& shared, int num_tokens, int rank,
                                      int first_tile, Work meanwhile) {
   if (!adapters.early_slots) wait_for_prerequisites();
-  // Until sums are added up, nothing else is where A . x will be.
-  const Helpers helpers = {(int)threadIdx.x / 32 - 1, (int)threadIdx.x % 32, (float4*)shared.shrunk,
-                           &shared.task, &shared.tag};
-  const u32 number = take_first(adapters, helpers);
+  const int thread = threadIdx.x - 32;
+  const u32 taken = take(adapters);
   const StepSlots slots(adapters.slots, num_tokens);
+  const u32 number = __shfl_sync(~0u, taken, 0);
   const Task task = task_of(slots, number);
-  if (number < slots.num_tasks()) fetch_a(adapters, task, helpers.warp);
+  if (number < slots.num_tasks()) fetch_a(adapters, task);
   for (u64 left = slots.adapted; left;) {
     const SlotTokens its = slots.first_of_those(left);
     left &= ~its.tokens;
     for (int tile = first_tile; tile < TILES; tile += CLUSTERS)
-      for (int row = helpers.thread(); row < OUT_ROWS; row += 32 * HELPERS) {
+      for (int row = thread; row < OUT_ROWS; row += 32 * HELPERS) {
         const int output = tile * OUT_ROWS + row;
         if (row / OUT_GROUP % SPLIT != rank || output >= OUTPUTS) continue;
         fetch_b(adapters, its.slot, output);
@@ -300,12 +295,15 @@ __device__ __forceinline__ void help(const Adapters& adapters, const char* x, Sh
     }
   if (adapters.early_slots) wait_for_prerequisites();
   start_dependents();
-  shrink_some(adapters, slots, x, number, task, helpers);
+  shrink_some(adapters, slots, x, number, task);
   meanwhile();
-  add_up_shrunk(adapters, slots, parts, helpers, [&](int i, float2 v) { shared.shrunk[i / 2] = pack(v.x, v.y); });
+  wait_for_all(adapters, slots);
+  add_up_shrunk<32 * HELPERS>(adapters, slots, parts, thread, [&](int i, float4 v) {
+    *(uint2*)(shared.shrunk + i / 2) = uint2{pack(v.x, v.y), pack(v.z, v.w)};
+  });
   __syncwarp();
-  if (helpers.lane == 0) arrive(shared_address(&shared.shrunk_there));
-  leave(adapters, BLOCKS, helpers);
+  if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.shrunk_there));
+  leave(adapters, BLOCKS * HELPERS);
 }
 constexpr int AT_ONCE = 16 * 8 / RANK;  // eights of outputs whose B is in registers at once
 // The eight outputs of a place and a half, in a page.
@@ -313,41 +311,24 @@ __device__ __forceinline__ int eight_of(int place, int half, int rank) {
   const int group = place * SPLIT + rank;
   return GATED ? group + half * (EIGHTS / 2) : 2 * group + half;
 }
-// Places in the order of pages: of the slots that a warp's tokens have, a bit each, and of a lane's two tokens.
-struct OwnSlots {
-  u64 places = 0;
-  int of_lane[2] = {-1, -1};
-
-  __device__ __forceinline__ OwnSlots(const StepSlots& of_step, const int (&slots)[2]) {
-    int place = 0;
-    for (u64 left = of_step.adapted; left; place++) {
-      const SlotTokens its = of_step.first_of_those(left);
-      left &= ~its.tokens;
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        if (slots[h] == its.slot) of_lane[h] = place;
-      places |= (u64)(__any_sync(~0u, of_lane[0] == place || of_lane[1] == place) != 0) << place;
-    }
-  }
-};
-// Adds to the sums that a thread finishes what adapters do, as a tile's pages arrive.
-__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const OwnSlots& slots, int pages, Shared& shared,
-                                       int token, int tile, int rank, u32 ring, u32 full, u32 empty, int& slot,
-                                       int& phase) {
+// Adds to the sums that a thread finishes what adapters do, as a tile's pages arrive; slots: of its two tokens.
+__device__ __forceinline__ void expand(float (&mine)[PLACES][8], const StepSlots& of_step, const int (&slots)[2],
+                                       Shared& shared, int token, int tile, int rank, u32 ring, u32 full, u32 empty,
+                                       int& slot, int& phase) {
   const int lane = threadIdx.x % 32;
   // Of gates and ups, or of neighbours: they are in parts of their own, or mostly in one, and then nothing is asked of
   // each eight.
   const int parts[2] = {part_of_eight(tile, eight_of(0, 0, rank)), part_of_eight(tile, eight_of(0, 1, rank))};
   bool are_alike = parts[0] >= 0 && parts[1] >= 0;
   for (int i = 0; i < 2 * PLACES; i++) are_alike &= part_of_eight(tile, eight_of(i / 2, i % 2, rank)) == parts[i % 2];
-  for (int page = 0; page < pages; page++) {
-    wait_for(full + 8 * slot, phase);
-    u64 left = slots.places >> page * PAGE_SLOTS;
-    if (PAGE_SLOTS < 64) left &= (1ull << PAGE_SLOTS % 64) - 1;
-    if (left) wait_for(shared_address(&shared.shrunk_there), 0);
-    for (; left; left &= left - 1) {
-      const int at = __ffsll(left) - 1, place = page * PAGE_SLOTS + at;
-      const bool has_slot[2] = {slots.of_lane[0] == place, slots.of_lane[1] == place};
+  int at = 0;  // in the page
+  for (u64 left = of_step.adapted; left;) {
+    const SlotTokens its = of_step.first_of_those(left);
+    left &= ~its.tokens;
+    if (at == 0) wait_for(full + 8 * slot, phase);
+    const bool has_slot[2] = {slots[0] == its.slot, slots[1] == its.slot};
+    if (__any_sync(~0u, has_slot[0] || has_slot[1])) {
+      wait_for(shared_address(&shared.shrunk_there), 0);
       const u32 b = ring + slot * STAGE_BYTES + at * EIGHTS * EIGHT_BYTES + lane / 4 * RANK * 2 + lane % 4 * 8;
       ShrunkOfSlot u[2] = {{shared.shrunk, token, {has_slot[0], has_slot[1]}},
                            {shared.shrunk, token, {has_slot[0], has_slot[1]}}};
@@ -374,9 +355,11 @@ __device__ __forceinline__ void expand(float (&mine)[PLACES][8], const OwnSlots&
         }
       }
     }
+    if (++at < PAGE_SLOTS && left) continue;
     __syncwarp();
     if (lane == 0) arrive(empty + 8 * slot);
     if (++slot == STAGES) slot = 0, phase ^= 1;
+    at = 0;
   }
 }
 #else
@@ -487,16 +470,13 @@ __launch_bounds__(THREADS, 1) stream_linear(
     return;
   }
   const int group = warp / 4 - 1, token = group * M_TOKENS + warp % 4 * 16 + lane / 4;
+  wait_for_prerequisites();
+  start_dependents();
 #if RANK
-  if (!adapters.early_slots) wait_for_prerequisites();
   const int slots[2] = {token < num_tokens ? adapters.slots[token] : -1,
                         token + 8 < num_tokens ? adapters.slots[token + 8] : -1};
   const StepSlots of_step(adapters.slots, num_tokens);
-  const OwnSlots own_slots(of_step, slots);
-  const int pages = num_pages(of_step);
 #endif
-  wait_for_prerequisites();
-  start_dependents();
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
     const Outputs outputs = {token, tile * OUT_ROWS + lane % 4 * 2, rank, num_tokens};
@@ -508,7 +488,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
     multiply(sums, ring, full, empty, slot, phase, group, lane);
     exchange(mine, sums, shared, rank, group);
 #if RANK
-    expand(mine, own_slots, pages, shared, token, tile, rank, ring, full, empty, slot, phase);
+    expand(mine, of_step, slots, shared, token, tile, rank, ring, full, empty, slot, phase);
 #endif
     if (NORM_BLOCKS) wait_for(factors_there, 0);
     const float* factor = shared.factors + token;
