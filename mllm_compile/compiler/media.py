@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.compiler.rewriting import lowered_of, rewrite_graph
+from mllm_compile.config.folders.hub import SPEECH_FOLDER
 from mllm_compile.config.folders.own_adapters import CONFIG_FILE, HAS_OWN
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import UnsupportedModelError
@@ -96,9 +97,17 @@ def _adapters(hf_model: HFModel, reporter: Reporter) -> list[TowerAdapter]:
 
 
 def _has_its_adapter(config: ResolvedConfig, adapter: TowerAdapter, reporter: Reporter) -> bool:
-    """True unless an adapter computes prompts with what the tower takes and is not there, which is announced."""
-    needs = adapter.facts.noun == "sound" and getattr(adapter.hf_model.model.config, HAS_OWN, False)
-    if not needs or config.lora.of_sounds:
+    """True unless the config says that an adapter computes prompts with what the tower takes, and it is not there. That
+    is announced; so is one that is not there where it may be merged."""
+    if adapter.facts.noun != "sound" or config.lora.of_sounds:
+        return True
+    if adapter.has_adapter_apart:
+        reporter.announce(
+            f"its sounds are computed without an adapter: {config.model.folder} has no {SPEECH_FOLDER}/{CONFIG_FILE}. "
+            "Bring that folder, unless the adapter is merged into the weights"
+        )
+        return True
+    if not getattr(adapter.hf_model.model.config, HAS_OWN, False):
         return True
     reporter.announce(
         f"its text is served without sounds: its config says {HAS_OWN}, and {config.model.folder} has no "

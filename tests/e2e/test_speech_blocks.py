@@ -79,10 +79,13 @@ def test_sounds_of_several_blocks(speech: OwnAdapter) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_folder_of_the_adapter_sounds_are_computed_without_one(tmp_path: Path) -> None:
+def test_without_the_folder_of_the_adapter_sounds_are_computed_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = save_speech_model(tmp_path / "model")
     with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
         assert engine.list_adapters() == []
+        assert "model has no speech-lora/adapter_config.json. Bring that folder, unless" in caplog.text
         assert tokens(engine, PROMPTS) == [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 

@@ -24,9 +24,11 @@ class TowerAdapter(ABC):
 
     Attributes:
         attends_by_itself: the tower attends within rows of a batch, not by the interface.
+        has_adapter_apart: published weights have an adapter for sounds in a folder of its own.
     """
 
     attends_by_itself: bool = False
+    has_adapter_apart: bool = False
 
     @property
     def marks(self) -> tuple[int, int] | None:

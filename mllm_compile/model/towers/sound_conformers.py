@@ -42,7 +42,9 @@ class SoundConformers(TowerAdapter):
             facts = _of_speech(hf_model, speech_of(base))
         else:
             return None
-        return cls(hf_model, facts)
+        adapter = cls(hf_model, facts)
+        adapter.has_adapter_apart = speech_of(base) is not None
+        return adapter
 
     def trace_tower(self, device: str) -> Trace:
         """Inputs as ConformerTower.input_names, outputs [N, hidden]."""
