@@ -84,10 +84,10 @@ class TextReader:
     ) -> list[Callable[[], list[ReadText]]]:
         """The texts as `read` gives them, in parts of about `most_tokens` together. Each part is read, and may be
         refused, when it is called."""
-        listed = _listed_raw(prompts)
+        listed, most_of_text = _listed_raw(prompts), self._most(cut_to)
         edges = [0]
         while edges[-1] < len(listed):
-            edges.append(_about_as_many(listed, edges[-1], most_tokens))
+            edges.append(_about_as_many(listed, edges[-1], most_tokens, most_of_text))
         return [partial(self._read, listed[one:other], one, prompt_name, cut_to) for one, other in pairwise(edges)]
 
     def _read(self, listed: Sequence[Any], begin: int, prompt_name: str | None, cut_to: int | None) -> list[ReadText]:
@@ -245,8 +245,8 @@ def _listed_raw(prompts: TextPrompts) -> list[Any]:
     return listed
 
 
-def _about_as_many(listed: Sequence[Any], begin: int, most_tokens: int) -> int:
-    """Where the prompts end, from `begin` on, that have about as many tokens together."""
+def _about_as_many(listed: Sequence[Any], begin: int, most_tokens: int, most_of_text: int) -> int:
+    """Where the prompts end, from `begin` on, that have about as many tokens together, each cut to `most_of_text`."""
     tokens = 0
     for number in range(begin, len(listed)):
         if tokens >= most_tokens:
@@ -255,7 +255,7 @@ def _about_as_many(listed: Sequence[Any], begin: int, most_tokens: int) -> int:
         if type(one) is not list and isinstance(one, Mapping):
             one = next(iter(one.values()), ())
         size = len(one) if isinstance(one, Sequence) or getattr(one, "ndim", 0) == 1 else 1
-        tokens += -(-size // _LETTERS) if isinstance(one, str) else size
+        tokens += min(most_of_text, -(-size // _LETTERS) if isinstance(one, str) else size)
     return len(listed)
 
 

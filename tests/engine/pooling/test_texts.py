@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,9 +94,16 @@ def test_a_bad_text_behind_a_first_step_refuses_the_call_whole(wrong, told):
         assert engine.pooling.core.num_calls == 0
 
 
+def test_texts_that_are_cut_fill_steps_as_short_ones_do():
+    with fake_pooling_engine(None, {}) as engine:  # a step takes 512 tokens
+        engine.embed([[number % 100] * 100 for number in range(64)], truncate_prompt_tokens=8)
+        assert engine.stats().steps == 1
+
+
 def test_how_many_texts_a_step_takes_is_guessed_of_any():
-    about = texts._about_as_many
+    about = partial(texts._about_as_many, most_of_text=1000)
     assert about([[1] * 30] * 4, 0, 60) == 2
+    assert about([[1] * 30] * 4, 0, 60, most_of_text=20) == 3
     assert about([[1] * 30] * 4, 1, 60) == 3
     assert about([{"prompt_token_ids": [1] * 30}] * 4, 0, 60) == 2
     assert about(["x" * 120] * 4, 0, 60) == 2
