@@ -71,6 +71,13 @@ class _Step:
     texts: list[PackedText]
     begun: BegunStep
 
+    def is_over(self) -> bool:
+        """True if its answers are there, or the device refuses to say, which `answers` tells."""
+        try:
+            return self.begun.is_over()
+        except Exception:
+            return True
+
 
 class PoolingCore:
     """The thread and its queue; `submit` is for any thread.
@@ -239,7 +246,7 @@ class PoolingCore:
             pass
         with self._news:
             if begun is not None:
-                while self._readers and not (self._is_closing or len(self._queue) or begun.begun.is_over()):
+                while self._readers and not (self._is_closing or len(self._queue) or begun.is_over()):
                     self._news.wait(_GLANCE_S)
             if self._is_closing:
                 return None

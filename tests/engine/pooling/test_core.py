@@ -182,6 +182,31 @@ def test_who_gives_way_to_a_call_that_fails_goes_on() -> None:
     core.close()
 
 
+def test_a_step_that_cannot_be_asked_whether_it_is_over_says_why_itself() -> None:
+    """As of a device that is lost, which refuses any call."""
+
+    class Lost(_Begun):
+        def is_over(self) -> bool:
+            raise RuntimeError("illegal address")
+
+    class Runner:
+        is_asynchronous = True
+
+        def launch(self, texts: Sequence[PackedText]) -> _Begun:
+            def answers() -> Answers:
+                raise RuntimeError("illegal address")
+
+            return Lost(answers)
+
+    core = PoolingCore(Runner(), TextQueue(100, 1))
+    core.start()
+    with core.reading():
+        future = core.submit(_texts(1))
+        with pytest.raises(MllmError, match=r"a step of 1 texts failed: RuntimeError: illegal address"):
+            future.result()
+    core.close()
+
+
 def test_answers_that_are_there_do_not_wait_for_the_next_step() -> None:
     done: list[bool] = []
 
