@@ -73,7 +73,10 @@ def test_a_file_without_replies_is_told_in_one_line(tmp_path, monkeypatch, capsy
     ("options", "said"),
     [
         (["--batch", "1,0"], "argument --batch: '0'; expected a number of at least 1"),
-        (["--variants", "fp8,fp9"], "argument --variants: 'fp9'; expected some of bf16, fp8, fp8-kv, int4"),
+        (
+            ["--variants", "fp8,fp9"],
+            "argument --variants: 'fp9'; expected some of bf16, fp8, fp8-head, fp8-kv, int4, int4-head, int4-head-fp8",
+        ),
     ],
 )
 def test_a_list_with_something_else_in_it_is_told_with_its_option(options, said, monkeypatch, capsys):

@@ -48,6 +48,9 @@ class TinyModel:
         self.head_weight = weight(VOCAB, HIDDEN)
         self.calls: list[tuple[int, int]] = []  # (T, S) of each run of the head
 
+    def begin(self, device: torch.device) -> None:
+        """Nothing: it has no pieces."""
+
     def load(self, device: torch.device) -> LoadedModel:
         for name in ("embedding", "positions", "head_weight"):
             setattr(self, name, getattr(self, name).to(device))
