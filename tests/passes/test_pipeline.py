@@ -16,6 +16,7 @@ from mllm_compile.compiler.graph_text import GraphDumper, readable
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.dequantise_experts import DequantiseExperts
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.match.nodes import call, input_node
 from mllm_compile.passes.pipeline import (
@@ -187,7 +188,7 @@ KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
 HOPPER_PASSES = {
     graph_pass.name
     for graph_pass in PASSES
-    if graph_pass in (RotateInAttention, QuantiseActivations, DequantiseWeights)
+    if graph_pass in (RotateInAttention, QuantiseActivations, DequantiseWeights, DequantiseExperts)
     or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
 }
 
