@@ -49,7 +49,8 @@ class CudaGraphSection:
     """`cudagraph`. Sizes ascend; they are empty where the mode captures none of that kind.
 
     `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts, and
-    `whole_prompts` is false then. `whole_prompts` and `sample_in_graph` say what serves: no key sets them.
+    `whole_prompts` is false then. `whole_prompts` and `sample_in_graph` say what serves: no key sets them. With
+    `few_sizes` about half of each list is captured, for a model whose padding costs less than captures.
     """
 
     mode: GraphMode
@@ -59,6 +60,7 @@ class CudaGraphSection:
     mixed_tokens_asked: bool = False
     sample_in_graph: bool = False
     whole_prompts: bool = False
+    few_sizes: bool = False
 
 
 PEER_CONNECTOR = "PeerConnector"  # of engines that hand pages over to each other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
@@ -35,4 +35,19 @@ def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
     """
     mode = CUDAGraphMode.from_name(runner.config.cudagraph.mode)
     sizes = {kind: graphs.sizes(runner, kind) for kind, graphs in KINDS.items() if mode.captures(kind)}
+    if runner.config.cudagraph.few_sizes:
+        sizes = _few(sizes)
     return GraphDispatcher(sizes, runner.config.lora.max_adapters, runner.always_takes_adapters)
+
+
+def _few(sizes: Mapping[GraphKind, Sequence[int]]) -> dict[GraphKind, Sequence[int]]:
+    """Each size is at most half of the next one. Pieces have no size below those of whole steps."""
+    least_pieces = max(sizes.get(GraphKind.MIXED, ()), default=0)
+    found: dict[GraphKind, Sequence[int]] = {}
+    for kind, of_kind in sizes.items():
+        kept = sorted(of_kind)[-1:]
+        for size in sorted(of_kind, reverse=True):
+            if 2 * size <= kept[0] and (kind is not GraphKind.PIECEWISE or size >= least_pieces):
+                kept.insert(0, size)
+        found[kind] = tuple(kept)
+    return found

@@ -105,7 +105,7 @@ def test_no_auto_is_left_and_json_keeps_everything():
     ("asked", "section", "derived"),
     [
         (RuntimeConfig, RuntimeSection, {"any_rows"}),
-        (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked", "sample_in_graph", "whole_prompts"}),
+        (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked", "sample_in_graph", "whole_prompts", "few_sizes"}),
     ],
 )
 def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):

@@ -16,7 +16,6 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.compiler.target import find_target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.start.runner import _coarse
 from mllm_compile.errors import ArtifactError, ConfigError, MllmError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.store.artifact import DRAFTER, MANIFEST
 from tests.e2e.test_speculation import REPEATS
@@ -53,12 +52,6 @@ def answers(engine: Engine) -> list[tuple[Any, ...]]:
     """Two rounds of answers, with prefix hits in the second."""
     outputs = [engine.generate(REPEATS, one) for one in PARAMS * 2]
     return [(one.token_ids, one.text, one.finish_reason) for of_round in outputs for one in of_round]
-
-
-def test_fewer_sizes_of_its_decodes_are_captured():
-    assert _coarse((1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96)) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
-    assert _coarse((7,)) == (7,)
-    assert _coarse(()) == ()
 
 
 @pytest.mark.slow

@@ -81,23 +81,13 @@ def _draft_runner(compiled: CompiledRuntime, source: ModelSource, timeline: Time
     if drafter is None:
         return None
     settings = runner_config(drafter.config)
-    graphs = settings.cudagraph
     # Steps of prompts alone are launched for the model. Drafts are short: padding costs less than captures.
-    graphs = replace(graphs, whole_prompts=False, decode_requests=_coarse(graphs.decode_requests))
+    graphs = replace(settings.cudagraph, whole_prompts=False, few_sizes=True)
     settings = replace(settings, cudagraph=graphs)
     following = _draft_runner(drafter, source, timeline)
     if following is None and "hidden_states" in drafter.artifact.program.inputs:
         settings = replace(settings, most_chained=MOST_VERIFIED)
     return ModelRunner(settings, model_source(drafter, timeline, source), drafter=following)
-
-
-def _coarse(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Fewer of the ascending sizes: each is at most three quarters of the next one."""
-    kept: list[int] = []
-    for size in reversed(sizes):
-        if not kept or 4 * size <= 3 * kept[-1]:
-            kept.append(size)
-    return tuple(reversed(kept))
 
 
 def _initialized(

@@ -138,6 +138,27 @@ def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_
     ]
 
 
+def test_few_sizes_halve_and_pieces_leave_out_those_that_whole_steps_serve():
+    mixed, decodes = (64, 128, 192, 256), (1, 2, 4, 8, 16, 24, 32, 40, 48)
+    graphs = CudaGraphSection(
+        mode="full_and_piecewise",
+        piecewise_tokens=(4, 64, 256, 320, 640, 1024),
+        decode_requests=decodes,
+        mixed_tokens=mixed,
+        few_sizes=True,
+    )
+    facts = {"model": model_of(rope=None), "dp_size": 1}
+
+    def sizes(obstacle: str | None) -> dict[GraphKind, tuple[int, ...]]:
+        return dispatcher_of(runner_of(graphs, attn_backend=SimpleNamespace(mixed_obstacle=obstacle), **facts)).sizes
+
+    assert sizes(None)[GraphKind.DECODE] == (1, 2, 4, 8, 24, 48)
+    assert sizes(None)[GraphKind.MIXED] == (64, 128, 256)
+    assert sizes(None)[GraphKind.PIECEWISE] == (320, 1024)
+    assert sizes("no kernels")[GraphKind.PIECEWISE] == (4, 64, 320, 1024)
+    assert not sizes("no kernels")[GraphKind.MIXED]
+
+
 @pytest.mark.parametrize(("captures", "most_that_pay", "expected"), [(True, 4, (2, 4)), (True, 1, ()), (False, 4, ())])
 def test_powers_of_two_that_pay_are_captured_as_cascades_too(captures, most_that_pay, expected):
     backend = SimpleNamespace(
