@@ -104,7 +104,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     dtype = choices.resolve("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     task = resolve_task(config, model, choices)
     if task == "generate" and has_encoder(model):
-        check_encoder_decoder(config, model, device)
+        check_encoder_decoder(config)
     backend = resolve_attention_backend(config.runtime, dtype, device, task, choices)
     runtime = _runtime(config, dtype, backend, model, device, choices)
     _check_sparse_activations(runtime, model)

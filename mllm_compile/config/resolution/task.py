@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from mllm_compile.config.folders.model_folder import ModelFolder
 from mllm_compile.config.folders.sentence_files import MODULES, has_sentence_files
-from mllm_compile.config.resolution.device import DeviceInfo
 from mllm_compile.config.resolved import AutoChoices
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
@@ -34,8 +33,6 @@ _NOT_OF_ENCODER_DECODERS = {
     **_OF_GENERATION,
     "runtime": tuple(key for key in _OF_GENERATION["runtime"] if key != "max_total_tokens"),
 }
-# Attention whose answers of a GPU have not been compared in models with an encoder: T5Gemma's.
-_SEEN_ON_A_CPU = ("attn_logit_softcapping", "sliding_window")
 
 
 def resolve_task(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> ModelTask:
@@ -64,19 +61,11 @@ def has_encoder(model: ModelFolder) -> bool:
     return model.config.get("is_encoder_decoder") is True and name.endswith(_ENCODER_DECODERS)
 
 
-def check_encoder_decoder(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> None:
+def check_encoder_decoder(config: EngineConfig) -> None:
     """
     Raises:
         ConfigError: the config asks for something that models with an encoder are served without.
     """
-    decoder = model.config.get("decoder")
-    parts = (model.config, decoder if isinstance(decoder, dict) else {})
-    key = next((key for key in _SEEN_ON_A_CPU for part in parts if part.get(key) is not None), None)
-    if device.is_cuda and key is not None:
-        raise ConfigError(
-            f"runtime.device is a GPU, and config.json has {key}: with an encoder such attention is served on "
-            "a CPU. On a GPU its answers have not been compared with Transformers' yet. Set runtime.device: cpu."
-        )
     _refuse_keys(config, _NOT_OF_ENCODER_DECODERS, "the model has an encoder and a decoder", "Leave it out.")
 
 
